@@ -1,9 +1,9 @@
-"""Bad links: which pairs of replicas were said not to reach one another, and for how long that counts.
+"""Bad links: the pairs of replicas that can't reach one another by report, and for how long a report counts.
 
-A thousand members may name 64 peers each. So a report costs the same however many others there are, and what counts now
-is kept until a report, a proof or the end of a pause changes it.
+A thousand members may name 64 peers each. A report therefore costs the same however many others there are. The set of
+pairs that count now is cached until a report, a proof or the end of a pause changes it.
 
-Law of this file: the pairs of one job; what follows from them is decided elsewhere.
+Law of this file: the pairs of one job; other files decide what follows from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAUSE_MOST_MS: Final = 300_000
 NEVER_MS: Final = 2**63
 
 Pair: TypeAlias = tuple[str, str]  # sorted
-Around: TypeAlias = Mapping[str, Collection[str]]  # by each end: the ends at the other side
+Around: TypeAlias = Mapping[str, Collection[str]]  # end -> the ends at the other side
 
 
 def pair_of(one: str, other: str) -> Pair:
@@ -29,7 +29,7 @@ def pair_of(one: str, other: str) -> Pair:
 
 
 def around_of(pairs: Collection[Pair]) -> dict[str, set[str]]:
-    """Give for each end of these pairs the ends at the other side."""
+    """Return for each end of these pairs the ends at the other side."""
     around: dict[str, set[str]] = {}
     for one, other in pairs:
         around.setdefault(one, set()).add(other)
@@ -39,15 +39,15 @@ def around_of(pairs: Collection[Pair]) -> dict[str, set[str]]:
 
 @dataclass(slots=True)
 class Pause:
-    """For how long a report counts. The next one after that counts for twice as long."""
+    """The time for which a report counts. The next report after that time counts for twice as long."""
 
-    key: QuorumKey | None  # of the quorum that it was about
+    key: QuorumKey | None  # of the quorum that the report was about
     since_ms: int
     length_ms: int = PAUSE_FIRST_MS
     is_over: bool = False
 
     def again(self, key: QuorumKey | None, now_ms: int) -> bool:
-        """Hear the same of another quorum. Returns: whether it was another."""
+        """Note a repeated report about another quorum. Returns: whether it was another."""
         if key == self.key:
             return False
         if now_ms - self.since_ms >= self.length_ms:
@@ -56,30 +56,30 @@ class Pause:
         return True
 
     def lasts(self, now_ms: int) -> bool:
-        """Whether the report counts."""
+        """Return whether the report counts."""
         return not self.is_over and now_ms - self.since_ms < self.length_ms
 
     @property
     def end_ms(self) -> int:
-        """Until when it counts."""
+        """Return until when the report counts."""
         return self.since_ms + self.length_ms
 
     def remaining_ms(self, now_ms: int) -> int:
-        """Give the time for which it still counts."""
+        """Return for how long the report still counts."""
         return max(0, self.end_ms - now_ms) if not self.is_over else 0
 
     def is_old(self, now_ms: int) -> bool:
-        """Whether it was not said again for long after its end."""
+        """Return whether the report was not repeated for long after its end."""
         return now_ms - self.since_ms > 2 * self.length_ms + PAUSE_MOST_MS
 
 
 @dataclass(slots=True)
 class BadLink:
-    """What was said of one pair.
+    """The reports about one pair.
 
     Args:
-        pause: for how long it counts.
-        said: by which end, and how it put it.
+        pause: for how long they count.
+        said: the reporting end -> its words.
         fresh: since when both ends are waited for, and in which round.
     """
 
@@ -90,34 +90,35 @@ class BadLink:
 
 @final
 class BadLinks:
-    """The pairs of one job that were said to have a bad link."""
+    """The pairs of one job that are reported to have a bad link."""
 
     def __init__(self) -> None:
         self._links: dict[Pair, BadLink] = {}
         self._ends: dict[str, set[str]] = {}
-        # Of all lives of a name: one that can't be reached and starts again and again would else begin at the shortest.
+        # These are kept across all lives of a name. A replica that is unreachable and restarts again and again would
+        # otherwise begin at the shortest pause.
         self._pauses: dict[str, dict[str, Pause]] = {}
         self._counted: dict[str, set[str]] | None = {}
         self._counted_until_ms = NEVER_MS
         self._round = 0
-        self._newest: dict[str, int] = {}  # of this round, by each end: when a report was fresh last
-        self.version = 0  # another one: what counts has changed
+        self._newest: dict[str, int] = {}  # end -> the time of its last fresh report in this round
+        self.version = 0  # a new version means that the pairs that count have changed
 
     def __len__(self) -> int:
         return len(self._links)
 
     def changed(self) -> None:
-        """What counts is to be found out again."""
+        """Recompute on the next call which pairs count."""
         self._counted = None
         self.version += 1
 
     def next_round(self) -> None:
-        """No end is waited for any more because of what was said so far."""
+        """Begin a round: no end is waited for any more because of earlier reports."""
         self._round += 1
         self._newest.clear()
 
     def say(self, one: str, other: str, why: str, key: QuorumKey | None, now_ms: int) -> None:
-        """One says that it can't reach the other."""
+        """Record a report that one can't reach the other."""
         pair = pair_of(one, other)
         link = self._links.get(pair)
         if link is None:
@@ -138,7 +139,7 @@ class BadLinks:
             self._counted_until_ms = min(self._counted_until_ms, link.pause.end_ms)
 
     def counted(self, now_ms: int, is_explained: Callable[[Pair, BadLink], bool] | None) -> dict[str, set[str]]:
-        """Give the pairs that count, by each end. `is_explained`: whether a pair doesn't, for another reason."""
+        """Return the pairs that count, by each end. `is_explained`: a pair does not count, for another reason."""
         if self._counted is None or now_ms >= self._counted_until_ms:
             found = {pair: link for pair, link in self._links.items() if link.pause.lasts(now_ms)}
             self._counted_until_ms = min((link.pause.end_ms for link in found.values()), default=NEVER_MS)
@@ -149,15 +150,15 @@ class BadLinks:
         return self._counted
 
     def link(self, one: str, other: str) -> BadLink | None:
-        """What was said of these two."""
+        """Return the reports about these two."""
         return self._links.get(pair_of(one, other))
 
     def ends_of(self, name: str) -> Collection[str]:
-        """List those that have a bad link to it, whether it counts or not."""
+        """Return the replicas that have a bad link to it, whether it counts or not."""
         return self._ends.get(name, ())
 
     def is_fresh(self, one: str, others: Collection[str], now_ms: int, for_ms: int) -> bool:
-        """Whether a bad link to one of these others was said in this round, so lately."""
+        """Return whether a bad link to one of these others was reported in this round, within the last `for_ms`."""
         newest_ms = self._newest.get(one)
         if newest_ms is None or now_ms - newest_ms >= for_ms:
             return False
@@ -165,14 +166,17 @@ class BadLinks:
         return any(each.fresh[1] == self._round and now_ms - each.fresh[0] < for_ms for each in links if each)
 
     def end_pause(self, one: str, other: str) -> None:
-        """The two are tried again at once."""
+        """End the pause of the two, so that they try one another again at once."""
         link = self.link(one, other)
         if link is not None:
             link.pause.is_over = True
             self.changed()
 
     def works(self, one: str, others: Collection[str], key: QuorumKey) -> None:
-        """This one and these, itself among them, have built the group of a quorum. What was said about that stays."""
+        """Forget the reports about this replica and these others, because they have built the group of a quorum.
+
+        `others` may contain the replica itself. Reports about that very quorum stay.
+        """
         for other in self._ends.get(one, set()).intersection(others):
             if self._links[pair_of(one, other)].pause.key != key:
                 self._forget(pair_of(one, other))
@@ -182,7 +186,7 @@ class BadLinks:
                 self._forget_pause(one, other)
 
     def forget_the_gone(self, known: Collection[str], now_ms: int) -> None:
-        """Forget what is about those that are gone, and what is old."""
+        """Forget reports about replicas that are gone, and old ones."""
         for pair, link in list(self._links.items()):
             if pair[0] not in known or pair[1] not in known or link.pause.is_old(now_ms):
                 self._forget(pair)
@@ -200,7 +204,7 @@ class BadLinks:
 
     def _remember(self, one: str, other: str, pause: Pause) -> None:
         one_name, other_name = base_name(one), base_name(other)
-        if (one_name or other_name) and one_name != other_name:  # else no other life could be recognized
+        if (one_name or other_name) and one_name != other_name:  # another life of these could not be recognized
             one_name, other_name = one_name or one, other_name or other
             self._pauses.setdefault(one_name, {})[other_name] = pause
             self._pauses.setdefault(other_name, {})[one_name] = pause

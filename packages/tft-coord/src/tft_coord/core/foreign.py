@@ -1,17 +1,18 @@
-"""Life on a lighthouse that does not know us: torchft's, by its two unary calls.
+"""A replica group on torchft's lighthouse, which offers two unary calls.
 
-There are no sessions, no losses and no short answers there; a member lives while it beats, and is told of a quorum when
-it asks. What makes our protocol work must come from the members themselves: each carries what is ours in its `data`
-(`foreign_data.py`), with a random word, and each makes of one and the same answer the same quorum with the same key.
-So the group core hears what it always hears.
+That lighthouse has no sessions, no losses and no short answers. A member lives while it beats, and hears of a quorum
+when it asks. The members themselves must supply what this project's protocol needs: each carries its fields in its
+`data` (`foreign_data.py`), with a random word. All members make the same quorum with the same key of one and the same
+answer. The group core therefore gets the events that it always gets.
 
-The key of an answer stands if every member holds it, for the same list under the same id of the lighthouse, and was
-given the same answer last, and none reports failed commits or a process group that it can't use. Else it is a new one:
-its nonce is a digest of the lighthouse's id and of all members' words, and its id is the lighthouse's, or one above the
-highest that a member holds, for a lighthouse that was started anew counts from 1.
+The key of an answer stands under three conditions. Every member holds it, for the same list under the same id of the
+lighthouse. Every member got the same answer last. No member reports failed commits or a process group that it can't
+use.
+Otherwise the key is new. Its nonce is a digest of the lighthouse's id and of all members' words. Its id is the
+lighthouse's, or one above the highest that a member holds, because a restarted lighthouse counts from 1.
 
-That all were given the same answer last has to be looked at because that lighthouse keeps who went away as a member of
-the next quorum: some would go on by a plan that others have never seen, and meet those in a later one.
+The second condition matters because that lighthouse keeps a disconnected member in the next quorum. Some members would
+go on by a plan that others have never seen, and meet those in a later one.
 
 Law of this file: no I/O; the shell calls, and tells the time. Source: protocol.md section 6.
 """
@@ -34,7 +35,7 @@ BEAT_INTERVAL_MS: Final = 100  # torchft's
 
 @dataclass(frozen=True, slots=True)
 class CallQuorum:
-    """Ask for a quorum by a unary call, whose answer is told with its number."""
+    """Ask for a quorum by a unary call; `answered` gets the answer with this number."""
 
     call: int
     member: Member
@@ -42,21 +43,21 @@ class CallQuorum:
 
 @dataclass(frozen=True, slots=True)
 class CancelCall:
-    """Give that call up."""
+    """Cancel that call."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class TellGroup:
-    """The group's request is answered."""
+    """Answer the group's request."""
 
     event: events.QuorumArrived | events.RequestRefused
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """For the log: members of the answer that are not of this job; said when they change."""
+    """Log the members of the answer that are not of this job, when they change."""
 
     message: str
 
@@ -74,12 +75,12 @@ class _Asked:
 
 @final
 class ForeignCore:
-    """One replica group on a lighthouse that does not know us.
+    """One replica group on torchft's lighthouse.
 
     Args:
         job, replica_id: of the group.
         timeouts: bound the beats.
-        words: gives a random 64-bit number for each request.
+        words: returns a random 64-bit number for each request.
     """
 
     def __init__(self, *, job: str, replica_id: str, timeouts: Timeouts, words: Callable[[], int]) -> None:
@@ -98,23 +99,23 @@ class ForeignCore:
         self._left_out: tuple[str, ...] = ()
 
     def opened(self) -> list[ForeignEffect]:
-        """A connection stands: what is open is asked again."""
+        """Handle an open connection: send the open request again."""
         self._connected = True
         return self._call()
 
     def closed(self) -> None:
-        """The connection is gone, and every call on it with it."""
+        """Handle the end of the connection, and of every call on it."""
         self._connected = False
 
     def ended(self) -> None:
-        """A trainer of the group has ended: it beats no more, and asks for nothing."""
+        """Stop beats and requests, because a trainer of the group has ended."""
         self._ended = True
         self._open = None
 
     def ask(
         self, request: int, member: Member, held: QuorumKey | None, session: int, now_ms: int
     ) -> list[ForeignEffect]:
-        """Ask for the next quorum; asked again on every new connection until answered or withdrawn.
+        """Ask for the next quorum; every new connection resends the request until it is answered or withdrawn.
 
         Args:
             request: the group's own number.
@@ -124,20 +125,21 @@ class ForeignCore:
         """
         if self._ended:
             return []
-        # A new manager server says what its ranks hold, so that ids stay above it; of which list it can't know, and so
-        # that key does not stand.
+        # A new manager server reports what its ranks hold, so that ids stay above it. It can't know that quorum's list,
+        # so that key does not stand.
         digest = self._held[1] if self._held is not None and self._held[0] == held else 0
         aside = Aside(self._job, self._words(), held, digest, self._seen)
         out = self.withdraw(self._open.request) if self._open is not None else []
         if not self._ready:
-            # Who has never asked does not beat: the lighthouse would have all others wait for it while it loads.
+            # A group that has never asked does not beat: the lighthouse would make all others wait for it while it
+            # loads.
             self._ready = True
             self._next_beat_ms = now_ms
         self._open = _Asked(request, replace(member, session=session), aside, 0)
         return [*out, *self._call()]
 
     def withdraw(self, request: int) -> list[ForeignEffect]:
-        """Give the request up."""
+        """Withdraw the request."""
         asked = self._open
         if asked is None or asked.request != request:
             return []
@@ -145,7 +147,7 @@ class ForeignCore:
         return [CancelCall(asked.call)] if self._connected and asked.call else []
 
     def answered(self, call: int, answer: Quorum) -> list[ForeignEffect]:
-        """The lighthouse's answer to a call, as it is on the wire."""
+        """Handle the lighthouse's answer to a call, as it is on the wire."""
         asked = self._open
         if asked is None or asked.call != call:
             return []
@@ -153,13 +155,13 @@ class ForeignCore:
             told = [(member, parted(member)) for member in answer.members]
             own = next((both for member, both in told if member.replica_id == self._replica_id), None)
             if own is None or own[1].word != asked.aside.word:
-                return self._call()  # it is the answer to an older request: our state is another one by now
+                return self._call()  # the answer to an older request, with an older state of this group
             return self._understood(asked, answer, told)
         except ProtocolError as error:
             return self._refuse(Refusal.MALFORMED, str(error))
 
     def tick(self, now_ms: int) -> bool:
-        """Whether it is time to beat, by a unary call."""
+        """Return whether it is time to beat, by a unary call."""
         if not self._connected or not self._ready or self._ended or now_ms < self._next_beat_ms:
             return False
         self._next_beat_ms = now_ms + self._beat_interval_ms
@@ -167,7 +169,7 @@ class ForeignCore:
 
     @property
     def next_beat_ms(self) -> int:
-        """When `tick` has something to do next."""
+        """Return when `tick` has something to do next."""
         return self._next_beat_ms
 
     def _call(self) -> list[ForeignEffect]:
@@ -199,7 +201,7 @@ class ForeignCore:
         if strangers:
             words = f"{', '.join(strangers)}: the lighthouse serves other members than those of job {self._job}"
             if all(aside.held is None for _, aside in ours):
-                # They were here first: a job is of one kind, and the second one to come gives way.
+                # The other members were here first: a job is of one kind, and the second one to come gives way.
                 return self._refuse(Refusal.OTHER_KIND, f"{words}, who never share one; start a lighthouse for each")
             if strangers != self._left_out:
                 out.append(LeftOut(f"{words}; they are left out, and may hold it up; give them one of their own"))
@@ -217,7 +219,8 @@ class ForeignCore:
 
 
 def _key(lighthouse_id: int, digest: int, members: Sequence[Member], asides: Sequence[Aside]) -> QuorumKey:
-    """The name of the quorum that an answer is; the same on every member, because the answer is."""
+    """Return the key of the quorum that an answer stands for; all members compute the same, because the answer is the
+    same."""
     first = asides[0].held
     seen = asides[0].seen
     stands = all((aside.held, aside.list_digest, aside.seen) == (first, digest, seen) for aside in asides)
@@ -228,7 +231,7 @@ def _key(lighthouse_id: int, digest: int, members: Sequence[Member], asides: Seq
 
 
 def _answer_digest(lighthouse_id: int, members: Sequence[Member], asides: Sequence[Aside]) -> int:
-    """Of an answer: of its id and of all members' words, of which each is said once."""
+    """Return the digest of an answer: of its id and of all members' words, each of which is unique."""
     said = hashlib.blake2b(str(lighthouse_id).encode(), digest_size=8)
     for member, aside in zip(members, asides, strict=True):
         said.update(f"\0{member.replica_id}\0{member.session}\0{aside.word}".encode())
@@ -236,13 +239,16 @@ def _answer_digest(lighthouse_id: int, members: Sequence[Member], asides: Sequen
 
 
 def _list_digest(lighthouse_id: int, members: Sequence[Member]) -> int:
-    """Of the list in everything but steps and lineages, and of the lighthouse's id; never 0."""
+    """Return the digest of the list, without steps and lineages, and of the lighthouse's id; never 0."""
     said = hashlib.blake2b(repr((lighthouse_id, [member.identity for member in members])).encode(), digest_size=8)
     return int.from_bytes(said.digest(), "big") | 1
 
 
 def _without_those_ahead(members: Sequence[Member]) -> tuple[tuple[Member, ...], dict[str, str]]:
-    """Who has loaded a state from outside that is ahead of every live one is no member; and why, by replica id."""
+    """Return the members, and the rejected ones by replica id with a reason.
+
+    A replica that has loaded a state from outside ahead of every live one is rejected.
+    """
     live = [member.step for member in members if member.live]
     ahead = {
         member.replica_id: (

@@ -1,10 +1,10 @@
-"""What a member says of itself where the wire has no room for it: in the text that is the user's own.
+"""The fields of a member for which torchft's wire has no room, carried in the user's `data` text.
 
-A lighthouse that does not know us drops the fields that it does not know, and hands on the text called `data`, which is
-JSON of the user's. Ours travel in it under one key. What the user wrote comes out as it went in.
+torchft's lighthouse drops the fields that it does not know, and passes on the text called `data`, which is JSON of the
+user. The fields of this project travel in it under one key. The user's own text comes out as it went in.
 
-Law of this file: a member's fields to text and back. Whatever comes back was written by a stranger, so each field is
-looked at; nothing is decided.
+Law of this file: a member's fields to text and back. The text comes from an untrusted peer, so each field is checked;
+nothing is decided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tft_coord.core.types import MAX_INT64, MAX_UINT64, POOR_SOURCES_MOST, Membe
 from tft_coord.errors import ProtocolError
 
 KEY: Final = "tft"
-MAX_DATA_BYTES: Final = 64 * 1024  # that a lighthouse hands on
+MAX_DATA_BYTES: Final = 64 * 1024  # a lighthouse passes on at most this much
 HIGHEST_ID_BELIEVED: Final = MAX_INT64 - 2**32  # a quorum above it would leave no ids
 MAX_COUNT: Final = 2**31 - 1
 MAX_MEMBERS: Final = 100_000
@@ -28,14 +28,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """What a member says with its request and not of itself.
+    """The fields that a member sends with its request and that do not describe the member.
 
     Args:
-        job: that it belongs to.
+        job: of the member.
         word: a random 64-bit number, another one with each request.
         held: key of the newest quorum that its ranks hold, or None.
-        list_digest: of the list that this quorum was, and of the lighthouse's id for it; 0 without.
-        seen: digest of the newest answer that it was given, whether or not that changed the quorum; 0 without.
+        list_digest: of the member list of this quorum and of the lighthouse's id for it; 0 without.
+        seen: digest of the newest answer that the member got, whether or not that changed the quorum; 0 without.
     """
 
     job: str
@@ -46,7 +46,7 @@ class Aside:
 
 
 def with_ours(member: Member, aside: Aside) -> Member:
-    """The member as it is told to a lighthouse that hands on nothing but `data` of what is ours.
+    """Return the member for a lighthouse that passes on only `data` of this project's fields.
 
     Raises: ProtocolError: the user's text leaves no room.
     """
@@ -70,9 +70,9 @@ def with_ours(member: Member, aside: Aside) -> Member:
         "min_replica_size": member.min_replica_size,
     }
     users = _object(member.data)
-    users.pop(KEY, None)  # the name is taken: it travels as the rest of such a text does
+    users.pop(KEY, None)  # the key is taken: such a text travels as a whole
     if _without_ours(users) != member.data:
-        ours["data"] = member.data  # it is no object, or not spelled as we would
+        ours["data"] = member.data  # the text is no JSON object, or `json.dumps` spells it otherwise
     data = json.dumps({**users, KEY: ours})
     if len(data.encode()) > MAX_DATA_BYTES:
         raise ProtocolError(
@@ -83,9 +83,9 @@ def with_ours(member: Member, aside: Aside) -> Member:
 
 
 def parted(member: Member) -> tuple[Member, Aside] | None:
-    """The member as it told of itself, and what it said besides; None for one that carries nothing of ours.
+    """Return the member as it described itself and its `Aside`; None for a member without this project's fields.
 
-    Raises: ProtocolError: what it carries can't be.
+    Raises: ProtocolError: a field is invalid.
     """
     users = _object(member.data)
     ours = users.pop(KEY, None)
@@ -122,20 +122,20 @@ def parted(member: Member) -> tuple[Member, Aside] | None:
         fixed_with_spares=read.one("fixed_with_spares", bool),
         min_replica_size=read.number("min_replica_size", MAX_MEMBERS),
         data=read.text("data", read.one("data", str) if "data" in ours else _without_ours(users)),
-        lease_ms=None,  # this lighthouse recalls nobody and answers no beat: all ask in every step
+        lease_ms=None,  # this lighthouse recalls no member and answers no beat: all ask in every step
     )
     return whole, aside
 
 
 class _Reader:
-    """The fields of what came back, one by one."""
+    """The fields of a received text, one by one."""
 
     def __init__(self, replica_id: str, fields: dict[str, Any]) -> None:
         self._replica_id = replica_id
         self._fields = fields
 
     def one(self, name: str, *kinds: type) -> Any:
-        """A field of one of these kinds, and no other."""
+        """Return a field of one of these types."""
         value = self._fields.get(name)
         if type(value) not in kinds:
             raise ProtocolError(
@@ -145,14 +145,14 @@ class _Reader:
         return value
 
     def name(self, name: str) -> str:
-        """A text that may stand in a log."""
+        """Return a text that may stand in a log."""
         value = self.text(name, self.one(name, str), MAX_NAME_BYTES)
         if not value.isprintable():
             raise ProtocolError(f"replica {self._replica_id} says {name} {value[:80]!r}; give printable characters")
         return value
 
     def names(self, name: str, most: int) -> tuple[str, ...]:
-        """A list of texts that may stand in a log."""
+        """Return a list of texts that may stand in a log."""
         values = self.one(name, list)
         if len(values) > most or not all(type(value) is str and value.isprintable() for value in values):
             raise ProtocolError(
@@ -161,7 +161,8 @@ class _Reader:
         return tuple(self.text(name, value, MAX_NAME_BYTES) for value in values)
 
     def text(self, name: str, value: str, most_bytes: int = MAX_DATA_BYTES) -> str:
-        """A text that can be told on: JSON spells what no UTF-8 can, and short what is long in it."""
+        """Return a text that can be passed on: JSON can spell what UTF-8 can't encode, and can hide a long text in a
+        short one."""
         try:
             size = len(value.encode())
         except UnicodeEncodeError:
@@ -178,7 +179,7 @@ class _Reader:
 
 
 def _object(data: str) -> dict[str, Any]:
-    """What the text says, if it is an object of JSON; else an empty one."""
+    """Return the JSON object in the text; {} if there is none."""
     try:
         found = json.loads(data) if data else {}
     except (ValueError, RecursionError):
@@ -187,5 +188,5 @@ def _object(data: str) -> dict[str, Any]:
 
 
 def _without_ours(users: dict[str, Any]) -> str:
-    """The user's text, from what is left of it."""
+    """Return the user's text, from the fields that are left of it."""
     return json.dumps(users) if users else ""

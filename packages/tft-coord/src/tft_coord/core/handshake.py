@@ -1,11 +1,12 @@
-"""Who belongs to a job: what its replicas have said they are made of, and who may join them.
+"""The membership of a job: the fingerprints of its replicas, and which replicas may join.
 
-The first to come says what the job is; whoever differs from those that are there is refused, and told in what. A
-replica that holds a quorum has trained in this job, and stands over one that holds none: when the lighthouse has just
-started, the stranger may well be heard first. What was said is forgotten with those who said it.
-Nearly all replicas say the same; strangers who each say something else, and much of it, find no room for it.
+The first replica defines the job. A replica that differs from the present ones is refused, and told the difference. A
+replica that holds a quorum has trained in this job, and wins over one that holds none: a restarted lighthouse may hear
+the stranger first. A fingerprint is dropped with its replicas.
 
-Law of this file: the fingerprints of one job; who lives, and how much a word weighs, is told by the caller.
+Nearly all replicas send the same fingerprint. Strangers that each send a long and different one find no room for it.
+
+Law of this file: the fingerprints of one job; the caller says which replicas live, and how much each counts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Final
 from tft_coord.core.fingerprint import Fingerprint, differences, said
 
 ROOM_BYTES: Final = 256 * 1024 * 1024
-PART_BYTES: Final = 250  # that a part takes besides its texts
-SMALL_BYTES: Final = 2048  # of a whole fingerprint: there are never as many of these as would matter
+PART_BYTES: Final = 250  # memory for a part besides its texts
+SMALL_BYTES: Final = 2048  # a fingerprint up to this size always fits, because there are never many of them
 
 
 class Standing(enum.IntEnum):
-    """How much a replica's word weighs; it is gone, and weighs nothing, or it has trained in this job, or not."""
+    """The weight of a replica: it is gone and has no weight, or it is new, or it has trained in this job."""
 
     GONE = 0
     NEW = 1
@@ -33,24 +34,24 @@ class Standing(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Differs:
-    """That replica does not belong to the job that the others are; one sentence says why, and what to do."""
+    """A replica that does not belong to the others' job; one sentence says why, and what to do."""
 
     replica_id: str
     message: str
 
 
 class Room:
-    """Memory for the fingerprints of all jobs.
+    """The memory for the fingerprints of all jobs.
 
     Args:
-        most_bytes: that they may take together.
+        most_bytes: the limit for all of them together.
     """
 
     def __init__(self, most_bytes: int = ROOM_BYTES) -> None:
         self.left_bytes = most_bytes
 
     def take(self, fingerprint: Fingerprint) -> bool:
-        """Whether there was room for it; a small one always finds some."""
+        """Take room for a fingerprint; return whether there was room. A small one always fits."""
         size = _size(fingerprint)
         if SMALL_BYTES < size > self.left_bytes:
             return False
@@ -58,7 +59,7 @@ class Room:
         return True
 
     def give_back(self, fingerprint: Fingerprint) -> None:
-        """It is kept no more."""
+        """Return the room of a dropped fingerprint."""
         self.left_bytes += _size(fingerprint)
 
 
@@ -67,27 +68,27 @@ class Handshake:
 
     Args:
         job: its name.
-        standing: of a replica, now.
-        room: for what is kept, shared with other jobs.
+        standing: returns the weight of a replica now.
+        room: the memory limit, shared with other jobs.
     """
 
     def __init__(self, job: str, standing: Callable[[str], Standing], room: Room | None = None) -> None:
         self._job = job
         self._room = room if room is not None else Room()
         self._standing = standing
-        # Nearly all replicas say the same, so each fingerprint is kept once, and compared once.
+        # Nearly all replicas send the same fingerprint, so each is kept once, and compared once.
         self._by: dict[Fingerprint, dict[str, None]] = {}
         self._said: dict[str, Fingerprint] = {}
-        self._refused: dict[str, Fingerprint] = {}  # () for one that there was no room for
+        self._refused: dict[str, Fingerprint] = {}  # () for a replica whose fingerprint had no room
 
     def __len__(self) -> int:
-        """How many replicas are remembered."""
+        """Return how many replicas are remembered."""
         return len(self._said) + len(self._refused)
 
     def asks(self, replica_id: str, fingerprint: Fingerprint) -> list[Differs]:
-        """A replica asks for a quorum, and may say what it is made of; what it said before counts no more then.
+        """Handle a replica's request, which may carry a fingerprint; a new one replaces the earlier one.
 
-        Returns: who does not belong to the job: nobody, the replica itself, or those that are there and weigh less.
+        Returns: the replicas that do not belong to the job: none, the replica itself, or present ones with less weight.
         """
         refused = self._refused.get(replica_id)
         if not fingerprint and refused == ():
@@ -104,17 +105,17 @@ class Handshake:
             return [*out, Differs(replica_id, self._no_room(replica_id))]
         if replica_id not in self._refused:
             sayers = self._by.setdefault(fingerprint, {})
-            # The very object that is there, so that a thousand replicas hold one.
+            # A thousand replicas share one object.
             self._said[replica_id] = self._said[next(iter(sayers))] if sayers else fingerprint
             sayers[replica_id] = None
         return out
 
     def has_refused(self, replica_id: str) -> bool:
-        """Whether that replica was found to differ, and has not asked since."""
+        """Return whether that replica was found to differ, and has not asked since."""
         return replica_id in self._refused
 
     def forget(self, replica_id: str) -> None:
-        """What that replica has said counts no more."""
+        """Drop that replica's fingerprint."""
         refused = self._refused.pop(replica_id, None)
         if refused is not None:
             self._room.give_back(refused)
@@ -127,18 +128,19 @@ class Handshake:
                 self._room.give_back(fingerprint)
 
     def forget_all(self) -> None:
-        """There is no such job any more."""
+        """Drop all fingerprints, because the job is gone."""
         for replica_id in [*self._said, *self._refused]:
             self.forget(replica_id)
 
     def forget_the_gone(self) -> None:
-        """What the dead have said counts no more."""
+        """Drop the fingerprints of replicas that are gone."""
         for replica_id in [*self._said, *self._refused]:
             if self._standing(replica_id) is Standing.GONE:
                 self.forget(replica_id)
 
     def _compare(self, replica_id: str, fingerprint: Fingerprint) -> list[Differs]:
-        """Who has to go: all that differ from the newcomer, if each weighs less than it; else the newcomer alone."""
+        """Return the replicas to refuse: all that differ from the newcomer, if each has less weight; else the newcomer
+        alone."""
         self.forget_the_gone()
         out: list[Differs] = []
         own = self._standing(replica_id)

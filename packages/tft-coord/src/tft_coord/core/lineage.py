@@ -1,7 +1,7 @@
-"""Lineage: equal step numbers are not equal states.
+"""Lineages: equal step numbers are not equal states.
 
-A lineage is a 64-bit digest of the way a state was reached: the job at step 0, then one fold for every commit with
-the quorum's key and the step. Two replicas with the same step and lineage hold the same weights.
+A lineage is a 64-bit digest of the way a state was reached: the job at step 0, then one fold for every commit with the
+quorum's key and the step. Two replicas with the same step and lineage hold the same weights.
 
 Law of this file: digests of plain values; nothing else.
 """
@@ -15,12 +15,12 @@ from tft_coord.core.types import QuorumKey
 
 
 def initial_lineage(job: str) -> int:
-    """The lineage of a fresh state of that job, at step 0."""
+    """Return the lineage of a fresh state of that job, at step 0."""
     return _digest(b"tft.start", job.encode())
 
 
 def fold_lineage(lineage: int, key: QuorumKey, step: int) -> int:
-    """The lineage after committing in that quorum.
+    """Return the lineage after a commit in that quorum.
 
     Args:
         lineage: before the commit.
@@ -31,7 +31,7 @@ def fold_lineage(lineage: int, key: QuorumKey, step: int) -> int:
 
 
 def checked_lineage(lineage: int, state_digest: bytes) -> int:
-    """The lineage of a state whose bytes were looked at; replicas that hold other bytes then have other lineages.
+    """Return the lineage of a state whose bytes were checked; replicas with other bytes get other lineages.
 
     Args:
         lineage: before.
@@ -50,10 +50,10 @@ def state_check(step: int, lineage: int) -> int:
 
 
 def adopted_lineage(key: QuorumKey, step: int, replica_id: str, *, created_ms: int = 0) -> int:
-    """The lineage that a state without one is given by the first quorum that makes it the reference.
+    """Return the lineage that a state without one gets from the first quorum that makes it the reference.
 
-    A function of the quorum, so that the holder and all who heal from it get the same. A key can be formed more than
-    once; the time tells a state from another one that the user loads by hand at the same step later.
+    The lineage is a function of the quorum, so the holder and all that heal from it get the same one. A key can be
+    formed more than once. The time tells the state from another one that the user loads by hand at the same step later.
 
     Args:
         key, created_ms: of the quorum.

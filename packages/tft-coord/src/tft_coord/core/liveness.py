@@ -1,10 +1,13 @@
-"""Who lives: the sessions of one job's replica groups, and what counts as a loss.
+"""Liveness: the sessions of one job's replica groups, and what counts as a loss.
 
-A stream that breaks is most often a death, sometimes a hiccup, and now and then a sick network or a sick lighthouse.
-So a break is judged after a short grace; when most streams break together, nobody is judged by it; and a replica whose
-link flaps is judged by its silence instead. A death that was reported needs no judging and is for ever. A break that
-the replica's own host has told of is judged by itself, however many there are: twenty processes that were killed are no
-sickness.
+A broken stream is most often a death, sometimes a hiccup, and now and then a sick network or a sick lighthouse. Three
+rules follow:
+- A break is judged after a short grace.
+- When most streams break together, no replica is judged by its break.
+- A replica whose link flaps is judged by its silence instead.
+
+A reported death needs no judging and is final. A break that the replica's own host has reported is judged by itself,
+however many there are: twenty killed processes are no sickness.
 
 Law of this file: one job's sessions; no quorum arithmetic.
 """
@@ -21,7 +24,7 @@ from tft_coord.timeouts import Timeouts
 
 SICK_STREAMS_LEAST = 4
 FLAPS_MOST = 3
-UNFINISHED_MOST = 10_000  # names that are kept
+UNFINISHED_MOST = 10_000  # the number of names that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +39,15 @@ class OpenRequest:
 
 @dataclass(slots=True)
 class Replica:
-    """What is known of one replica id.
+    """The state of one replica id.
 
-    `last_sign_ms` is moved on where silence is excused, `heard_ms` is not: it is when something was heard in truth.
-    `since_ms` is since when this replica has been known, or the one whose place it takes and that did not finish.
-    `presumed` says that others have named it and it has not said hello yet.
-    `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that asks again
-    soon has waited since it first asked. `answered` is the number of the request that the newest quorum answered, and
-    `answer_void` says that the replica had given that request up. `left` is why it has left the job, for ever; while it
-    `serves`, somebody may heal from it, and it is watched as if it were there.
+    Excused silence moves `last_sign_ms` on. It does not move `heard_ms`, the true time of the last message. `since_ms`
+    is the time since which this replica is known, or its predecessor if that did not finish. `presumed`: other replicas
+    have named this one, and it has not said hello yet.
+    `withdrawn` keeps (asked_ms, withdrawn_ms) of a request that ended without an answer: a replica that soon asks again
+    has waited since its first request. `answered` is the number of the request that the newest quorum answered.
+    `answer_void`: the replica had withdrawn that request. `left` is the reason why it has left the job for good. While
+    it `serves`, other replicas may heal from it, and its end is watched.
     """
 
     replica_id: str
@@ -72,21 +75,21 @@ class Replica:
     answered: int | None = None
     answer_void: bool = False
     healing_since_ms: int | None = None
-    has_healed: bool = False  # in that healing, and is between two steps again
+    has_healed: bool = False  # it finished that healing, and is between two steps again
     healed_bytes: int = 0
     progress_ms: int = 0
     ineligible_until_ms: int = 0
-    barred_ms: int = 0  # when it waited last and was kept out, or left out: its wait hurries nobody
+    barred_ms: int = 0  # when it last waited while kept out or left out: its wait hurries no replica
     left: str | None = None
     finished: bool = False  # it left because its training was over
     serves: bool = False
     pid: int = 0  # of its trainer
-    tries_peers: bool = False  # it dials its peers when it is asked to
-    where: tuple[Progress, int] | None = None  # in its step, by its newest beat, and when that was heard
-    said_wait_ms: int | None = None  # when its newest beat was heard, if that says that it waits
-    stopped: tuple[str, int, int] | None = None  # which of its ranks are, for how long by now, and when it said so
+    tries_peers: bool = False  # it dials its peers on request
+    where: tuple[Progress, int] | None = None  # its progress in the newest beat, and when that came
+    said_wait_ms: int | None = None  # when its newest beat came, if that reports a wait
+    stopped: tuple[str, int, int] | None = None  # its stopped ranks, for how long, and when it said so
     answers_probes: bool = False
-    asked_to_leave: tuple[str, int] | None = None  # (reason, serve_ms), by whom it is drained
+    asked_to_leave: tuple[str, int] | None = None  # (reason, serve_ms) of the drain request
 
     @property
     def healthy(self) -> bool:
@@ -94,17 +97,17 @@ class Replica:
 
     @property
     def watched(self) -> bool:
-        """Whether its end would be a loss."""
+        """Return whether its end would be a loss."""
         return self.lost is None and (self.left is None or self.serves)
 
     def withdraw(self, now_ms: int) -> None:
-        """The open request, if any, ends without an answer."""
+        """End the open request, if any, without an answer."""
         if self.request is not None:
             self.withdrawn = (self.request.asked_ms, now_ms)
             self.request = None
 
     def asked_ms(self, now_ms: int, patience_ms: int) -> int:
-        """Since when a request of now counts as open: an answer that never came doesn't start the waiting anew."""
+        """Return since when a request made now counts as open: an answer that never came does not restart the wait."""
         if self.request is not None:
             return self.request.asked_ms
         if self.withdrawn is not None and now_ms - self.withdrawn[1] < patience_ms:
@@ -114,7 +117,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A replica was taken for lost; its open request, if any, is withdrawn."""
+    """A replica that was declared lost; its open request, if any, is withdrawn."""
 
     replica: Replica
     reason: str
@@ -124,7 +127,8 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The hello stands. `replaced_stream` is an older stream of this replica to close; `lost` whom it replaces."""
+    """An accepted hello. `replaced_stream` is an older stream of this replica to close; `lost` is the replaced
+    replica."""
 
     replica: Replica
     replaced_stream: int | None = None
@@ -133,7 +137,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The hello does not stand. `silent_ms`: for how long nothing has been heard of whom it would displace."""
+    """A rejected hello. `silent_ms`: for how long the replica that it would displace has been silent."""
 
     refusal: Refusal
     message: str
@@ -145,7 +149,7 @@ class Liveness:
 
     Args:
         timeouts: heartbeat_timeout_ms, reconnect_grace_ms and what follows from them.
-        remember_ms: who is lost is remembered for so long at least.
+        remember_ms: the minimum time for which a lost replica is remembered.
     """
 
     def __init__(self, timeouts: Timeouts, remember_ms: int = 0) -> None:
@@ -153,23 +157,23 @@ class Liveness:
         self._forget_after_ms = max(timeouts.forget_after_ms, remember_ms)
         self.replicas: dict[str, Replica] = {}
         self._by_stream: dict[int, Replica] = {}
-        # Whose stream broke without a word, in that order; those of more than a grace ago are dropped.
+        # Replicas whose stream broke without a report, in that order; breaks of more than a grace ago are dropped.
         self._broke: dict[str, Replica] = {}
-        self._unfinished: dict[str, int] = {}  # since when, by the user's name: who ended and had not finished
-        self._sick_ms: int | None = None  # since when silence counts anew; told to the replicas when they are judged
+        self._unfinished: dict[str, int] = {}  # user's name -> since when; its replica ended unfinished
+        self._sick_ms: int | None = None  # since when silence counts anew; `judge` passes it on to the replicas
 
     def remember(self, for_ms: int) -> None:
-        """Remember who is lost for so long at least."""
+        """Remember lost replicas for at least that long."""
         self._forget_after_ms = max(self._forget_after_ms, for_ms)
 
     def of_stream(self, stream: int) -> Replica | None:
-        """The replica whose newest stream this is."""
+        """Return the replica whose newest stream this is."""
         return self._by_stream.get(stream)
 
     def hello(self, stream: int, hello: Hello, now_ms: int) -> Accepted | Rejected:
-        """A stream says who it is.
+        """Handle the hello of a stream.
 
-        Raises nothing: a bad hello is an answer like any other.
+        Raises nothing: a bad hello gets an answer like any other.
         """
         known = self.replicas.get(hello.replica_id)
         other = self._by_stream.get(stream)
@@ -185,7 +189,8 @@ class Liveness:
                 hello.replica_id, hello.session, hello.address, now_ms, since_ms=self._since_ms(hello, now_ms)
             )
             self.replicas[hello.replica_id] = known
-        # A request belongs to its stream: whoever still wants it says it again; whoever gave it up in between doesn't.
+        # A request belongs to its stream. A replica that still wants it sends it again; one that withdrew it meanwhile
+        # does not.
         known.withdraw(now_ms)
         if hello.session > known.session or known.lost is not None:
             known.session = hello.session
@@ -221,9 +226,11 @@ class Liveness:
         return Accepted(known, replaced, lost)
 
     def presume(self, members: Iterable[Member], started_ms: int) -> None:
-        """Members of the newest quorum that others report: healthy until heartbeat_timeout after the start, unless they
-        say hello themselves. Who was presumed of an older quorum is not any more, but a loss stays one; who has a
-        successor is dead."""
+        """Presume that the members of a reported newest quorum live.
+
+        They are healthy until heartbeat_timeout after the start, unless they say hello themselves. Presumed members of
+        an older quorum are dropped, but a loss stays a loss. A member with a successor is dead.
+        """
         self.replicas = {
             name: replica for name, replica in self.replicas.items() if not replica.presumed or not replica.healthy
         }
@@ -241,14 +248,14 @@ class Liveness:
                 )
 
     def sign(self, stream: int, now_ms: int) -> Replica | None:
-        """A sign of life on a stream. None if the stream is not its replica's newest."""
+        """Record a sign of life on a stream; return its replica, or None if the stream is not its replica's newest."""
         replica = self._by_stream.get(stream)
         if replica is not None and replica.lost is None:
             replica.last_sign_ms = replica.heard_ms = now_ms
         return replica
 
     def leave(self, replica: Replica, reason: str, now_ms: int, *, finished: bool = False) -> None:
-        """It has left the job: it is waited for by nobody from now on, and is not healthy any more."""
+        """Mark a replica as having left the job: it is not healthy any more, and no replica waits for it."""
         replica.left = reason
         replica.finished = replica.finished or finished
         self._note_unfinished(replica)
@@ -258,22 +265,22 @@ class Liveness:
         replica.healing_since_ms = None
 
     def release(self, replica: Replica, now_ms: int) -> None:
-        """It has left, and nobody heals from it any more: its end will be none."""
+        """Release a replica that has left: no replica heals from it any more, so its end will be no loss."""
         replica.serves = False
         replica.lost_ms = now_ms
         self._breaks_no_more(replica)
 
     def stream_closed(self, stream: int, now_ms: int, *, told: bool = False) -> None:
-        """A connection is gone; judged after the grace. Closings of older streams are ignored.
+        """Handle a closed connection; `judge` judges it after the grace. Closings of older streams are ignored.
 
         Args:
-            told: the host at its other end has closed it, so it is no sign of sickness.
+            told: the host at the other end has closed it, so it is no sign of sickness.
         """
         replica = self._by_stream.pop(stream, None)
         if replica is None:
             return
         replica.stream = None
-        # Nobody can be answered on a stream that is gone; it is healthy, but it does not wait until it asks again.
+        # No answer can travel on a closed stream. The replica is healthy, but it does not wait until it asks again.
         replica.withdraw(now_ms)
         if replica.watched:
             replica.broken_ms = now_ms
@@ -282,7 +289,7 @@ class Liveness:
                 self._excuse_if_sick(now_ms)
 
     def death(self, stream: int, reason: str, now_ms: int) -> Lost | None:
-        """The end of a trainer is reported: lost at once and for ever."""
+        """Handle the reported end of a trainer: the replica is lost at once and for good."""
         replica = self._by_stream.get(stream)
         if replica is None:
             return None
@@ -292,28 +299,31 @@ class Liveness:
         return self._lose(replica, f"its manager server reports: {reason}", now_ms, dead=True)
 
     def hang(self, replica_id: str, reason: str, now_ms: int) -> Lost | None:
-        """A trainer hangs: lost until its manager server, which knows when it goes on, opens a newer session."""
+        """Declare the replica of a hung trainer lost, until its manager server opens a newer session when the trainer
+        goes on."""
         replica = self.replicas.get(replica_id)
         if replica is None or not replica.healthy:
             return None
         return self._lose(replica, reason, now_ms, fell_silent=True)
 
     def silence(self, replica_id: str, reason: str, now_ms: int) -> Lost | None:
-        """It is silent or stopped while others wait for it: lost until it opens a newer session. That its link is bad
-        nobody has seen."""
+        """Declare a replica lost that is silent or stopped while others wait for it, until it opens a newer session.
+
+        The loss does not count as a sign of a bad link.
+        """
         replica = self.replicas.get(replica_id)
         if replica is None or not replica.healthy:
             return None
         return self._lose(replica, reason, now_ms, fell_silent=True)
 
     def flaps(self, replica: Replica, now_ms: int) -> bool:
-        """Whether its link was bad lately, so that its silence alone judges it, with the whole time-out."""
+        """Return whether its link broke often lately, so that only a silence of heartbeat_timeout judges it."""
         recent = [at for at in replica.stream_losses_ms if now_ms - at < self._timeouts.flap_window_ms]
         replica.stream_losses_ms = recent
         return len(recent) >= FLAPS_MOST
 
     def judge(self, now_ms: int) -> list[Lost]:
-        """Take for lost whose grace or heartbeat_timeout has passed; forget whom nobody remembers."""
+        """Declare replicas lost whose grace or heartbeat_timeout has passed; drop old entries."""
         self._hear_of_sickness()
         losses = []
         for replica in self.replicas.values():
@@ -326,7 +336,7 @@ class Liveness:
             elif now_ms - replica.last_sign_ms >= self._timeouts.heartbeat_timeout_ms:
                 reason = f"silent for {self._timeouts.heartbeat_timeout_ms} ms"
                 losses.append(self._lose(replica, reason, now_ms, fell_silent=True))
-        # Whose stream is open is not forgotten: when it wakes up, it must hear that it was lost.
+        # A replica with an open stream is kept: when it wakes up, it must hear that it was lost.
         forgotten = [
             replica
             for replica in self.replicas.values()
@@ -337,7 +347,7 @@ class Liveness:
         return losses
 
     def excuse_all(self, now_ms: int) -> None:
-        """The lighthouse itself was away: nobody's silence or break of that time counts."""
+        """Excuse the silence and the breaks of a time when the lighthouse itself was away."""
         for replica in self.replicas.values():
             if replica.watched:
                 replica.last_sign_ms = now_ms
@@ -346,7 +356,7 @@ class Liveness:
                     replica.excused = True
 
     def next_deadline_ms(self) -> int | None:
-        """When `judge` may have something to say next."""
+        """Return when `judge` may have something to do next."""
         self._hear_of_sickness()
         deadlines = [
             replica.broken_ms + self._timeouts.reconnect_grace_ms
@@ -399,9 +409,9 @@ class Liveness:
         return Lost(replica, reason, replica.stream, request)
 
     def _since_ms(self, hello: Hello, now_ms: int) -> int:
-        """Since when a replica that says hello for the first time, or whose place it takes, has been known.
+        """Return since when a replica that says hello for the first time, or its predecessor, has been known.
 
-        Who takes the place of one that has finished begins something else: the next Manager of the same script, say.
+        The successor of a replica that has finished begins something else, such as the next Manager of the same script.
         """
         before = self.replicas.get(hello.replaces)
         name = base_name(hello.replica_id)
@@ -409,11 +419,13 @@ class Liveness:
             return now_ms if before.finished else before.since_ms
         if name in self._unfinished:
             return self._unfinished[name]
-        # Who has finished is named to nobody as a predecessor, so this one crashed, before it could say anything.
+        # A finished replica is named to no one as a predecessor, so this predecessor crashed before it could say
+        # anything.
         return 0 if hello.replaces else now_ms
 
     def _note_unfinished(self, replica: Replica) -> None:
-        """Its training was not over. A supervisor may start it again, long after it is forgotten here."""
+        """Remember a replica whose training was not over. A supervisor may restart it long after it is
+        forgotten here."""
         name = base_name(replica.replica_id)
         if replica.finished:
             self._unfinished.pop(name, None)
@@ -428,9 +440,9 @@ class Liveness:
         return not self.flaps(replica, now_ms) and now_ms - replica.broken_ms >= self._timeouts.reconnect_grace_ms
 
     def _excuse_if_sick(self, now_ms: int) -> None:
-        """When more than half of at least four streams break within one grace without a word, the fault is not theirs.
+        """Excuse the breaks when more than half of at least four streams break within one grace without a report.
 
-        Thousands break together, so that no break may cost a look at all others.
+        The fault is not theirs in that case. Thousands break together, so no break may cost a look at all others.
         """
         grace_ms = self._timeouts.reconnect_grace_ms
         while (first := next(iter(self._broke.values()))).broken_ms is None or now_ms - first.broken_ms > grace_ms:
@@ -441,11 +453,11 @@ class Liveness:
         self._sick_ms = now_ms
         for replica in reversed(self._broke.values()):
             if replica.excused:
-                break  # and so are all that broke before it
+                break  # all that broke before it are excused too
             replica.excused = True
 
     def _hear_of_sickness(self) -> None:
-        """Nobody was silent before it."""
+        """Let silence count from the last sickness on."""
         if self._sick_ms is None:
             return
         for replica in self.replicas.values():
@@ -454,6 +466,6 @@ class Liveness:
         self._sick_ms = None
 
     def _breaks_no_more(self, replica: Replica) -> None:
-        """Its stream is back, or what became of it is known."""
+        """Clear the break: the stream is back, or the replica's end is known."""
         replica.broken_ms = None
         self._broke.pop(replica.replica_id, None)

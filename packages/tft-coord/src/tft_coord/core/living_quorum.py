@@ -1,10 +1,10 @@
-"""The newest quorum while its members go on in it without asking: recall, late members, and who may still live in it.
+"""The newest quorum while its members go on in it without asking: recall, late members, members that may still live.
 
-The lighthouse does not see the rounds of a standing quorum. So it calls the members back when another replica wants to
-join, breaks the quorum when one of them waits for a member that does not come, and forms no quorum beside one whose
-members may still make progress where it can't hear them.
+The lighthouse does not see the rounds of a standing quorum. It therefore recalls the members when another replica wants
+to join. It breaks the quorum when a member waits for another one that does not come. It forms no quorum beside one
+whose members may still make progress out of its reach.
 
-A quorum whose members ask in every step (lease 0, or a member that speaks no word) needs none of this, and gets none.
+A quorum whose members ask in every step (lease 0, or a member without votes on the lease) needs none of this.
 
 Law of this file: what is known of one job's newest quorum; the caller gives the time, sends and forms.
 Source: protocol.md, "Standing quorums".
@@ -21,18 +21,18 @@ from tft_coord.core.progress import Phase
 from tft_coord.core.types import Quorum, QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
 
-BEATS_TO_ASK: Final = 2  # a member that was told to ask, and waits, has asked by then
-LIVES: Final = "may still train without this lighthouse"  # as the wait sentences of rule 11 say
+BEATS_TO_ASK: Final = 2  # a waiting member that was told to ask has asked by then
+LIVES: Final = "may still train without this lighthouse"  # part of the wait sentences of rule 11
 
 
 @final
 class LivingQuorum:
-    """What one job's lighthouse knows of its newest quorum.
+    """The lighthouse's view of one job's newest quorum.
 
     Args:
         timeouts: of the lighthouse.
         listens_ms: since when it hears the members.
-        had_earlier_life: a durable counter tells that a lighthouse served before this one started, and what it knew is
+        had_earlier_life: a durable counter says that a lighthouse served before this one started, and its memory is
             lost.
     """
 
@@ -43,31 +43,32 @@ class LivingQuorum:
             listens_ms + timeouts.silence_after_lease_ms(timeouts.lease_ms) if had_earlier_life else listens_ms
         )
         self._lease_ms = 0  # of the newest quorum
-        self._is_whole = False  # nobody recovers in it
+        self._is_whole = False  # no member recovers in it
         self._recalled = False
-        self._first_asked: tuple[str, int] | None = None  # the member that asked first since it was given, and when
-        self._late: tuple[str, int] | None = None  # who waits in it for too long, and in which step
-        self._left_behind_ms: int | None = None  # when it was broken for one that is late
+        # the first member that asked since the quorum was given, and when
+        self._first_asked: tuple[str, int] | None = None
+        self._late: tuple[str, int] | None = None  # the member that waits in it for too long, and the step
+        self._left_behind_ms: int | None = None  # when the quorum was broken because of a late member
         # Members of earlier quorums that are in no later one, and how long each may go on by itself.
         self._earlier: dict[str, int] = {}
 
     @property
     def stands(self) -> bool:
-        """Whether the members of the newest quorum may go on in it without asking."""
+        """Return whether the members of the newest quorum may go on in it without asking."""
         return self._lease_ms > 0
 
     @property
     def stands_whole(self) -> bool:
-        """Whether they may, and all hold the state of the newest step that one of them has committed."""
+        """Return whether they may, and all hold the state of the newest step that one of them has committed."""
         return self._is_whole
 
     @property
     def remember_ms(self) -> int:
-        """For how long a lost member must be remembered."""
+        """Return for how long a lost member must be remembered."""
         return self._timeouts.silence_after_lease_ms(self._lease_ms) if self._lease_ms else 0
 
     def given(self, quorum: Quorum, before: Quorum | None) -> None:
-        """A quorum is the newest from now on, or is given to its members once more.
+        """Make a quorum the newest, or note that its members get it once more.
 
         Args:
             quorum: the newest.
@@ -86,42 +87,44 @@ class LivingQuorum:
     # --- recall -----------------------------------------------------------------------------------------------------
 
     def recall(self) -> bool:
-        """Call the members back; returns whether they have to be told, because they were not before."""
+        """Recall the members; return whether they must be told, because no earlier recall has told them."""
         is_news = self.stands and not self._recalled
         self._recalled = self.stands
         return is_news
 
     def news(self, key: QuorumKey | None, beat: int, *, broken: bool) -> QuorumNews:
-        """Return what a member is told of the newest quorum, in answer to a beat or with 0 out of turn."""
+        """Return the news about the newest quorum for a member, in answer to a beat, or out of turn with `beat` 0."""
         return QuorumNews(key, broken, self._recalled, beat)
 
     # --- members that do not come -----------------------------------------------------------------------------------
 
     def asked(self, replica_id: str, now_ms: int) -> None:
-        """A member of the newest quorum asks for the next."""
+        """Note that a member of the newest quorum asks for the next one."""
         if self._first_asked is None and self.stands:
             self._first_asked = replica_id, now_ms
 
     @property
     def joins_from_ms(self) -> int:
-        """The time from which join_timeout counts for the next quorum. Before the first member has asked, the members
-        train, and a replica that waits for them does not hurry them."""
+        """Return the time from which join_timeout counts for the next quorum.
+
+        Until a member asks, the members train, and a replica that waits for them does not hurry them.
+        """
         return self._first_asked[1] if self._first_asked is not None else 0
 
     @property
     def has_begun_to_end(self) -> bool:
-        """Whether a member of a standing quorum has asked or left, or waits for another one for too long."""
+        """Return whether a member of a standing quorum has asked or left, or waits for another one for too long."""
         return self.stands and (self._first_asked is not None or self._late is not None)
 
     def overdue(self, members: Iterable[Replica], now_ms: int) -> tuple[str, tuple[str, ...]] | None:
         """Find the members that still wait in the quorum although another one has asked for the next.
 
-        The word of a round tells all members to ask. One whose word did not complete waits in that round, and would
-        wait until its deadline. A member that is busy, or between two steps, comes by itself.
+        The vote of a round tells all members to ask. A member whose vote did not complete waits in that round, and
+        would wait until its deadline. A member that is busy, or between two steps, asks by itself.
 
         Args:
             members: healthy ones that have not asked.
-        Returns: who asked first, and the ids of those that wait; None: there are none.
+        Returns: the member that asked first, and the ids of those that wait; None: there are none.
         """
         if self._first_asked is None or not self.stands:
             return None
@@ -132,17 +135,18 @@ class LivingQuorum:
         return (who, waiting) if waiting else None
 
     def late(self, replica_id: str, step: int) -> None:
-        """A member says that the round of that step waits for others for longer than `join_timeout`."""
+        """Note a member's report that the round of that step waits for others for longer than `join_timeout`."""
         self._late = replica_id, step
 
     def breaks_for(self, members: Iterable[Replica]) -> tuple[str, tuple[str, ...]] | None:
-        """Find the members that a late round waits for in vain: they are between two steps, or do not say where.
+        """Find the members that a late round waits for in vain: they are between two steps, or report no progress.
 
         A member inside its step may take as long as any step may.
 
         Args:
             members: healthy ones that have not asked.
-        Returns: who said that the round is late, and the ids of those that it waits for; None: it is not to be broken.
+        Returns: the member that reported the late round, and the ids of those that it waits for; None: nothing to
+            break.
         """
         if self._late is None or not self.stands:
             return None
@@ -158,14 +162,14 @@ class LivingQuorum:
         return (who, tuple(out)) if out else None
 
     def goes_on_without_the_late(self, now_ms: int) -> None:
-        """The quorum is broken for members that are late. The others have waited for `join_timeout` already."""
+        """Note that the quorum is broken because of late members. The others have waited for `join_timeout` already."""
         self._late = None
         self._left_behind_ms = now_ms
 
     def join_timeout_ms(self, now_ms: int) -> int:
         """Return how long the next quorum waits for healthy replicas that have not asked.
 
-        Where the quorum was broken for a late member, the others have a moment to ask.
+        If the quorum was broken because of a late member, the others get only a moment to ask.
         """
         join_timeout_ms = self._timeouts.join_timeout_ms
         if self._left_behind_ms is None:
@@ -181,15 +185,16 @@ class LivingQuorum:
         replicas: Mapping[str, Replica],
         now_ms: int,
     ) -> str | None:
-        """Say why no quorum may be formed of those that wait: a member that nobody has heard lately may be in a round.
+        """Return why no quorum may form of those that wait: a member that was not heard lately may be in a round.
 
-        With one member of the newest quorum nobody is waited for: that quorum can't complete a round without it.
+        With one member of the newest quorum among them there is no such wait, because that quorum can't complete a
+        round without it.
 
         Args:
-            waiting: who has asked.
+            waiting: the replicas that have asked.
             members: of the newest quorum.
-            replicas: that are known.
-        Returns: one phrase, or None: it may be formed.
+            replicas: all known ones.
+        Returns: one phrase, or None: a quorum may form.
         """
         if not (self.stands or self._earlier) or any(name in members for name in waiting):
             return None
@@ -214,14 +219,14 @@ class LivingQuorum:
     def waits_for_unnamed(
         self, held: QuorumKey | None, lease_ms: int, holds: bool, previous: QuorumKey | None, now_ms: int
     ) -> str | None:
-        """Say why a lighthouse without memory may form no quorum yet.
+        """Return why a lighthouse without memory may form no quorum yet.
 
         Args:
             held: the newest quorum that a hello has named, or None.
             lease_ms: of that quorum, as the hello said.
             holds: one of those that wait is a member of it.
             previous: the newest quorum whose members are known, or None.
-        Returns: one phrase, or None: it may be formed.
+        Returns: one phrase, or None: a quorum may form.
         """
         if held is not None and (previous is None or previous < held):
             ends_ms = self._listens_ms + self._timeouts.silence_after_lease_ms(lease_ms) if lease_ms else now_ms
@@ -237,10 +242,10 @@ class LivingQuorum:
 
 
 def _waits(replica: Replica) -> bool:
-    """Whether a member says that it waits for others, or does not say where in its step it is."""
+    """Return whether a member reports that it waits for others, or reports no progress."""
     return replica.where is None or replica.where[0].phase in (Phase.WAITING, Phase.REDUCING)
 
 
 def _is_gone(replica: Replica) -> bool:
-    """Whether a replica can't complete a round any more: its death is known, another took its place, or it left."""
+    """Return whether a replica can complete no round any more: it is dead, was replaced, or left."""
     return replica.dead or replica.left is not None

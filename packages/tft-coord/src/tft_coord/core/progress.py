@@ -1,11 +1,11 @@
-"""Where in its step a trainer is, and when that is too long.
+"""A trainer's progress: where in its step it is, and when that lasts too long.
 
-A trainer that waits for others is never the one that hangs; one that is busy with its own work for longer than any step
-may take is. So each rank says with its beats where it is and for how long. A rank that holds its interpreter's lock
-can't say anything. A wait gives that lock up, so who is silent inside a step is taken to be busy with its own work ever
-since it was last heard of; who is silent between two steps may evaluate, and is only late.
+A trainer that waits for others is never the one that hangs. A trainer that is busy with its own work for longer than
+any step may take hangs. Each rank therefore reports with its beats where it is and for how long. A rank that holds its
+interpreter lock can't send anything. A wait releases that lock. A rank that is silent inside a step therefore counts as
+busy with its own work since its last report. A rank that is silent between two steps may evaluate, and is only late.
 
-Law of this file: the value that is told, and what it means for a group and for a quorum; the caller gives the time.
+Law of this file: the reported value, and what it means for a group and for a quorum; the caller gives the time.
 Source: protocol.md section 6.
 """
 
@@ -20,12 +20,12 @@ from tft_coord.core.suspicion import WAITS_MS
 from tft_coord.core.types import MAX_INT64
 from tft_coord.timeouts import Timeouts
 
-SAID_FOR_BEATS = 1.5  # a rank that waits says so with each beat
+SAID_FOR_BEATS = 1.5  # a rank that waits reports it with each beat
 SILENT_AFTER_BEATS = 2.5  # one beat may be missed, and the next may be late
 
 
 class Phase(enum.Enum):
-    """Where in its step a trainer is."""
+    """The phase of a step in which a trainer is."""
 
     OUTSIDE = 0  # between should_commit and start_quorum: evaluation, checkpoints, data
     OWN = 1  # forward, backward, optimizer
@@ -43,12 +43,12 @@ WORDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a rank, or the group of it, says of its training thread.
+    """The report of a rank, or of its group, about the training thread.
 
     Args:
         step: committed steps: between two steps all of them, in a step those before it.
-        phase: where in it.
-        since_ms: for so many milliseconds without a break.
+        phase: the phase in the step.
+        since_ms: how long the phase has lasted without a break, in milliseconds.
         excused: the step is the first after a start, a healing or a reconfiguration, and may take any time.
         slowest_step_ms: longest time that a step may take; 0: any.
         own_ms: the median of its own part of the last few steps, without its waits for others; 0: not known.
@@ -67,17 +67,17 @@ class Progress:
 
     @property
     def waits_ms(self) -> int | None:
-        """For how long it has waited for others; None: it does not."""
+        """Return for how long it has waited for others; None: it does not wait."""
         return self.since_ms if self.phase in (Phase.WAITING, Phase.REDUCING) else None
 
     @property
     def is_hung(self) -> bool:
-        """It is busy with its own work for longer than a step may take."""
+        """Return whether it is busy with its own work for longer than a step may take."""
         return self.phase is Phase.OWN and not self.excused and self._too_long
 
     @property
     def is_stuck(self) -> bool:
-        """It waits in one reduction for longer than a step may take."""
+        """Return whether it waits in one reduction for longer than a step may take."""
         return self.phase is Phase.REDUCING and self._too_long
 
 
@@ -86,18 +86,18 @@ class Progress:
 
 @dataclass(slots=True)
 class _Word:
-    """The last that is known of a rank: what it was, at `at_ms`."""
+    """The last known progress of a rank, at `at_ms`."""
 
     progress: Progress
     at_ms: int
-    told_ms: int = 0  # its since_ms as the beat itself said it, however long that was on its way
-    healed: bool = False  # it was given a plan that heals it
-    seen: bool = False  # it did something, or was given something, just then; else its beat said it
-    stands: bool = False  # its next round begins without a request, so that nothing is seen of that
+    told_ms: int = 0  # the beat's own since_ms, whatever its delay on the way
+    healed: bool = False  # its plan heals it
+    seen: bool = False  # an event of this rank gives the progress; otherwise a beat does
+    stands: bool = False  # its next round begins without a request, and so without an event
 
 
 class GroupProgress:
-    """What the ranks of one group say, made into one word.
+    """The reports of one group's ranks, merged into one.
 
     Args:
         world_size: ranks of the group.
@@ -112,7 +112,7 @@ class GroupProgress:
         self._words: dict[int, _Word] = {}
 
     def said(self, rank: int, progress: Progress, now_ms: int) -> None:
-        """A rank's beat tells where it is."""
+        """Record the progress that a rank's beat reports."""
         before = self._words.get(rank)
         told_ms = progress.since_ms
         if before is None:
@@ -126,8 +126,11 @@ class GroupProgress:
         self._words[rank] = _Word(progress, now_ms, told_ms, before.healed, stands=before.stands)
 
     def _is_overtaken(self, word: _Word, progress: Progress, now_ms: int) -> bool:
-        """Whether a beat was sent before what has been seen of its rank since. Believed, one who hears its verdict and
-        evaluates would seem to wait, and hang. The next beat is believed in any case: an answer may have been lost."""
+        """Return whether a beat was sent before a later event of its rank.
+
+        If such a beat counted, a rank that hears its verdict and evaluates would seem to wait and to hang. The next
+        beat counts in any case, because an answer may have been lost.
+        """
         if not word.seen or now_ms - word.at_ms >= self._beat_interval_ms:
             return False
         waits = progress.phase in (Phase.WAITING, Phase.REDUCING)
@@ -135,25 +138,30 @@ class GroupProgress:
         return has_ended or now_ms - progress.since_ms < word.at_ms
 
     def _was_there(self, word: _Word, progress: Progress, now_ms: int) -> bool:
-        """Whether a beat is about what the last one was about. One that is long on its way seems to tell of what began
-        later, and a trainer that hangs would seem to have gone on. But who came to the same phase again has said so
-        within a beat, and tells of less; who tells of a beat more than before has been there all the while. So has who
-        tells of what began two beats before the last beat came, whatever was lost between them with a stream."""
+        """Return whether a beat is about the same stay in a phase as the last beat.
+
+        A beat that was long on its way seems to report a later start, and a hung trainer would seem to have gone on. A
+        rank that came to the same phase again has reported so within a beat, with a shorter time. A time that is a beat
+        longer than before shows the same stay. So does a start of two beats before the last beat, whatever a broken
+        stream has lost between them.
+        """
         if (progress.step, progress.phase) != (word.progress.step, word.progress.phase):
             return False
         tells_more = progress.since_ms >= word.told_ms + self._beat_interval_ms
         return tells_more or now_ms - progress.since_ms <= word.at_ms - 2 * self._beat_interval_ms
 
     def asked(self, rank: int, step: int, now_ms: int) -> None:
-        """A rank asks for a quorum, and waits for it. Whether its step is excused, the plan tells.
+        """Record that a rank asks for a quorum and waits for it. The plan tells whether its step is excused.
 
-        One that has never said anything with a beat says nothing by this either, nor by what follows.
+        A rank that has never reported with a beat reports nothing by this event either, nor by the following ones.
         """
         self._is(rank, Phase.WAITING, step, now_ms, excused=True)
 
     def planned(self, rank: int, step: int | None, now_ms: int, *, excused: bool, heals: bool) -> None:
-        """A rank is given its plan and goes on by itself, in a step that may be excused; None: in the one it asked for,
-        as the plan that stands."""
+        """Record that a rank gets its plan and goes on by itself, in a step that may be excused.
+
+        `step` is None for a plan that stands: the rank goes on in the step it asked for.
+        """
         word = self._words.get(rank)
         if word is not None:
             step = word.progress.step if step is None else step
@@ -161,13 +169,13 @@ class GroupProgress:
             word.healed = heals
 
     def votes(self, rank: int, now_ms: int) -> None:
-        """A rank votes, and waits for the verdict."""
+        """Record that a rank votes and waits for the verdict."""
         word = self._words.get(rank)
         if word is not None:
             self._is(rank, Phase.WAITING, word.progress.step, now_ms, excused=word.progress.excused)
 
     def ended(self, rank: int, step: int, now_ms: int, *, stands: bool = False) -> None:
-        """A rank is given the verdict on its step, and is between two steps. `step`: those that are committed now."""
+        """Record that a rank gets the verdict on its step and is between two steps. `step`: the committed steps now."""
         self._is(rank, Phase.OUTSIDE, step, now_ms, excused=False)
         word = self._words.get(rank)
         if word is not None:
@@ -181,10 +189,10 @@ class GroupProgress:
             word.at_ms, word.told_ms, word.seen = now_ms, 0, True
 
     def now(self, now_ms: int) -> Progress | None:
-        """The group's word: of the rank that is longest in its own work, if any is; None: no rank says anything.
+        """Return the group's report; None: no rank reports anything.
 
-        The group reduces when all its ranks do, and waits when any does. Its own part of a step takes as long as its
-        slowest rank's.
+        It is the report of the rank that is longest in its own work, if there is one. The group reduces when all its
+        ranks do, and waits when any does. Its own part of a step takes as long as its slowest rank's.
         """
         if not self._words:
             return None
@@ -205,8 +213,11 @@ class GroupProgress:
         return newest
 
     def waits_since_ms(self, now_ms: int) -> int | None:
-        """Return since when all ranks wait for others, as each has said itself not long ago; None: one does not, or the
-        wait has not lasted for `WAITS_MS`. What a beat said of a wait that had just begun is no proof of it."""
+        """Return since when all ranks wait for others, by their own recent reports.
+
+        The result is None if one does not wait, or if the wait has not lasted for `WAITS_MS`. A beat about a wait that
+        had just begun is no proof of it.
+        """
         if len(self._words) < self._world_size:
             return None
         begun_ms = 0
@@ -218,7 +229,7 @@ class GroupProgress:
         return begun_ms if now_ms - begun_ms >= WAITS_MS else None
 
     def last_seen(self, rank: int, now_ms: int) -> str:
-        """A rank, and where in its step it was when it was last heard."""
+        """Return a phrase that names a rank and its last known progress."""
         word = self._words.get(rank)
         if word is None:
             return f"rank {rank} (has said nothing yet)"
@@ -226,13 +237,17 @@ class GroupProgress:
         return f"rank {rank} (step {progress.step}, {WORDS[progress.phase]} for {progress.since_ms // 1_000} s)"
 
     def is_hung(self, now_ms: int) -> bool:
-        """Whether a rank of the group is."""
+        """Return whether a rank of the group hangs."""
         progress = self.now(now_ms)
         return progress is not None and progress.is_hung
 
     def _now_of(self, word: _Word, now_ms: int) -> Progress:
-        """What it said runs on. Who has said nothing since, inside a step, holds its lock, and nobody waits so. Where
-        the quorum stands, its next step may have begun: it is between two steps until it would hang in that one."""
+        """Return the progress of a rank now, extended by its silence since the last report.
+
+        A rank that is silent inside a step holds its interpreter lock, and a waiting rank does not hold it. Where the
+        quorum stands, the rank's next step may have begun: the rank counts as between two steps until it would hang in
+        that one.
+        """
         progress, silent_ms = word.progress, min(now_ms - word.at_ms, MAX_INT64 - word.progress.since_ms)
         waits = progress.phase in (Phase.WAITING, Phase.REDUCING)
         hangs = word.stands and 0 < progress.slowest_step_ms <= silent_ms
@@ -245,24 +260,24 @@ class GroupProgress:
 
 
 class HangWatch:
-    """Which replica of a job hangs, by what their beats say. Looked at by its `hung` and `stuck`, which cost nothing
-    while nobody is suspected.
+    """The watch for a hung replica of a job, by the beats of all replicas. `hung` and `stuck` are cheap without a
+    suspicion.
 
-    Groups whose ranks wait for one another in collectives of their own seem busy behind the one that hangs. So only
-    the one that is longest in its own work is lost, and the others have a while to go on.
+    Groups whose ranks wait for one another in their own collectives seem busy behind the one that hangs. Only the
+    replica that is longest in its own work is therefore lost, and the others get some time to go on.
 
     Args:
-        timeouts: heartbeat_timeout_ms is that while.
+        timeouts: heartbeat_timeout_ms is that time.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._patience_ms = timeouts.heartbeat_timeout_ms
-        self._hung: dict[str, tuple[Progress, int]] = {}  # with when that was said
-        self._stuck: dict[str, int] = {}  # and in which step
+        self._hung: dict[str, tuple[Progress, int]] = {}  # with the time of the report
+        self._stuck: dict[str, int] = {}  # replica id -> the step in which it is stuck
         self._lost_ms: int | None = None
 
     def heard(self, replica_id: str, progress: Progress | None, now_ms: int) -> None:
-        """What a replica's newest beat says, or None: it has done something since."""
+        """Record a replica's newest beat; None: the replica has done something since."""
         self._hung.pop(replica_id, None)
         self._stuck.pop(replica_id, None)
         if progress is None:
@@ -273,15 +288,15 @@ class HangWatch:
             self._stuck[replica_id] = progress.step
 
     def forget(self) -> None:
-        """What was said is too old to be believed."""
+        """Drop all reports, because they are too old to count."""
         self._hung.clear()
         self._stuck.clear()
 
     def hung(self, now_ms: int, spared: Callable[[], Collection[str]] = tuple) -> tuple[str, Progress] | None:
-        """Who hangs, and must be taken for lost now; told once.
+        """Return the replica that hangs and must be declared lost now, with its progress; each is returned once.
 
         Args:
-            spared: gives those without whom nobody could go on.
+            spared: returns the replicas without which no other could go on.
         """
         if not self._hung or (self._lost_ms is not None and now_ms - self._lost_ms < self._patience_ms):
             return None
@@ -294,7 +309,7 @@ class HangWatch:
         return replica_id, progress
 
     def stuck(self, members: Collection[str]) -> int | None:
-        """The step in which all of these wait in a reduction for too long, or None."""
+        """Return the step in which all of these wait in a reduction for too long, or None."""
         if len(members) < 2 or len(self._stuck) < len(members):
             return None
         steps = {self._stuck.get(replica_id) for replica_id in members}
@@ -302,7 +317,7 @@ class HangWatch:
 
 
 def hang_reason(progress: Progress) -> str:
-    """Why a replica is taken for lost, one phrase."""
+    """Return a phrase that says why a hung replica is declared lost."""
     return (
         f"its trainer hangs: busy with step {progress.step} for {progress.since_ms} ms, and slowest_step is "
         f"{progress.slowest_step_ms} ms"
@@ -310,5 +325,5 @@ def hang_reason(progress: Progress) -> str:
 
 
 def stuck_reason(step: int) -> str:
-    """Why a quorum is broken in which nobody is to blame, one phrase about any of its members."""
+    """Return a phrase, about any member, that says why a quorum is broken without a culprit."""
     return f"waits in a reduction of step {step}, as all others do, for longer than slowest_step"

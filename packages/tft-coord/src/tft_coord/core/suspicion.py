@@ -1,12 +1,12 @@
-"""Who among the members of a quorum has gone silent, found in about a second: by waits and probes together.
+"""Suspicion: it finds silent members of a quorum in about a second, by waits and probes together.
 
-A beat once a second proves little: one may be late on a busy machine, and `heartbeat_timeout` has to bear that. But
-where a member is gone, the others soon wait for it in a reduction or for the next quorum, and say so. Then the
-lighthouse asks the members that do not wait for a sign of life. A manager server answers from a process of its own, so
-a member that says nothing for a second and leaves a probe unanswered meanwhile is gone, unless the fault is on this
-side: most others must wait, and must have been heard since that probe was sent.
+A beat once a second proves little: one may be late on a busy machine, and `heartbeat_timeout` has to allow that. But
+when a member is gone, the others soon wait for it in a reduction or for the next quorum, and report so. The lighthouse
+then probes the members that do not wait. A manager server answers from its own process. A member that sends nothing for
+a second and leaves a probe unanswered meanwhile is gone, unless the fault is on the lighthouse's side. Two conditions
+exclude that: most others must wait, and must have been heard since that probe was sent.
 
-Nothing is sent and nothing is looked at while nobody waits.
+Nothing is sent or computed while no member waits.
 
 Law of this file: one job's probes and what follows from them; the caller gives the time, sends and loses.
 Source: protocol.md section 1, "Silence".
@@ -21,26 +21,26 @@ from typing import Final, final
 
 from tft_coord.timeouts import Timeouts
 
-WAITS_MS: Final = 300  # a wait that lasts as long is said
-SILENT_MS: Final = 1_000  # without a sign of life, and a member may be lost
+WAITS_MS: Final = 300  # a wait of this length is reported
+SILENT_MS: Final = 1_000  # a member may be lost after so long without a sign of life
 UNANSWERED_MS: Final = 500  # the least time that a probe has for its answer
 PROBE_EVERY_MS: Final = 500  # of one member
-WITNESSES_AFTER_MS: Final = 200  # a probe unanswered for so long: the waiting are asked whether they hear us
-UNANSWERED_MOST: Final = 64  # probes to one member; it is asked no more until it answers or says hello
+WITNESSES_AFTER_MS: Final = 200  # after so long an unanswered probe makes the lighthouse probe the waiting members too
+UNANSWERED_MOST: Final = 64  # probes to one member; the next one waits for an answer or a hello
 ANSWERS_KEPT: Final = 16  # of each member, for its slowest recent answer
 RECENT_MS: Final = 60_000
 WAIT_IS_SAID_FOR_MS: Final = 2_500  # two beats and a half: one may be missed, and the next may be late
-STOP_IS_SAID_FOR_MS: Final = 700  # it may go on any moment; the next answer says it again
+STOP_IS_SAID_FOR_MS: Final = 700  # it may go on any moment; the next answer repeats the stop
 
-LOST_SILENT: Final = "gave no sign of life"  # how each reason of a loss by silence begins
-LOST_STOPPED: Final = "its process is stopped"  # and that of a loss by a stop
+LOST_SILENT: Final = "gave no sign of life"  # the start of each reason of a loss by silence
+LOST_STOPPED: Final = "its process is stopped"  # the start of each reason of a loss by a stop
 
 
 @final
 class LongWait:
-    """Tells when a wait has lasted for `WAITS_MS`, once a wait.
+    """The moment when a wait has lasted for `WAITS_MS`, once for each wait.
 
-    For whoever looks several times a second at where a trainer is.
+    The caller looks several times a second at a trainer's progress.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class LongWait:
         self._since_ms = 0
 
     def look(self, waits_ms: int | None) -> bool:
-        """Return whether the wait is to be said now. `waits_ms`: how long it has lasted; None: there is none."""
+        """Return whether to report the wait now. `waits_ms`: how long it has lasted; None: there is none."""
         if waits_ms is None or waits_ms < self._since_ms:
             self._said = False  # that wait is over, or another one has begun
         self._since_ms = waits_ms or 0
@@ -60,16 +60,16 @@ class LongWait:
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A member of the newest quorum that is healthy and has not left, as the lighthouse sees it.
+    """A healthy member of the newest quorum that has not left, as the lighthouse sees it.
 
     Args:
-        replica_id: who.
-        last_sign_ms: when it gave its last sign of life, or since when its silence counts.
-        waits: it waits for others, and has for `WAITS_MS`.
-        may_be_probed: its stream stands, and it answers probes.
-        may_be_lost: silence of a second may be judged: it does not flap, say.
+        replica_id: of the member.
+        last_sign_ms: the time of its last sign of life, or since when its silence counts.
+        waits: it has waited for others for `WAITS_MS`.
+        may_be_probed: its stream is open, and it answers probes.
+        may_be_lost: a second of silence may be judged; a flapping link forbids that.
         stopped: why it is known to be stopped, one phrase, or "".
-        stopped_long: it has been for heartbeat_timeout: nothing spares it any more, where anybody waits.
+        stopped_long: it has been stopped for heartbeat_timeout: nothing spares it any more, where another member waits.
     """
 
     replica_id: str
@@ -83,7 +83,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What is to be done: whom to probe, with which number; and who is lost, with the reason."""
+    """The members to probe, each with a number, and the lost members, each with a reason."""
 
     probes: tuple[tuple[str, int], ...] = ()
     lost: tuple[tuple[str, str], ...] = ()
@@ -91,7 +91,7 @@ class Findings:
 
 @dataclass(slots=True)
 class _Probed:
-    """What is known of one member's answers."""
+    """The probes and answers of one member."""
 
     sent_ms: dict[int, int] = field(default_factory=dict)  # unanswered probes, the oldest first
     last_sent_ms: int | None = None
@@ -103,7 +103,7 @@ class _Probed:
         return next(iter(self.sent_ms.values()), None)
 
     def bound_ms(self, now_ms: int) -> int | None:
-        """How long a probe may be unanswered; None: it has answered none, and nothing is known of its way."""
+        """Return how long a probe may be unanswered; None: the member has answered none, so its delay is unknown."""
         if not self.answers:
             return None
         recent = [late_ms for at_ms, late_ms in self.answers if now_ms - at_ms < RECENT_MS] or [self.answers[-1][1]]
@@ -114,8 +114,7 @@ class Suspicion:
     """The probes of one job.
 
     Args:
-        timeouts: of the lighthouse. Where `heartbeat_timeout_ms` is no longer than a second, silence is
-            judged by that alone.
+        timeouts: of the lighthouse. Where `heartbeat_timeout_ms` is no longer than a second, that alone judges silence.
     """
 
     def __init__(self, timeouts: Timeouts) -> None:
@@ -124,23 +123,28 @@ class Suspicion:
         self._last_number = 0
 
     def begin_anew(self) -> None:
-        """The lighthouse itself was held up, and everybody's silence counts anew. Answers that have waited for it
-        meanwhile would seem slow, so they are not waited for; who is due is probed again."""
+        """Restart all silence, because the lighthouse itself was suspended.
+
+        Answers that have waited for the lighthouse meanwhile would seem slow, so their probes are dropped; due members
+        are probed again.
+        """
         for probed in self._of.values():
             probed.sent_ms.clear()
 
     def met(self, replica_id: str, now_ms: int) -> int:
-        """A member's stream stands, and it answers probes. Returns: the number of its first probe, which tells how far
-        away it is before that matters."""
+        """Handle a member's open stream that answers probes.
+
+        Returns: the number of its first probe, which measures the delay before that matters.
+        """
         self.forget(replica_id)
         return self._send(replica_id, now_ms)
 
     def forget(self, replica_id: str) -> None:
-        """Its stream is gone, or another session has begun."""
+        """Forget a member whose stream is gone, or whose session is a new one."""
         self._of.pop(replica_id, None)
 
     def answered(self, replica_id: str, number: int, now_ms: int) -> None:
-        """A probe was answered, and so are those that were sent before it on the same stream."""
+        """Record the answer to a probe, and to the earlier probes on the same stream."""
         probed = self._of.get(replica_id)
         sent_ms = probed.sent_ms.get(number) if probed is not None else None
         if probed is None or sent_ms is None:
@@ -149,8 +153,10 @@ class Suspicion:
         probed.sent_ms = {each: at_ms for each, at_ms in probed.sent_ms.items() if each > number}
 
     def is_new(self, replica_id: str, number: int, now_ms: int) -> bool:
-        """Whether what is said after that probe was seen just now. It may have waited on its way, or for this
-        lighthouse, while the process went on."""
+        """Return whether a report after that probe is recent.
+
+        It may have waited on its way, or for this lighthouse, while the process went on.
+        """
         probed = self._of.get(replica_id)
         if probed is None or probed.last_sent_ms is None or number != probed.last_number:
             return False
@@ -163,12 +169,12 @@ class Suspicion:
     def look(
         self, members: Collection[Sighting], now_ms: int, spared: Callable[[Collection[str]], Collection[str]]
     ) -> Findings:
-        """Find whom to probe and who is lost.
+        """Find the members to probe and the lost members.
 
         Args:
             members: all of the newest quorum that are healthy and have not left.
             now_ms: the time.
-            spared: gives those of these without whom nobody could go on; asked when somebody would be lost.
+            spared: returns the members without which no other could go on; called when a member would be lost.
         """
         waiting = [each for each in members if each.waits]
         if not waiting:
@@ -213,7 +219,7 @@ class Suspicion:
     def _witnesses_to_ask(
         self, suspects: Iterable[Sighting], waiting: Iterable[Sighting], now_ms: int
     ) -> list[Sighting]:
-        """Those that wait and were not heard since a probe that has been unanswered for a while."""
+        """Return the waiting members that were not heard since a probe that has been unanswered for a while."""
         sent = [self._of[each.replica_id].oldest_ms for each in suspects if each.replica_id in self._of]
         late = [sent_ms for sent_ms in sent if sent_ms is not None and now_ms - sent_ms >= WITNESSES_AFTER_MS]
         return [each for each in waiting if each.last_sign_ms <= max(late)] if late else []
@@ -234,5 +240,6 @@ class Suspicion:
 
 
 def most_wait(num_waiting: int, num_members: int) -> bool:
-    """Whether more than half of the others wait for a member. So nobody is lost where more than half are silent."""
+    """Return whether more than half of the others wait for a member. No member is lost where more than half are
+    silent."""
     return num_members > 1 and 2 * num_waiting > num_members - 1

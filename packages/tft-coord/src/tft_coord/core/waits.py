@@ -1,9 +1,9 @@
-"""Who waits for whom, in words, and when a log says so.
+"""Wait reports: sentences that say which replicas wait for which, and when a log gets them.
 
 A wait of more than 5 s is logged once, again after 30 s and then each minute, and once more when it is over. The same
-class decides that in the lighthouse and in the trainer, so that both logs tell one story.
+class decides that in the lighthouse and in the trainer, so that both logs agree.
 
-Law of this file: decisions and sentences only; the caller gives the time and looks about once a second.
+Law of this file: decisions and sentences only; the caller gives the time and calls about once a second.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tft_coord.core.progress import WORDS, Phase
 FIRST_MS: Final = 5_000
 SECOND_MS: Final = 30_000
 THEN_EVERY_MS: Final = 60_000
-TELL_AFTER_MS: Final = 2_000  # before the first line, so that the waiter's own line has the sentence
+TELL_AFTER_MS: Final = 2_000  # before the first line, so that the waiting replica's own line has the sentence
 TELL_EVERY_MS: Final = 1_000  # as often as a beat, so that "for 12 s" is true when it is read
 BOTH_LIVE_MS: Final = 3_000
 SAME_WITHIN_MS: Final = 1_500
 NAMES_MOST: Final = 5
-LOST_STATE: Final = "the state of step "  # how what is waited for begins, where its holders are lost
-LEFT_OUT: Final = "left out: "  # how the sentence of those begins that wait in vain while others train
+LOST_STATE: Final = "the state of step "  # the start of the phrase for a state whose holders are lost
+LEFT_OUT: Final = "left out: "  # the start of the sentence for replicas that wait in vain while others train
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """A line that is due. `seconds`: for how long the wait has lasted; `is_over`: it has ended."""
+    """A log line that is due. `seconds`: for how long the wait has lasted; `is_over`: it has ended."""
 
     seconds: int
     is_over: bool = False
@@ -39,7 +39,7 @@ class Notice:
 
 @final
 class WaitNotice:
-    """When one waiter's waits are logged."""
+    """The decision when one replica's waits are logged."""
 
     def __init__(self) -> None:
         self._since_ms: int | None = None
@@ -47,15 +47,16 @@ class WaitNotice:
         self._was_said = False
 
     def look(self, since_ms: int | None, now_ms: int) -> Notice | None:
-        """Decide what is due.
+        """Decide which line is due.
 
         Args:
-            since_ms: when the running wait began; None: nothing is waited for. A later time is another wait.
+            since_ms: when the current wait began; None: there is no wait. A later time is another wait.
             now_ms: the time.
         Returns: the line to write, if any. The end of an earlier wait comes first; look again for the next one.
         """
         before = self._since_ms
-        # A beat tells since when within some milliseconds; a wait that began that little later is the same one.
+        # A beat gives the start of a wait to within some milliseconds; a start that is only slightly later is the same
+        # wait.
         if before is not None and (since_ms is None or since_ms > before + SAME_WITHIN_MS):
             was_said, self._since_ms, self._was_said = self._was_said, None, False
             if was_said:
@@ -68,7 +69,7 @@ class WaitNotice:
         if lasted_ms < self._next_ms:
             return None
         self._next_ms = max(self._next_ms, SECOND_MS)
-        if self._next_ms <= lasted_ms:  # computed, not counted up to: what a beat says may be ages
+        if self._next_ms <= lasted_ms:  # computed rather than counted up to: a beat may report ages
             self._next_ms += ((lasted_ms - self._next_ms) // THEN_EVERY_MS + 1) * THEN_EVERY_MS
         self._was_said = True
         return Notice(lasted_ms // 1_000)
@@ -79,12 +80,12 @@ class WaitNotice:
 
 @dataclass(frozen=True, slots=True)
 class JobWait:
-    """What members of one job wait for.
+    """The wait of members of one job.
 
     Args:
         since_ms: when the longest wait began.
-        sentence: who is waited for, where that one was last seen, and what ends the wait.
-        streams: of those that wait.
+        sentence: the missing replicas, where each was last seen, and what ends the wait.
+        streams: of the waiting members.
     """
 
     since_ms: int
@@ -93,7 +94,7 @@ class JobWait:
 
 
 def last_seen(replica: Replica, now_ms: int) -> str:
-    """A replica, its address, and where it was in its step when it was last heard."""
+    """Return a phrase that names a replica, its address, and its last known progress."""
     name = shorten(replica.replica_id) + (f" at {replica.address}" if replica.address else "")
     if replica.lost is not None:
         return f"{name} (lost {_seconds(now_ms - replica.lost_ms)} ago: {replica.lost})"
@@ -107,28 +108,28 @@ def last_seen(replica: Replica, now_ms: int) -> str:
 
 
 def quorum_wait(reason: str, missing: Collection[Replica], *, below_least: bool, now_ms: int) -> str:
-    """The sentence of those that wait for a quorum.
+    """Return the sentence for replicas that wait for a quorum.
 
     Args:
         reason: the rule's own words.
-        missing: who has not asked.
-        below_least: fewer than min_replicas have.
+        missing: the replicas that have not asked.
+        below_least: fewer than min_replicas have asked.
         now_ms: the time.
     """
     who = f"; not asked: {_listed(missing, now_ms)}" if missing else "; no other replica is known"
     if reason.startswith(LOST_STATE):
-        return f"{shorten(reason)}{who}"  # it says itself what ends it
+        return f"{shorten(reason)}{who}"  # the reason itself says what ends the wait
     ends = "another replica asks, or --min-replicas is lowered" if below_least else "it asks or is lost"
     return f"{shorten(reason)}{who}; ends when {ends}"
 
 
 def left_out_wait(reason: str) -> str:
-    """The sentence of those that are left out of the quorum in which the others train."""
+    """Return the sentence for replicas that are left out of the quorum in which the others train."""
     return f"{LEFT_OUT}{shorten(reason)}; the others go on; ends when it is reached, or reaches them"
 
 
 def step_wait(step: int, missing: Collection[Replica], now_ms: int) -> str:
-    """The sentence of those that wait for one another inside a step."""
+    """Return the sentence for replicas that wait for one another inside a step."""
     if not missing:
         return f"step {step}: all members wait for one another, and no member is busy"
     return f"step {step}: waits for {_listed(missing, now_ms)}; ends when it goes on or is lost"
@@ -145,11 +146,11 @@ def _seconds(milliseconds: int) -> str:
 
 
 def waits_since(replica: Replica, formed_ms: int) -> int | None:
-    """Since when that replica waits inside its step, by its newest beat; None: it does not.
+    """Return since when that replica waits inside its step, by its newest beat; None: it does not wait.
 
     Args:
         replica: a member of the newest quorum.
-        formed_ms: when that was answered; a beat from before tells of a wait that has ended.
+        formed_ms: when that quorum was answered; a beat from before is about a wait that has ended.
     """
     if replica.where is None or not replica.healthy:
         return None
@@ -160,19 +161,19 @@ def waits_since(replica: Replica, formed_ms: int) -> int | None:
 
 @final
 class NameWatch:
-    """Finds two living replicas of one name: a worker that outlived its launcher, say, and its restart.
+    """The watch for two living replicas of one name, such as a worker that outlived its launcher and its restart.
 
-    A restart and its predecessor overlap for a moment, so a pair is named when the older one was heard for a while
+    A restart and its predecessor overlap for a moment. A pair is therefore named only when both were heard for a while
     after the younger one came.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, tuple[str, int]] = {}  # replica id: its name, and when it was seen first
+        self._seen: dict[str, tuple[str, int]] = {}  # replica id -> its name, and when it was first seen
         self._warned: set[frozenset[str]] = set()
-        self.warnings: tuple[str, ...] = ()  # that were right at the last look
+        self.warnings: tuple[str, ...] = ()  # the pairs of the last look
 
     def look(self, replicas: Collection[Replica], now_ms: int) -> list[str]:
-        """Returns: what to warn of now, one sentence a pair; once a pair."""
+        """Look for pairs. Returns: the new warnings, one sentence for each pair, each pair once."""
         living = {each.replica_id: each for each in replicas if each.healthy and not each.presumed}
         self._seen = {name: self._seen.get(name) or (base_name(name), now_ms) for name in living}
         if self._warned:
@@ -199,12 +200,13 @@ class NameWatch:
 
 
 def two_lives(older: Replica, younger: Replica) -> str:
-    """The warning of two living replicas of one name."""
+    """Return the warning about two living replicas of one name."""
     places = " and ".join(
         f"{shorten(each.replica_id)} at {each.address}" + (f" (pid {each.pid})" if each.pid else "")
         for each in (older, younger)
     )
-    if _host(older) == _host(younger) and older.pid == younger.pid > 1:  # 1: of a container, as is its neighbour's
+    # pid 1 is a container's; its neighbour has the same
+    if _host(older) == _host(younger) and older.pid == younger.pid > 1:
         next_step = "One process has both: call shutdown() on its earlier Manager first"
     else:
         next_step = (
@@ -220,7 +222,7 @@ def _host(replica: Replica) -> str:
 
 @final
 class WaitBoard:
-    """What is told and logged of one job's waits."""
+    """The messages and log lines about one job's waits."""
 
     def __init__(self) -> None:
         self._notice = WaitNotice()
@@ -228,9 +230,9 @@ class WaitBoard:
         self._sentence = ""
 
     def look(self, wait: JobWait | None, now_ms: int) -> tuple[JobWait | None, Notice | None, str]:
-        """Look at the job's wait of this moment.
+        """Look at the job's current wait.
 
-        Returns: whom to tell now; the line that is due, and its sentence.
+        Returns: the wait to tell its streams now, or None; the log line that is due, or None, and its sentence.
         """
         notice = self._notice.look(wait.since_ms if wait is not None else None, now_ms)
         sentence = self._sentence if notice is not None and notice.is_over else (wait.sentence if wait else "")

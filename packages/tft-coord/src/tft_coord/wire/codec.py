@@ -1,13 +1,14 @@
-"""What a manager server, ours or torchft's, and the lighthouse tell each other: protobuf bytes to values and back.
+"""The messages between the lighthouse and a manager server, of this project or of torchft: protobuf bytes to values and
+back.
 
-A peer may be an old version, a foreign program or an attacker, so every length and number is looked at before it is
-used, and whatever does not fit raises ProtocolError with a sentence. Both directions of a stream speak the core's own
-events and effects: what one side encodes is what the other side's core is given.
+A peer may be an old version, a foreign program or an attacker. Every length and number is therefore checked before use,
+and a message that does not fit raises ProtocolError with a sentence. Both directions of a stream use the core's own
+events and effects: the value that one side encodes is the value that the other side's core gets.
 
-An absent lineage is an unknown one. torchft's members and ranks carry none of our fields; ours always say a
-min_replica_size, so that its absence tells the two apart, and torchft's get the settings that torchft has.
+An absent lineage is an unknown one. torchft's members and ranks carry none of this project's fields. This project's
+always send a min_replica_size, so its absence tells the two apart, and torchft's get torchft's settings.
 
-Law of this file: bytes in, values out, and back; no I/O, no state, nothing that decides.
+Law of this file: bytes in, values out, and back; no I/O, no state, no decisions.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ from tft_coord.wire.limits import (
     MAX_WORLD_SIZE,
 )
 
-MAX_UNPACKED_BYTES: Final = 64 << 20  # as long as a message may be
+MAX_UNPACKED_BYTES: Final = 64 << 20  # the maximum length of a message
 PACKED_FROM_BYTES: Final = 16 << 10  # a shorter quorum costs more to pack than it saves
 
 
 def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> bytes:
-    """What the lighthouse shall be told; the stream's number stays at home.
+    """Encode a message to the lighthouse, without the stream's number.
 
     Args:
-        said: the member of the last request on this stream, or None; what it says of itself again is left out.
+        said: the member of the last request on this stream, or None; the fields that repeat it are left out.
     """
     match event:
         case BeatReceived():
@@ -146,12 +147,12 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
 def decode_to_lighthouse(
     stream: int, data: bytes, said: Member | None = None, *, was_asked: bool = True
 ) -> LighthouseEvent:
-    """A message that came on that stream.
+    """Decode a message that came on that stream.
 
     Args:
         said: the member of the last request that came on it, or None.
-        was_asked: for the quorum that it holds. Thousands of members take long to look at, and nobody shall make the
-            lighthouse do so who was not asked.
+        was_asked: the lighthouse has asked the stream for the quorum that it holds. Decoding thousands of members takes
+            long, so an unasked report is rejected.
     Raises: ProtocolError: it is damaged or breaks a bound.
     """
     message = fields.parse(pb.ToLighthouse, data)
@@ -223,9 +224,9 @@ ToldEffect = (
 
 
 def encode_from_lighthouse(effect: ToldEffect) -> bytes:
-    """What a manager server shall be told; the stream's number stays at home.
+    """Encode a message to a manager server, without the stream's number.
 
-    A whole quorum that goes to many is cheaper by `encode_quorum` once and `frame_quorum_answer` for each.
+    A whole quorum for many streams is cheaper by `encode_quorum` once and `frame_quorum_answer` for each.
     """
     match effect:
         case AnswerUnchanged():
@@ -279,17 +280,20 @@ def encode_from_lighthouse(effect: ToldEffect) -> bytes:
 
 
 def encode_quorum(quorum: Quorum) -> bytes:
-    """The quorum alone, to be framed for each who is told of it."""
+    """Encode the quorum alone, to be framed for each stream."""
     return _quorum_to_wire(quorum).SerializeToString()
 
 
 def pack_quorum(encoded: bytes) -> bytes:
-    """Compress a quorum that is encoded already. Of a thousand members it is an eighth, and all of them are told it."""
+    """Compress an encoded quorum. With a thousand members it shrinks to an eighth, and every member gets it."""
     return pb.Packed(size=len(encoded), data=zlib.compress(encoded, level=1)).SerializeToString()
 
 
 def _unpacked(packed: pb.Packed) -> pb.Quorum:
-    """Raises: ProtocolError: it is damaged, or longer than it says, or than any message."""
+    """Decompress and decode a quorum.
+
+    Raises: ProtocolError: it is damaged, or longer than it says, or than any message.
+    """
     if not 0 < packed.size <= MAX_UNPACKED_BYTES:
         raise ProtocolError(f"a packed quorum of {packed.size} bytes is outside 1..{MAX_UNPACKED_BYTES}")
     unpacks = zlib.decompressobj()
@@ -303,22 +307,22 @@ def _unpacked(packed: pb.Packed) -> pb.Quorum:
 
 
 def frame_quorum_answer(request: int, encoded: bytes, *, packed: bool = False) -> bytes:
-    """The same bytes as `encode_from_lighthouse(AnswerQuorum(...))`, around a quorum that is encoded already.
+    """Return the same bytes as `encode_from_lighthouse(AnswerQuorum(...))`, around an encoded quorum.
 
     Args:
-        request: that is answered.
+        request: the number of the answered request.
         encoded: by `encode_quorum`.
         packed: it went through `pack_quorum` as well.
     """
-    # Protobuf's own framing, by hand: field 1 of QuorumAnswer is the request, field 2 the quorum and field 5 the packed
-    # one; the answer is field 5 of FromLighthouse. A default value (0) is left out, as everywhere in proto3.
+    # This is protobuf's own framing, by hand. Field 1 of QuorumAnswer is the request, field 2 the quorum, field 5 the
+    # packed one; the answer is field 5 of FromLighthouse. A default value (0) is left out, as everywhere in proto3.
     field = b"\x2a" if packed else b"\x12"
     head = (b"\x08" + _varint(request) if request else b"") + field + _varint(len(encoded))
     return b"\x2a" + _varint(len(head) + len(encoded)) + head + encoded
 
 
 def decode_from_lighthouse(data: bytes) -> ToldEffect:
-    """A message from the lighthouse, as if for stream 0. Raises: ProtocolError: it is damaged or breaks a bound."""
+    """Decode a message from the lighthouse, for stream 0. Raises: ProtocolError: it is damaged or breaks a bound."""
     message = fields.parse(pb.FromLighthouse, data)
     match message.WhichOneof("message"):
         case "answer":
@@ -366,7 +370,7 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
 
 
 def encode_drain(request: DrainRequested) -> bytes:
-    """Somebody's wish that a replica leave."""
+    """Encode the request that a replica leave."""
     return pb.DrainRequest(
         job=request.job,
         replica_id=request.replica,
@@ -376,7 +380,10 @@ def encode_drain(request: DrainRequested) -> bytes:
 
 
 def decode_drain(call: int, data: bytes) -> DrainRequested:
-    """Who shall leave, for that call. Raises: ProtocolError: damaged, out of bounds, or nobody."""
+    """Decode the request that a replica leave, for that call.
+
+    Raises: ProtocolError: damaged, out of bounds, or without a replica.
+    """
     message = fields.parse(pb.DrainRequest, data)
     return DrainRequested(
         call,
@@ -388,12 +395,12 @@ def decode_drain(call: int, data: bytes) -> DrainRequested:
 
 
 def encode_lighthouse_request(member: Member) -> bytes:
-    """A unary quorum request, with torchft's fields only."""
+    """Encode a unary quorum request, with torchft's fields only."""
     return pb.LighthouseQuorumRequest(requester=_member_to_wire(member, ours=False)).SerializeToString()
 
 
 def decode_lighthouse_request(data: bytes) -> Member:
-    """Who asks for a quorum. Raises: ProtocolError: damaged, out of bounds, or nobody."""
+    """Decode the member that asks for a quorum. Raises: ProtocolError: damaged, out of bounds, or without a member."""
     message = fields.parse(pb.LighthouseQuorumRequest, data)
     if not message.HasField("requester"):
         raise ProtocolError("missing requester: a quorum request names the member that asks")
@@ -401,12 +408,12 @@ def decode_lighthouse_request(data: bytes) -> Member:
 
 
 def encode_lighthouse_response(quorum: Quorum) -> bytes:
-    """A quorum for torchft's members, with torchft's fields only."""
+    """Encode a quorum for torchft's members, with torchft's fields only."""
     return pb.LighthouseQuorumResponse(quorum=_quorum_to_wire(quorum, ours=False)).SerializeToString()
 
 
 def decode_lighthouse_response(data: bytes) -> Quorum:
-    """The quorum that the lighthouse gave. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode the quorum that the lighthouse gave. Raises: ProtocolError: damaged or out of bounds."""
     message = fields.parse(pb.LighthouseQuorumResponse, data)
     if not message.HasField("quorum"):
         raise ProtocolError("the lighthouse answered without a quorum; it speaks another protocol")
@@ -414,7 +421,7 @@ def decode_lighthouse_response(data: bytes) -> Quorum:
 
 
 def encode_description(description: LighthouseDescription) -> bytes:
-    """What a lighthouse says of itself; of more jobs than MAX_JOBS_DESCRIBED the first in order of their names."""
+    """Encode a lighthouse's description of itself; of more jobs than MAX_JOBS_DESCRIBED the first by name."""
     jobs = [_job_to_wire(job) for job in sorted(description.jobs, key=lambda job: job.name)[:MAX_JOBS_DESCRIBED]]
     return pb.DescribeResponse(
         version=description.version,
@@ -443,7 +450,7 @@ def _job_to_wire(job: DescribedJob) -> pb.DescribedJob:
 
 
 def decode_description(data: bytes) -> LighthouseDescription:
-    """What a lighthouse says of itself. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode a lighthouse's description of itself. Raises: ProtocolError: damaged or out of bounds."""
     message = fields.parse(pb.DescribeResponse, data)
     return LighthouseDescription(
         version=fields.checked_printable("version", message.version, MAX_NAME_BYTES),
@@ -475,12 +482,12 @@ def _job_from_wire(job: pb.DescribedJob) -> DescribedJob:
 
 
 def encode_heartbeat(replica_id: str) -> bytes:
-    """A unary heartbeat."""
+    """Encode a unary heartbeat."""
     return pb.LighthouseHeartbeatRequest(replica_id=replica_id).SerializeToString()
 
 
 def decode_heartbeat(data: bytes) -> str:
-    """Whose heartbeat it is. Raises: ProtocolError: damaged, out of bounds, or nobody's."""
+    """Decode the replica id of a heartbeat. Raises: ProtocolError: damaged, out of bounds, or without an id."""
     return fields.checked_name("replica_id", fields.parse(pb.LighthouseHeartbeatRequest, data).replica_id)
 
 
@@ -548,7 +555,7 @@ def _member_from_wire(message: pb.QuorumMember) -> Member:
 
 
 def _state_to_wire(member: Member) -> pb.QuorumMember:
-    """All that changes from one step to the next."""
+    """Encode the fields that change from one step to the next."""
     return pb.QuorumMember(step=member.step, lineage=member.lineage)
 
 

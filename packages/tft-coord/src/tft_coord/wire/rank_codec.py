@@ -1,13 +1,13 @@
-"""What a group rank and its manager server tell each other: protobuf bytes to values and back.
+"""The messages between a group rank and its manager server: protobuf bytes to values and back.
 
-A peer may be an old version, a foreign program or an attacker, so every length and number is looked at before it is
-used, and whatever does not fit raises ProtocolError with a sentence.
+A peer may be an old version, a foreign program or an attacker. Every length and number is therefore checked before use,
+and a message that does not fit raises ProtocolError with a sentence.
 
-An absent lineage is an unknown one. torchft's ranks carry none of our fields; ours always say a min_replica_size, so
-that its absence tells the two apart, and torchft's get the settings that torchft has.
+An absent lineage is an unknown one. torchft's ranks carry none of this project's fields. This project's ranks always
+send a min_replica_size, so its absence tells the two apart, and torchft's ranks get torchft's settings.
 
-Law of this file: bytes in, values out, and back; no I/O, no state, nothing that decides. A trainer imports it when it
-starts, so it needs nothing of the lighthouse's.
+Law of this file: bytes in, values out, and back; no I/O, no state, no decisions. A trainer imports this file at its
+start, so it needs nothing of the lighthouse.
 """
 
 from __future__ import annotations
@@ -67,23 +67,23 @@ class RankHello:
 
 @dataclass(frozen=True, slots=True)
 class RankBeat:
-    """Bytes of live state that the rank's process has received so far, ever rising, and where in its step it is."""
+    """The bytes of live state that the rank's process has received so far (never falling), and the rank's progress."""
 
     healed_bytes: int
     progress: Progress | None = None
-    number: int = 0  # its answer carries it; 0: none is wanted
+    number: int = 0  # the answer carries it; 0: no answer is wanted
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """Which process the rank is, for a manager server on the same host."""
+    """The process of the rank, for a manager server on the same host."""
 
     process: LocalProcess
 
 
 @dataclass(frozen=True, slots=True)
 class RankLate:
-    """The rank has waited for `join_timeout` in the round of that step of a standing quorum."""
+    """The report that the rank has waited for `join_timeout` in the round of that step of a standing quorum."""
 
     key: QuorumKey
     step: int
@@ -91,12 +91,12 @@ class RankLate:
 
 @dataclass(frozen=True, slots=True)
 class RankGoodbye:
-    """The rank leaves on purpose."""
+    """The goodbye of a rank that leaves on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A rank's question for the next quorum."""
+    """A rank's request for the next quorum."""
 
     group_rank: int
     request: RankRequest
@@ -104,8 +104,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A rank's vote. `key` is None from a client that names no quorum; `leaving`: it wishes that the group leaves;
-    `stands`: in the word of the round nobody asked, left or recovered."""
+    """A rank's vote. `key` is None from a client that names no quorum.
+
+    `leaving`: the rank wishes that the group leaves. `stands`: in the rank's round no replica asked, left or recovered.
+    """
 
     group_rank: int
     step: int
@@ -118,7 +120,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A rank leaves, and with it its group; the answer is a verdict that says so."""
+    """The leave of a rank and with it of its group; the answer is a verdict that says so."""
 
     group_rank: int
     reason: str
@@ -128,7 +130,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class RankCall:
-    """A call on a rank's stream. `call` is the rank's number, rising; the answer must be there in `timeout_ms`."""
+    """A call on a rank's stream. `call` is the rank's number, rising; the answer must arrive within `timeout_ms`."""
 
     call: int
     timeout_ms: int
@@ -137,14 +139,14 @@ class RankCall:
 
 @dataclass(frozen=True, slots=True)
 class RankWithdraw:
-    """The rank gave that call up."""
+    """The withdrawal of that call."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A call failed. `code` is a Refusal's value, "deadline", "group_lost" or "stale"."""
+    """The failure of a call. `code` is a Refusal's value, "deadline", "group_lost" or "stale"."""
 
     code: str
     message: str
@@ -152,14 +154,14 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class RankWelcome:
-    """The rank is known, by this session of its process."""
+    """The welcome: the manager server knows the rank, by this session of its process."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """The rank's stream is refused, and ends."""
+    """The refusal of the rank's stream, which ends."""
 
     refusal: Refusal
     message: str
@@ -167,7 +169,7 @@ class RankRefused:
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer:
-    """The answer to a call: a plan, the key of the plan that stands, a verdict, or why there is none."""
+    """The answer to a call: a plan, the key of the plan that stands, a verdict, or a failure."""
 
     call: int
     answer: Plan | QuorumKey | Verdict | Failure
@@ -175,7 +177,7 @@ class RankAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RanksLost:
-    """The rank's own group is lost, one sentence; `left`: another rank said goodbye, and nobody died."""
+    """The loss of the rank's own group, in one sentence; `left`: another rank said goodbye, and no process died."""
 
     message: str
     left: bool = False
@@ -199,12 +201,12 @@ ToRank = (
 
 
 def encode_rank_request(ask: Ask) -> bytes:
-    """A rank's question for the next quorum."""
+    """Encode a rank's request for the next quorum."""
     return _ask_to_wire(ask).SerializeToString()
 
 
 def decode_rank_request(data: bytes) -> Ask:
-    """A rank's question. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode a rank's request. Raises: ProtocolError: damaged or out of bounds."""
     return _ask_from_wire(fields.parse(pb.ManagerQuorumRequest, data))
 
 
@@ -268,17 +270,17 @@ def _ask_from_wire(message: pb.ManagerQuorumRequest) -> Ask:
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """A rank's plan, in torchft's fields as far as they reach and in ours beyond."""
+    """Encode a rank's plan, in torchft's fields as far as they reach and in this project's beyond."""
     return _plan_to_wire(plan).SerializeToString()
 
 
 def encode_unchanged(key: QuorumKey) -> bytes:
-    """The short answer to a rank: its plan of that key stands."""
+    """Encode the short answer to a rank: its plan of that key stands."""
     return _unchanged_to_wire(key).SerializeToString()
 
 
 def decode_plan(data: bytes) -> Plan | QuorumKey:
-    """A rank's plan, or the key of the one that stands. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode a rank's plan, or the key of the one that stands. Raises: ProtocolError: damaged or out of bounds."""
     return _plan_from_wire(fields.parse(pb.ManagerQuorumResponse, data))
 
 
@@ -368,12 +370,12 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
 
 
 def encode_vote(vote: Vote) -> bytes:
-    """A rank's vote."""
+    """Encode a rank's vote."""
     return _vote_to_wire(vote).SerializeToString()
 
 
 def decode_vote(data: bytes) -> Vote:
-    """A rank's vote. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode a rank's vote. Raises: ProtocolError: damaged or out of bounds."""
     return _vote_from_wire(fields.parse(pb.ShouldCommitRequest, data))
 
 
@@ -405,12 +407,12 @@ def _vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
 
 
 def encode_verdict(verdict: Verdict) -> bytes:
-    """The verdict of a vote."""
+    """Encode the verdict of a vote."""
     return _verdict_to_wire(verdict).SerializeToString()
 
 
 def decode_verdict(data: bytes) -> Verdict:
-    """The verdict of a vote. Raises: ProtocolError: damaged."""
+    """Decode the verdict of a vote. Raises: ProtocolError: damaged."""
     return _verdict_from_wire(fields.parse(pb.ShouldCommitResponse, data))
 
 
@@ -423,38 +425,38 @@ def _verdict_from_wire(message: pb.ShouldCommitResponse) -> Verdict:
 
 
 def encode_kill(message: str) -> bytes:
-    """Somebody's wish that a group's processes end, and why."""
+    """Encode the request that a group's processes end, with its reason."""
     return pb.KillRequest(msg=fields.clip(message)).SerializeToString()
 
 
 def decode_kill(data: bytes) -> str:
-    """Why a group's processes shall end. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode the reason why a group's processes are to end. Raises: ProtocolError: damaged or out of bounds."""
     return fields.checked_sentence("msg", fields.parse(pb.KillRequest, data).msg)
 
 
 def encode_metadata_request(rank: int) -> bytes:
-    """Where does that rank's live state lie?"""
+    """Encode the request for the location of that rank's live state."""
     return pb.CheckpointMetadataRequest(rank=rank).SerializeToString()
 
 
 def decode_metadata_request(data: bytes) -> int:
-    """The rank that is asked about. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode the rank that the request is about. Raises: ProtocolError: damaged or out of bounds."""
     return fields.checked_count("rank", fields.parse(pb.CheckpointMetadataRequest, data).rank, MAX_WORLD_SIZE)
 
 
 def encode_metadata(metadata: str) -> bytes:
-    """Where a rank's live state lies."""
+    """Encode the location of a rank's live state."""
     return pb.CheckpointMetadataResponse(checkpoint_metadata=metadata).SerializeToString()
 
 
 def decode_metadata(data: bytes) -> str:
-    """Where a rank's live state lies. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode the location of a rank's live state. Raises: ProtocolError: damaged or out of bounds."""
     message = fields.parse(pb.CheckpointMetadataResponse, data)
     return fields.checked_text("checkpoint_metadata", message.checkpoint_metadata, MAX_METADATA_BYTES)
 
 
 def encode_from_rank(message: FromRank) -> bytes:
-    """A message on a rank's stream."""
+    """Encode a message on a rank's stream."""
     match message:
         case RankCall(call, timeout_ms, Ask() as asked):
             asks = pb.RankCall(call=call, timeout_ms=timeout_ms, quorum=_ask_to_wire(asked))
@@ -502,7 +504,7 @@ def encode_from_rank(message: FromRank) -> bytes:
 
 
 def decode_from_rank(data: bytes) -> FromRank:
-    """A message that came on a rank's stream. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode a message that came on a rank's stream. Raises: ProtocolError: damaged or out of bounds."""
     message = fields.parse(pb.ToManagerServer, data)
     match message.WhichOneof("message"):
         case "call":
@@ -531,7 +533,7 @@ def decode_from_rank(data: bytes) -> FromRank:
 
 
 def encode_to_rank(message: ToRank) -> bytes:
-    """A manager server's message to a rank."""
+    """Encode a manager server's message to a rank."""
     match message:
         case RankAnswer(call, Verdict() as verdict):
             answer = pb.RankAnswer(call=call, verdict=_verdict_to_wire(verdict))
@@ -577,7 +579,7 @@ def encode_to_rank(message: ToRank) -> bytes:
 
 
 def decode_to_rank(data: bytes) -> ToRank:
-    """A manager server's message to a rank. Raises: ProtocolError: damaged or out of bounds."""
+    """Decode a manager server's message to a rank. Raises: ProtocolError: damaged or out of bounds."""
     message = fields.parse(pb.FromManagerServer, data)
     match message.WhichOneof("message"):
         case "answer":
