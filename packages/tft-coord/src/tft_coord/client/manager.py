@@ -166,7 +166,7 @@ class ManagerClient:
 
         Args:
             leaving: this rank wishes that the group leaves after this step.
-            stands: in this rank's round no replica asked, left or recovered.
+            stands: by the word of the round, no replica asked, left or recovered.
         Returns: the verdict, whether all ranks of the group leave now, and whether the quorum stands for all of them.
         Raises: as `should_commit`.
         """

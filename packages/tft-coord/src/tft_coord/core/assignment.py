@@ -1,8 +1,8 @@
-"""The plan: who holds the state, who heals and from whom, whose gradients count.
+"""The plan: which replicas hold the state, which heal and from which source, and whose gradients count.
 
-Every member computes the plan from the quorum alone and gets the same, so nobody has to be told. The reference is the
-state that the step starts from: the highest step, and among several states at that step the one that most members
-share. Whoever holds another state heals before its gradients count.
+Every member computes the plan from the quorum alone and gets the same one, so no message is needed. The reference is
+the state that the step starts from: the highest step, and among several states at that step the one that most members
+share. A member that holds another state heals before its gradients count.
 
 Law of this file: functions of a quorum; no state.
 """
@@ -26,7 +26,7 @@ class Assignment:
         up_to_date: replica ranks that hold it, in order; at least one.
         recovering: replica ranks that heal, in order.
         participants: replica ranks whose gradients count.
-        min_replica_size: participants needed for a commit; fewer than was set where only the first of the fresh
+        min_replica_size: participants needed for a commit; lower than the setting where only the first of the fresh
             replicas can have a gradient that counts.
         lease_ms: of the quorum, see `Quorum.lease_ms`.
     """
@@ -45,9 +45,9 @@ def assign(quorum: Quorum) -> Assignment:
 
     Args:
         quorum: any quorum.
-    Returns: an assignment in which at least one member is up to date, and no other than the up-to-date ones start
-        the reduction from their own state.
-    Raises: ProtocolError: every member is torn, so that nobody holds a state to go on from.
+    Returns: an assignment in which at least one member is up to date. Only the up-to-date members start the reduction
+        from their own state.
+    Raises: ProtocolError: every member is torn, so that no member holds a state to go on from.
     Source: protocol.md section 4.
     """
     members = quorum.members
@@ -57,14 +57,14 @@ def assign(quorum: Quorum) -> Assignment:
     if lineage is None:
         first = members[holders[0]].replica_id
         lineage = adopted_lineage(quorum.key, step, first, created_ms=quorum.created_ms)
-    # At step 0 every fresh replica has the same lineage but its own random weights: the first one's count.
+    # At step 0 every fresh replica has the same lineage but its own random weights. The weights of the first one count.
     first_counts = step == 0 and members[holders[0]].init_sync
     if first_counts:
         holders = holders[:1]
     held = set(holders)
     may_heal = all(member.allow_heal for member in members)
     recovering = tuple(rank for rank in range(len(members)) if rank not in held) if may_heal else ()
-    # A synchronous member heals before the reduction starts and so takes part in it; an asynchronous one gives zeros.
+    # A synchronous member heals before the reduction starts and takes part in it. An asynchronous one gives zeros.
     recovers = set(recovering)
     counted = [
         rank
@@ -73,12 +73,13 @@ def assign(quorum: Quorum) -> Assignment:
     ]
     reference = members[holders[0]]
     if reference.fixed_with_spares:
-        # Those who hold the state come first: a spare that is healthy is better than a member that heals.
+        # Members that hold the state come first: a healthy spare is better than a member that heals.
         preferred = [*holders, *(rank for rank in counted if rank not in held)]
         counted = sorted(preferred[: reference.min_replica_size])
     needed = reference.min_replica_size
     if first_counts and len(counted) < needed <= len(holders) + len(recovering):
-        # Who heals at step 0 would heal again the next time, so that the job would never have participants enough.
+        # A member that heals at step 0 would heal again the next time, and the job would never have enough
+        # participants.
         needed = len(counted)
     return Assignment(
         step=step,
@@ -98,9 +99,9 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
         quorum: that contains the replica.
         replica_id: of the group.
         group_rank: 0-based; spreads the rendezvous stores over the up-to-date groups.
-        assignment: of this quorum, where the caller has it already.
+        assignment: of this quorum, if the caller has it already.
     Returns: the plan; equal inputs give equal plans everywhere.
-    Raises: ProtocolError: the replica is not in the quorum, or nobody in it holds a state.
+    Raises: ProtocolError: the replica is not in the quorum, or no member of it holds a state.
     """
     common = assignment if assignment is not None else assign(quorum)
     members = quorum.members
@@ -143,13 +144,14 @@ def plan_for(quorum: Quorum, replica_id: str, group_rank: int, assignment: Assig
 
 
 def _stores(members: Sequence[Member], up_to_date: tuple[int, ...]) -> Sequence[int]:
-    """Replica ranks whose rendezvous stores serve. One that was not reached is avoided, where another one is left."""
+    """Return the replica ranks whose rendezvous stores serve; unreachable stores are avoided while others are left."""
     well = [rank for rank, member in enumerate(members) if not member.store_failed]
     return [rank for rank in up_to_date if rank in well] or well or up_to_date
 
 
 def all_at(members: Sequence[Member], step: int, lineage: int | None) -> bool:
-    """Whether every member is whole and at that very state, so that nobody heals and nothing has to be told."""
+    """Return whether every member is intact and at exactly that state, so that no member heals and no message is
+    needed."""
     if lineage is None:
         return False
     fresh = step == 0 and len(members) > 1 and any(member.init_sync for member in members)
@@ -159,15 +161,17 @@ def all_at(members: Sequence[Member], step: int, lineage: int | None) -> bool:
 
 
 def _givers(members: Sequence[Member], up_to_date: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Replica ranks of the sources that are asked first, at least one, and of those that are asked last: a member has
-    found that they hang, lie or are slow."""
+    """Return the replica ranks of the sources to ask first, at least one, and of the sources to ask last.
+
+    The latter are sources that some member has found silent, wrong or slow.
+    """
     named = {name for member in members for name in member.poor_sources if name != member.replica_id}
     givers = tuple(rank for rank in up_to_date if members[rank].replica_id not in named)
     return (givers, tuple(rank for rank in up_to_date if rank not in givers)) if givers else (up_to_date, ())
 
 
 def _holders(key: QuorumKey, members: Sequence[Member]) -> tuple[int, ...]:
-    """Replica ranks that hold the reference: highest step, most shared lineage, smallest replica id."""
+    """Return the replica ranks that hold the reference: highest step, most shared lineage, smallest replica id."""
     whole = [rank for rank, member in enumerate(members) if not member.torn]
     if not whole:
         raise ProtocolError(
@@ -178,10 +182,10 @@ def _holders(key: QuorumKey, members: Sequence[Member]) -> tuple[int, ...]:
     by_lineage: dict[int | tuple[str], list[int]] = {}
     for rank in whole:
         if members[rank].step == highest:
-            # An unknown lineage equals nothing, so its holder stands alone.
+            # An unknown lineage equals nothing, so its holder is alone.
             lineage = members[rank].lineage
             by_lineage.setdefault((members[rank].replica_id,) if lineage is None else lineage, []).append(rank)
-    # Members are sorted by replica id, so the smallest rank is the smallest id.
+    # Members are sorted by replica id, so the smallest rank has the smallest id.
     largest = max(len(ranks) for ranks in by_lineage.values())
     return tuple(min(ranks for ranks in by_lineage.values() if len(ranks) == largest))
 

@@ -6,7 +6,7 @@ The first deadline to pass, or the loss of a rank, seals an open round as no.
 
 A rank sends its wish that the group leaves with its vote. The wish changes no verdict. It is part of the verdict, so
 that all ranks leave after the same step: ranks whose round is decided already leave in the next one. The verdict also
-says whether the quorum stands: every rank reports so for its own round.
+says whether the quorum stands: it does if the word of every rank says so.
 
 Law of this file: rounds and verdicts; the caller keeps the waiting calls by their numbers.
 """
@@ -74,7 +74,7 @@ class Votes:
         Args:
             leaving: the rank wishes that the group leaves; kept until a round is decided in which the ranks can agree
                 on it.
-            stands: in the rank's round no replica asked, left or recovered.
+            stands: by the word of the round, no replica asked, left or recovered.
         Returns: (call, rank, verdict) for each call that is answered now.
         """
         self._wished = self._wished or leaving

@@ -1,8 +1,9 @@
-"""What the replicas of a job must have in common: a list of named parts, compared before the first collective.
+"""Fingerprints: the named parts that all replicas of a job must have in common, compared before the first collective.
 
-Two replicas whose parameters differ in shape, or whose Managers count participants by other rules, would end each other
-in the first reduction, or train apart without a word. So each says what it is made of when it first asks for a quorum,
-and who differs from those that are there is refused by name. A part that one side lacks is not compared.
+Two replicas may differ in the shapes of their parameters, or their Managers may count participants by other rules. Such
+replicas would crash each other in the first reduction, or silently train apart. Each replica therefore sends its
+fingerprint with its first request for a quorum, and a replica that differs from the present ones is refused by name. A
+part that one side lacks is not compared.
 
 Law of this file: functions of fingerprints; bounds; no state.
 """
@@ -23,15 +24,15 @@ MAX_PARTS: Final = 16_384
 MAX_FINGERPRINT_BYTES: Final = 1024 * 1024
 SAID_MOST: Final = 3
 
-# Parts of such names may differ between the ranks of a group, each of which meets only those of its own number: the
-# stages of a pipeline have other parameters. All other parts are the same on every rank.
+# Parts with such names may differ between the ranks of a group, because each rank meets only the same rank of other
+# groups. For example, the stages of a pipeline have different parameters. All other parts are the same on every rank.
 OF_A_RANK: Final = "parameter/"
 FURTHER: Final = "further parts"
 
 
 @final
 class FingerprintPart(NamedTuple):
-    """One thing in which replicas must not differ: printable texts, at most 256 bytes and 1 KiB."""
+    """One property in which replicas must not differ: printable texts of at most 256 bytes and 1 KiB."""
 
     name: str
     value: str
@@ -41,18 +42,18 @@ Fingerprint = tuple[FingerprintPart, ...]
 
 
 def fingerprint_of(parts: Mapping[str, str]) -> Fingerprint:
-    """A fingerprint inside the bounds, sorted, so that equal parts make equal fingerprints.
+    """Return a fingerprint inside the bounds, sorted, so that equal parts make equal fingerprints.
 
-    A name or value that is too long is cut and ends with its digest. Where the parts are too many or too much, the last
-    ones are replaced by one part that says how many they are, and their digest.
+    A name or value that is too long is cut and ends with its digest. If there are too many parts or bytes, one part
+    replaces the last ones and gives their number and digest.
     """
     return _bounded(FingerprintPart(_short(name, MAX_PART_NAME_BYTES), value) for name, value in parts.items())
 
 
 def merged(by_rank: Mapping[int, Fingerprint]) -> Fingerprint:
-    """The fingerprint of a group from those of its ranks, of which none differ (`differences_of_ranks`).
+    """Return the fingerprint of a group from those of its ranks, which must not differ (`differences_of_ranks`).
 
-    A rank's own part (`OF_A_RANK`) that all ranks have alike is one part; else each stands under its rank.
+    A rank's own part (`OF_A_RANK`) becomes one part if all ranks have it alike, else one part for each rank.
     """
     if len(set(by_rank.values())) == 1:
         return next(iter(by_rank.values()))
@@ -71,7 +72,10 @@ def merged(by_rank: Mapping[int, Fingerprint]) -> Fingerprint:
 
 
 def differences_of_ranks(by_rank: Mapping[int, Fingerprint]) -> list[str]:
-    """In which parts the ranks of one group differ and must not, one phrase each; no ranks are compared twice."""
+    """Return the parts in which the ranks of one group differ and must not, one phrase for each part.
+
+    Each rank is compared once, with the first rank that has the part.
+    """
     first: dict[str, tuple[int, str]] = {}
     found: dict[str, str] = {}
     for rank, fingerprint in sorted(by_rank.items()):
@@ -83,11 +87,11 @@ def differences_of_ranks(by_rank: Mapping[int, Fingerprint]) -> list[str]:
 
 
 def differences(there: Mapping[str, str], here: Fingerprint) -> list[str]:
-    """In which parts one who comes differs from those that are there, one phrase each; none: it belongs to them.
+    """Return the parts in which a new replica differs from the present ones, one phrase each; []: it belongs to them.
 
     Args:
         there: name -> value.
-        here: of the one who comes.
+        here: of the new replica.
     """
     return [
         f"{name} is {there[name]!r} there and {value!r} here"
@@ -97,13 +101,16 @@ def differences(there: Mapping[str, str], here: Fingerprint) -> list[str]:
 
 
 def said(found: list[str]) -> str:
-    """Differences in one phrase: the first three, and how many more there are."""
+    """Return the differences in one phrase: the first three, and the number of the others."""
     more = len(found) - SAID_MOST
     return "; ".join(found[:SAID_MOST]) + (f"; and {more} more" if more > 0 else "")
 
 
 def check(fingerprint: Fingerprint) -> Fingerprint:
-    """The same. Raises: ProtocolError: it breaks a bound, or a part would break a line of a log."""
+    """Return the fingerprint unchanged if it is valid.
+
+    Raises: ProtocolError: it breaks a bound, or a part would break a line of a log.
+    """
     if len(fingerprint) > MAX_PARTS:
         raise ProtocolError(f"a fingerprint has {len(fingerprint)} parts; at most {MAX_PARTS} are taken")
     total = 0
@@ -124,12 +131,12 @@ def _is_of_a_rank(name: str) -> bool:
 
 
 def _bounded(parts: Iterable[FingerprintPart]) -> Fingerprint:
-    # Parameters are many, and come last, so that it is of them that the last ones are put together.
+    # Parameters are many and come last, so the part that replaces the last ones replaces parameters.
     ordered = sorted(
         (FingerprintPart(name, _short(value, MAX_PART_VALUE_BYTES)) for name, value in parts),
         key=lambda part: (_is_of_a_rank(part.name), part.name),
     )
-    left = MAX_FINGERPRINT_BYTES - len(FURTHER) - 100  # what the last part may have
+    left = MAX_FINGERPRINT_BYTES - len(FURTHER) - 100  # the rest is reserved for the last part
     for place, (name, value) in enumerate(ordered):
         left -= len(name.encode()) + len(value.encode())
         if left < 0 or (place == MAX_PARTS - 1 and len(ordered) > MAX_PARTS):
@@ -146,7 +153,8 @@ def _further(parts: list[FingerprintPart]) -> FingerprintPart:
 
 
 def _short(text: str, most_bytes: int) -> str:
-    """On one line, and inside the bound; what was changed is told from what looks the same by its digest."""
+    """Return the text on one line and inside the bound; the digest of a changed text tells it from a text that looks
+    the same."""
     printable = text if text.isprintable() else "".join(each if each.isprintable() else " " for each in text)
     data = printable.encode(errors="replace")
     if printable == text and len(data) <= most_bytes:

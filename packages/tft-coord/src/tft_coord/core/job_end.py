@@ -1,16 +1,16 @@
-"""The end of a job: at which step its replicas finished, and who comes too late.
+"""The end of a job: the step at which its replicas finished, and the replicas that come too late.
 
-A replica whose training loop has ended says so when it leaves, with its last step. When none of the newest quorum's
-members can go on any more and one of them has finished, the job has ended at that step. A replica of the same run that
-is behind that step can heal from nobody. Training on alone, it would make a second result of the job.
+A replica whose training loop has ended reports that when it leaves, with its last step. The job has ended at that step
+when no member of the newest quorum can go on and one of them has finished. A replica of the same run that is behind
+that step has no source to heal from. If it trained on alone, the job would get a second result.
 
-A run is told from the next one by time: whoever the lighthouse knew when the first of them finished, or takes the place
-of such a replica that did not finish, belongs to the run that ended. So does a state that was committed in this job.
-The time is that of the first finish and not that of the end, because who has finished may start the next run while
-another one still saves its result. When the next run has begun, only the old run's states are late: a replica without
-one heals from the new run.
+Time tells a run from the next one. A replica belongs to the ended run if the lighthouse knew it when the first of them
+finished. So does the successor of a known replica that did not finish, and so does a state that was committed in this
+job. The time is that of the first finish and not that of the end, because a finished replica may start the next run
+while another one still saves its result. When the next run has begun, only the old run's states are late: a replica
+without one heals from the new run.
 
-Law of this file: one job's end; who is a member, and who can go on, is told by the caller.
+Law of this file: one job's end; the caller says which replicas are members, and which can go on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tft_coord.core.types import Member, QuorumKey
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A job has ended.
+    """The end of a job.
 
     Args:
-        step: the last that was finished.
+        step: the last finished step.
         replica_ids: of the replicas that finished, sorted.
-        key: of its last quorum.
-        since_ms: when the first of them finished, of the lighthouse's clock.
+        key: of the last quorum.
+        since_ms: when the first of them finished, on the lighthouse's clock.
     """
 
     step: int
@@ -39,7 +39,7 @@ class Ended:
 
 
 class JobEnd:
-    """What is known of one job's end.
+    """The knowledge about one job's end.
 
     Attributes:
         ended: the last end of this job, until the job trains on from that step or a later one; None before.
@@ -47,23 +47,23 @@ class JobEnd:
 
     def __init__(self) -> None:
         self.ended: Ended | None = None
-        self._finished: dict[str, int] = {}  # steps, by replica id, since the newest quorum formed
-        self._since_ms = 0  # when the first of those did
+        self._finished: dict[str, int] = {}  # replica id -> step, since the newest quorum formed
+        self._since_ms = 0  # when the first of those finished
 
     def finished(self, replica_id: str, step: int, now_ms: int) -> None:
-        """A replica says that its training is over."""
+        """Record that a replica's training is over."""
         if not self._finished:
             self._since_ms = now_ms
         self._finished[replica_id] = step
 
     def trains_on(self, step: int) -> None:
-        """A quorum forms, here or at another lighthouse, whose newest member is at that step."""
+        """Note that a quorum forms, here or at another lighthouse, whose newest member is at that step."""
         self._finished.clear()
         if self.ended is not None and step >= self.ended.step:
-            self.ended = None  # there is a newer result to heal from, or to wait for
+            self.ended = None  # a newer result exists or is on its way
 
     def look(self, key: QuorumKey, member_ids: Iterable[str], able_ids: Iterable[str]) -> Ended | None:
-        """Whether the job has just ended. Costs nothing while no replica has finished.
+        """Return the end if the job has just ended. The call is cheap while no replica has finished.
 
         Args:
             key: of the newest quorum.
@@ -80,11 +80,11 @@ class JobEnd:
         return self.ended
 
     def is_late(self, member: Member, since_ms: int, newest: QuorumKey | None) -> bool:
-        """Whether a replica that asks belongs to the run that has ended, and is behind its end.
+        """Return whether a replica that asks belongs to the run that has ended, and is behind its end.
 
         Args:
             member: as it asks.
-            since_ms: since when this lighthouse has known the replica, or the one whose place it takes.
+            since_ms: since when this lighthouse has known the replica, or its predecessor.
             newest: key of the newest quorum.
         """
         ended = self.ended

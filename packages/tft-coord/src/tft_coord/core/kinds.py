@@ -1,14 +1,14 @@
-"""A job is of one kind: torchft's members, which ask by unary calls, and ours, which hold a stream, never meet.
+"""The two kinds of jobs: torchft's members use unary calls, and this project's replicas hold a stream. They never meet.
 
-They could not train together: what a plan depends on is not on torchft's wire. Nor may both be there under one name,
-each taking itself for the whole job. torchft knows no job ids, so its members are of the job that is called "default".
-While a member of one kind is healthy there, the other kind is refused by name.
+They could not train together, because torchft's wire lacks what a plan depends on. Nor may both be there under one
+name, each as the whole job. torchft knows no job ids, so its members are of the job "default". While a member of one
+kind is healthy there, the other kind is refused by name.
 
-A lighthouse that has just started does not know who was there before. So in its first heartbeat_timeout whoever has
-trained stands over those who have not; and so do, at any time, ours of a job that has trained here, when all of them
-come back from behind a broken network.
+A restarted lighthouse does not know which kind was there before. In its first heartbeat_timeout, members that have
+trained therefore win over those that have not. At any time, this project's replicas of a job that has trained here win
+too, when all of them return after a network failure.
 
-Law of this file: which of the two cores may hear of an event; every other decision is theirs.
+Law of this file: which of the two cores gets an event; every other decision is theirs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Effects = list[effects.LighthouseEffect | effects.UnaryEffect]
 
 
 class Kinds:
-    """Our sessions and torchft's calls on one lighthouse.
+    """This project's sessions and torchft's calls on one lighthouse.
 
     Args:
-        ours, theirs: what hears of each.
-        undecided_ms: how long after the start it may be unknown who was there before.
+        ours, theirs: the core for each kind.
+        undecided_ms: how long after the start the earlier kind may be unknown.
         now_ms: the time at the start.
-        job: to which torchft's members belong.
+        job: the job of torchft's members.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Kinds:
         self._job = job
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> Effects:
-        """Take an event of a stream; returns what to do about it, in order."""
+        """Handle an event of a stream; return the effects, in order."""
         self._theirs.note_the_time(now_ms)
         match event:
             case events.HelloReceived() if event.hello.job == self._job:
@@ -52,7 +52,8 @@ class Kinds:
             case events.QuorumReported() if (
                 self._ours.job_of(event.stream) == self._job and self._theirs.living(now_ms) is not None
             ):
-                # Who is gone names others, who have not come: they would live beside theirs for a while.
+                # The reporter may be gone, and the members that it names have not come: they would live beside
+                # torchft's for a while.
                 event = events.QuorumReported(event.stream, None)
         return [*self._ours.handle(event, now_ms, wall_ms)]
 
@@ -65,22 +66,23 @@ class Kinds:
             return [effects.RefuseSession(event.stream, Refusal.OTHER_KIND, message)]
         out = self._ours.handle(event, now_ms, wall_ms)
         if not any(isinstance(order, effects.Welcome) for order in out):
-            return [*out]  # who does not come in itself turns nobody out
-        # Who is left of them has asked and then fallen silent, or has not trained.
+            return [*out]  # a replica that is refused itself evicts no members
+        # The remaining torchft members have asked and then fallen silent, or have not trained.
         turned_out = self._theirs.turn_out(
             Refusal.OTHER_KIND, lambda each: self._message(f"replica {each} of torchft's", f"{name} of ours")
         )
         return [*turned_out, *out]
 
     def handle_unary(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> Effects:
-        """Take one of torchft's calls; returns what to do about it, in order."""
+        """Handle one of torchft's calls; return the effects, in order."""
         self._theirs.note_the_time(now_ms)
         out: Effects = []
         if not isinstance(event, events.UnaryRequestWithdrawn):
             other = self._ours.living(self._job, now_ms)
             if other is not None:
                 if not isinstance(event, events.UnaryQuorumRequested):
-                    return []  # it is told when it asks; its beats would count as those of a member to wait for
+                    # it gets the refusal when it asks; its beats would count as those of a member to wait for
+                    return []
                 name = event.member.replica_id
                 trains = event.member.step > 0 and not self._ours.has_trained(self._job)
                 if not trains or now_ms >= self._undecided_until_ms:
@@ -94,7 +96,7 @@ class Kinds:
         return [*out, *self._theirs.handle(event, now_ms, wall_ms)]
 
     def tick(self, now_ms: int, wall_ms: int) -> Effects:
-        """Let time pass; call every quorum_tick_ms."""
+        """Handle the passage of time; call it every quorum_tick_ms."""
         self._theirs.note_the_time(now_ms)
         return [*self._ours.tick(now_ms, wall_ms), *self._theirs.tick(now_ms, wall_ms)]
 

@@ -729,7 +729,7 @@ class Job:
         if told:
             return out
         if replica.replica_id in self._members:
-            self._living.asked(replica.replica_id, now_ms)  # its own message has told the others, or they wait for it
+            self._living.asked(replica.replica_id, now_ms)  # its word has told the others, or they wait for it
         assert replica.left is not None
         left = effects.ReplicaLeft(self.name, replica.replica_id, replica.session, replica.left, serve_ms)
         return [left, *out]
@@ -822,7 +822,7 @@ class Job:
     # --- a quorum whose members go on without asking ----------------------------------------------------------------
 
     def _recall(self) -> list[effects.TellNewest]:
-        """Recall the members of the newest quorum: they ask for a quorum after their next vote."""
+        """Recall the members of the newest quorum: they ask for a quorum after their next word."""
         if not self._living.recall():
             return []
         news = self._living.news(self._previous_key, 0, broken=self._broken is not None)

@@ -4,7 +4,7 @@ The lighthouse does not see the rounds of a standing quorum. It therefore recall
 to join. It breaks the quorum when a member waits for another one that does not come. It forms no quorum beside one
 whose members may still make progress out of its reach.
 
-A quorum whose members ask in every step (lease 0, or a member without votes on the lease) needs none of this.
+A quorum whose members ask in every step (lease 0, or a member that exchanges no word) needs none of this.
 
 Law of this file: what is known of one job's newest quorum; the caller gives the time, sends and forms.
 Source: protocol.md, "Standing quorums".
@@ -119,7 +119,7 @@ class LivingQuorum:
     def overdue(self, members: Iterable[Replica], now_ms: int) -> tuple[str, tuple[str, ...]] | None:
         """Find the members that still wait in the quorum although another one has asked for the next.
 
-        The vote of a round tells all members to ask. A member whose vote did not complete waits in that round, and
+        The word of a round tells all members to ask. A member whose word did not complete waits in that round, and
         would wait until its deadline. A member that is busy, or between two steps, asks by itself.
 
         Args:

@@ -1,4 +1,4 @@
-"""Replica ids as people read them: `replica_1:0f3a9c1d` in place of the whole UUID behind the name.
+"""Short replica ids for people: `replica_1:0f3a9c1d` instead of the whole UUID behind the name.
 
 Law of this file: text to text. Records for machines and the wire keep the whole id.
 """
@@ -11,8 +11,8 @@ from typing import Final
 _UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
 
 
-# A replica id is `name:uuid`, or the UUID alone; a rank may stand behind it, as in `name:uuid/0`. A UUID in a path, in
-# a longer word or of a job is left whole: cut, it would name something that there is not.
+# A replica id is `name:uuid`, or the UUID alone; a rank may follow it, as in `name:uuid/0`. A UUID in a path, in a
+# longer word or of a job stays whole, because the short form would name nothing that exists.
 _REPLICA_ID: Final = re.compile(
     r"(?:(?<=[^\s:/]:)|(?<![^\s\[({'\"=,])(?<!\bjob )(?<!\bjob ['\"]))"
     + _UUID.pattern
@@ -26,6 +26,7 @@ def shorten(text: str) -> str:
 
 
 def base_name(replica_id: str) -> str:
-    """The name that the user gave, without the part that is unique to one life; "" where the user gave none."""
+    """Return the user's name for the replica, without the part that is unique to one life; "" where the user
+    gave none."""
     name, _, unique = replica_id.rpartition(":")
     return name if _UUID.fullmatch(unique) else ""

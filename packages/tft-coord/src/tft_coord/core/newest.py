@@ -1,8 +1,8 @@
-"""What a manager server knows of the newest quorum of its job, for the leases of its ranks.
+"""A manager server's knowledge of the newest quorum of its job, for the leases of its ranks.
 
-The lighthouse names the newest quorum in the answer to each beat of the manager server. A rank beats too, and is told
-what was named last and how long ago the beat was sent that was answered so. A rank's lease therefore counts from the
-sending of a beat, whoever is late on the way.
+The lighthouse names the newest quorum in the answer to each beat of the manager server. A rank beats too. The answer to
+it names the same quorum, and says how long ago the manager server sent the beat for that news. A rank's lease therefore
+counts from the sending of a beat, whatever is late on the way.
 
 Law of this file: one group's memory of it; the caller gives the time.
 """
@@ -27,25 +27,25 @@ class NewestQuorum:
 
     @property
     def is_news(self) -> bool:
-        """Whether the ranks have to know more than their plan says."""
+        """Return whether the ranks must know more than their plan says."""
         return self._news.broken or self._news.recalled
 
     def asked(self, now_ms: int) -> None:
-        """Note that the group's request is sent now; what it is answered counts from here."""
+        """Note that the group's request is sent now; the age of its answer counts from here."""
         self._asked_ms = now_ms
 
     def given(self, key: QuorumKey) -> None:
-        """The request was answered: that quorum is the newest, and nobody has recalled it."""
+        """Note that the request was answered: that quorum is the newest, and is not recalled."""
         self._news, self._sent_ms = QuorumNews(key), self._asked_ms
 
     def named(self, news: QuorumNews, sent_ms: int | None, held: QuorumKey | None) -> bool:
-        """The lighthouse names the newest quorum.
+        """Take the lighthouse's name of the newest quorum.
 
         Args:
-            news: what it says.
+            news: the lighthouse's message.
             sent_ms: when the beat was sent that it answers; None: it answers none.
             held: the quorum that this group holds.
-        Returns: whether that changes something for ranks in the quorum that is held.
+        Returns: whether that changes something for ranks in the held quorum.
         """
         before = self._news
         self._news = replace(news, beat=0, age_ms=0)
@@ -58,16 +58,16 @@ class NewestQuorum:
         return news.key > held or (news.key == held and self.is_news)
 
     def pushed(self) -> QuorumNews:
-        """Return what the ranks are told out of turn."""
+        """Return the news for the ranks, out of turn."""
         return self._news
 
     def answer(self, beat: int, now_ms: int) -> list[QuorumNews]:
-        """Return the answer to a rank's beat; empty as long as nothing is known."""
+        """Return the answer to a rank's beat; [] as long as nothing is known."""
         if self._sent_ms is None:
             return []
         return [replace(self._news, beat=beat, age_ms=max(0, now_ms - self._sent_ms))]
 
     def is_late(self, key: QuorumKey, step: int) -> bool:
-        """Return whether a rank is the first of its group to say that this round waits for a member."""
+        """Return whether a rank is the first of its group to report that this round waits for a member."""
         first, self._late = self._late != (key, step), (key, step)
         return first

@@ -1,8 +1,8 @@
-"""The quorum rule: who trains together next, and when to stop waiting.
+"""The quorum rule: which replicas train together next, and when to stop waiting.
 
-It forms at once when everyone who trained together last time is back, newcomers included. Otherwise it wants a
-majority of the healthy, waits for the rest up to join_timeout, never leaves out every survivor of the last quorum
-while one of them is healthy, and never starts over while one that held the state may only have a bad link.
+A quorum forms at once when all members of the last quorum are back, newcomers included. Otherwise the rule needs a
+majority of the healthy replicas and waits for the rest up to join_timeout. It never leaves out every survivor of the
+last quorum while one of them is healthy. It never starts over while a holder of the state may only have a bad link.
 
 Law of this file: functions of what is known now; no state.
 """
@@ -20,7 +20,7 @@ REASONS_SAID = 50  # of a quorum of thousands
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """All that the rule looks at.
+    """The input of the rule.
 
     Args:
         waiting: replica id -> the member that it asks to be; healthy and with an open request.
@@ -31,14 +31,14 @@ class Situation:
         left_out: ids that are left out as stragglers, for a while.
         previous: the newest quorum, or None.
         min_replicas: smallest quorum.
-        join_timeout_ms: how long the healthy that have not asked are waited for.
+        join_timeout_ms: how long the rule waits for healthy replicas that have not asked.
         asked_ms: replica id -> since when it waits, for each of the waiting.
-        fast_only: the lighthouse has just started and does not know yet who trains.
-        reference_step: of the state that the previous quorum started from; 0: none that is worth waiting for.
+        fast_only: the lighthouse has just started and does not know yet which replicas train.
+        reference_step: of the state that the previous quorum started from; 0: no state is worth waiting for.
         lost_sources: replica id -> since when it is lost, for each that held that state and may come back with it.
-        lost_state_ms: how long they are waited for at most, for the sentence.
-        left: ids that have left the job: nobody waits for them.
-        kept_out: ids that some others can't reach: nobody waits for them.
+        lost_state_ms: how long the rule waits for them at most, for the sentence.
+        left: ids that have left the job; the rule does not wait for them.
+        kept_out: ids that some others can't reach; the rule does not wait for them.
         now_ms: the time.
     """
 
@@ -63,8 +63,10 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form a quorum of these, sorted by replica id, now. `kept_out` wait too, and could be in it if all others could
-    reach them."""
+    """The decision to form a quorum of these now, sorted by replica id.
+
+    `kept_out` wait too, and could be in it if all others could reach them.
+    """
 
     members: tuple[Member, ...]
     kept_out: tuple[str, ...] = ()
@@ -72,10 +74,10 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Form none yet; `reason` says what is missing.
+    """The decision to form no quorum yet; `reason` says what is missing.
 
-    At least `more` requests must come before the rule can say otherwise, as long as nothing else happens: with a
-    thousand members it must not be applied a thousand times for one quorum.
+    At least `more` requests must come before the rule can decide otherwise, as long as nothing else happens. With a
+    thousand members the rule must not run a thousand times for one quorum.
     """
 
     reason: str
@@ -113,12 +115,13 @@ def decide(situation: Situation) -> Form | Wait:
         if found is None:
             return form
         wait = found
-    # Who asks without shrink_only after it was said makes more eligible than itself.
+    # A request without shrink_only after one with it makes more replicas eligible than its own.
     return wait if shrink_only else replace(wait, more=_more(situation, candidates, eligible, before))
 
 
 def _more(situation: Situation, candidates: Collection[str], eligible: Collection[str], before: frozenset[str]) -> int:
-    """How many requests are missing at the least: each makes one candidate more at most, and no other less needed."""
+    """Return the minimum number of missing requests: each adds at most one candidate, and makes no other one
+    unnecessary."""
     least = max(1, situation.min_replicas - len(candidates))
     awaited = before.difference(situation.left_out)
     fast = max(least, len(awaited.difference(candidates))) if awaited else None
@@ -131,13 +134,14 @@ def _more(situation: Situation, candidates: Collection[str], eligible: Collectio
 
 
 def _remaining_ms(situation: Situation, candidates: Collection[str]) -> int:
-    """Of join_timeout. Who is not eligible may have asked long ago; the others are not hurried by it."""
+    """Return the rest of join_timeout. An ineligible replica may have asked long ago; its waiting time does not
+    count."""
     first_asked_ms = min(situation.asked_ms[replica_id] for replica_id in candidates)
     return first_asked_ms + situation.join_timeout_ms - situation.now_ms
 
 
 def _majority(situation: Situation, candidates: set[str], eligible: set[str], before: Collection[str]) -> Wait | None:
-    """The slow path: what it still waits for, or None."""
+    """Return what the slow path still waits for, or None."""
     if 2 * len(candidates) <= len(eligible):
         return Wait(f"{len(candidates)} of {len(eligible)} healthy replicas have asked, and a majority is needed")
     survivors = [replica_id for replica_id in before if replica_id in situation.healthy]
@@ -154,7 +158,8 @@ def _majority(situation: Situation, candidates: set[str], eligible: set[str], be
 
 
 def _lost_state(situation: Situation, members: Collection[Member]) -> Wait | None:
-    """Whether these would go on from before the last quorum's state while one that held it may come back."""
+    """Return a wait if these would go on from an older state while a holder of the last quorum's state may come
+    back."""
     step = situation.reference_step
     if not situation.lost_sources or any(member.step >= step and not member.torn for member in members):
         return None
@@ -176,7 +181,7 @@ def reason_for_new_id(
     kept_out: Collection[str] = (),
     left_out: Collection[str] = (),
 ) -> str | None:
-    """Why the id must rise, or None if the previous key stands.
+    """Return why the id must rise, or None if the previous key stands.
 
     Args:
         previous: the newest quorum.
@@ -204,7 +209,7 @@ def reason_for_new_id(
         )
         reasons.append(f"{replica_id} {how}")
     for replica_id in [replica_id for replica_id in after if replica_id in before]:
-        # Where a member is gone, a step that failed at another is its consequence, and who survived is not to blame.
+        # Where a member is gone, the failed step of another one is a consequence, and the survivor is not to blame.
         reasons += _changes(before[replica_id], after[replica_id], somebody_is_gone=bool(gone))
     if broken is not None and not reasons:
         reasons.append(broken)

@@ -1,12 +1,13 @@
-"""Which members can't reach one another, and who is left out of the next quorum because of it.
+"""Reachability: which members can't reach one another, and which are left out of the next quorum because of it.
 
-Each member says with its next request whom it could not reach, and for what. A process group needs a connection between
-each two of its members, so one bad link stops a whole quorum. The fewest members are left out whose removal leaves no
-bad link between the others: the smallest vertex cover of the reported pairs. A report counts for a pause that doubles.
-After the pause the pair is tried again. Members that build a process group together prove their links, and what was
-said of those is forgotten.
+Each member reports with its next request which peers it could not reach, and for what. A process group needs a
+connection between each two of its members, so one bad link stops a whole quorum. The rule leaves out the fewest members
+whose removal leaves no bad link between the others: the smallest vertex cover of the reported pairs. A report counts
+for a pause that doubles. After the pause the pair is tried again. Members that build a process group together prove
+their links, and the reports about those links are dropped.
 
-Law of this file: the reports of one job, and functions of them. The caller says who lives and what time it is.
+Law of this file: the reports of one job, and functions of them. The caller says which replicas live and what time it
+is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tft_coord.core.types import Member, Quorum, QuorumKey, Unreached, Via
 BOTH_ENDS_MS: Final = 1_000
 HOLD_FIRST_MS: Final = 1_000
 HOLD_MOST_MS: Final = 5_000
-EXACT_MOST: Final = 20  # members with bad links, up to which the smallest cover is found for sure
+EXACT_MOST: Final = 20  # up to this number of members with bad links the smallest cover is exact
 NAMED_MOST: Final = 5
 WHY_MOST: Final = 300  # characters of a reason
 FORGET_EVERY_MS: Final = 1_000
@@ -35,7 +36,7 @@ FORGET_EVERY_MS: Final = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a cover must leave.
+    """The limits of a cover.
 
     Args:
         most: members that may be left out.
@@ -46,21 +47,21 @@ class Limits:
     needed: tuple[frozenset[str], ...] = ()
 
     def allow(self, chosen: Collection[str]) -> bool:
-        """Whether these may be left out. More of them are never allowed where fewer are not."""
+        """Return whether these may be left out. A larger set is never allowed where a smaller part of it is not."""
         return len(chosen) <= self.most and not any(each <= set(chosen) for each in self.needed)
 
 
 def smallest_cover(
     around: Mapping[str, set[str]], order: Mapping[str, tuple[int, ...]], limits: Limits, free: Collection[str] = ()
 ) -> set[str] | None:
-    """Find the fewest members of which each pair has one.
+    """Find the fewest members that cover all pairs.
 
     Args:
-        around: by each member that has a bad link, whom it can't reach.
-        order: of two members the one with the lower value is chosen first, where both would do; of two equal ones that
+        around: member with a bad link -> the members that it can't reach.
+        order: where either of two members would do, the one with the lower value is chosen; of two equal ones the one
             with the higher replica id.
-        limits: what must stay.
-        free: members that may be left out before any other one is.
+        limits: of the cover.
+        free: members that are left out before any other one.
     Returns: the members, or None where no cover fits the limits.
     """
     if len(around) > EXACT_MOST:
@@ -74,7 +75,7 @@ def smallest_cover(
 
 @final
 class _Search:
-    """Branch and bound: the member with the most bad links is chosen, or all at the other ends of them are."""
+    """A branch-and-bound search: it chooses the member with the most bad links, or all at the other ends of them."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ def _without(around: Mapping[str, set[str]], gone: Collection[str]) -> dict[str,
 
 
 def _disjoint(around: Mapping[str, set[str]]) -> int:
-    """Count pairs that share nobody: each needs a member of its own."""
+    """Count pairs that share no member: each needs a member of its own."""
     taken: set[str] = set()
     for name, others in around.items():
         if name in taken:
@@ -132,7 +133,7 @@ def _disjoint(around: Mapping[str, set[str]]) -> int:
 def _greedy(
     around: Mapping[str, set[str]], order: Mapping[str, tuple[int, ...]], limits: Limits, free: Collection[str]
 ) -> set[str] | None:
-    """Choose who has the most bad links left, again and again; then take back who was not needed."""
+    """Choose the member with the most remaining bad links again and again; then drop members that are not needed."""
     chosen = {name for name in around if name in free}
     chosen = chosen if limits.allow(chosen) else set()
     spare = [len(each.difference(chosen)) - 1 for each in limits.needed]
@@ -141,7 +142,7 @@ def _greedy(
         for name in each.intersection(around):
             needed_in.setdefault(name, []).append(place)
     num_left = {name: len(others - chosen) for name, others in around.items() if name not in chosen}
-    # One whose number has fallen since it was put in is put in again when its turn comes.
+    # A member whose number has fallen since its insertion is inserted again when its turn comes.
     heap = [(-number, order[name], name) for name, number in num_left.items() if number]
     heapq.heapify(heap)
     stays: set[str] = set()
@@ -154,7 +155,7 @@ def _greedy(
         if len(chosen) >= limits.most:
             return None
         if not all(spare[place] for place in needed_in.get(name, ())):
-            stays.add(name)  # and all at the other ends of its links go, where they may
+            stays.add(name)  # all at the other ends of its links go, where they may
             if around[name] & stays:
                 return None
             continue
@@ -183,7 +184,7 @@ class Peer:
         replica_id: of it.
         built: it was in a process group that all its members had built.
         since_ms: since when it is known.
-        step: of its state as it said last; -1 where it has no whole state, or its step isn't known.
+        step: of its state by its last report; -1 where it has no whole state, or its step isn't known.
         asked: it waits for the next quorum.
         before: it is a member of the newest quorum.
     """
@@ -197,10 +198,10 @@ class Peer:
 
 
 def peers_of(replicas: Iterable[Replica], members: Mapping[str, Member], now_ms: int) -> dict[str, Peer]:
-    """List all that may be in the next quorum, those that have not asked yet included.
+    """Return all replicas that may be in the next quorum, including those that have not asked yet.
 
     Args:
-        replicas: all that are known.
+        replicas: all known ones.
         members: of the newest quorum.
         now_ms: the time.
     """
@@ -213,18 +214,18 @@ def peers_of(replicas: Iterable[Replica], members: Mapping[str, Member], now_ms:
         step = -1 if member is None or member.torn else member.step
         asked = replica.request is not None
         if not asked and step >= 0 and replica.where is not None:
-            step = max(step, replica.where[0].step)  # it has committed since, by its beats
+            step = max(step, replica.where[0].step)  # by its beats it has committed since
         found[name] = Peer(name, replica.built, replica.since_ms, step, asked, name in members)
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the reports mean for the next quorum.
+    """The consequences of the reports for the next quorum.
 
     Args:
-        out: who can't be in it.
-        waits: why none is to be formed yet; "": nothing stands against it.
+        out: the replicas that can't be in it.
+        waits: why none may form yet; "": one may form.
     """
 
     out: frozenset[str] = frozenset()
@@ -236,16 +237,17 @@ NOBODY: Final = Kept()
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Who may be in a quorum, and what that means: the same until one of the first three changes.
+    """The replicas that may be in a quorum, with the result for them; valid until one of the first three fields
+    changes.
 
     Args:
-        peers: who may be in it.
+        peers: the replicas that may be in it.
         version: of the bad links.
         failed: the trials that have failed.
         every: the bad links between them, by each end.
-        there: who trains or has asked.
+        there: the replicas that train or have asked.
         around: the bad links between those.
-        out: who is to be left out; None: no cover fits.
+        out: the replicas to leave out; None: no cover fits.
     """
 
     peers: Mapping[str, Peer]
@@ -259,7 +261,7 @@ class _Plan:
 
 @final
 class Reach:
-    """What the members of one job have said of whom they can't reach.
+    """The reports of one job's members about the peers that they can't reach.
 
     Args:
         min_replicas: smallest quorum.
@@ -268,13 +270,14 @@ class Reach:
     def __init__(self, min_replicas: int) -> None:
         self._min_replicas = min_replicas
         self._links = BadLinks()
-        self._stores: dict[str, Pause] = {}  # that were not reached
-        self._missed: dict[str, dict[str, QuorumKey | None]] = {}  # who missed whose stores, in which quorums
+        self._stores: dict[str, Pause] = {}  # stores that some replica could not reach
+        # replica -> the stores that it missed, and in which quorums
+        self._missed: dict[str, dict[str, QuorumKey | None]] = {}
         self._out: frozenset[str] = frozenset()  # of the newest quorum
         self._hold_ms = HOLD_FIRST_MS
         self._hold_until_ms: int | None = None
         self._forgot_ms: int | None = None
-        self._built: tuple[QuorumKey, set[str]] | None = None  # who has said so of the newest quorum's group
+        self._built: tuple[QuorumKey, set[str]] | None = None  # the members that have built the newest quorum's group
         self._plans: list[_Plan] = []  # the last two
         self.trials = Trials()
 
@@ -289,17 +292,18 @@ class Reach:
         *,
         after_loss: bool = False,
     ) -> Member:
-        """Take what a request says.
+        """Take the reports of a request.
 
         Args:
             replica: that asks.
             member: as it asks to be.
             held: the quorum that it was in, and that its reports are about.
             previous: the newest quorum.
-            known: of whom the lighthouse has heard.
+            known: ids of all replicas that the lighthouse knows.
             now_ms: the time.
             after_loss: a member of that quorum was lost. When its end tears the process group, the survivors may see
-                one another's connections end, so what they say of one another's ports in it counts for nothing.
+                their connections to one another end. Their reports about one another's ports in that quorum do not
+                count.
         Returns: the member as it may stand in a quorum, without its reports.
         """
         works = held is not None and not member.needs_configure
@@ -321,18 +325,18 @@ class Reach:
         return replace(member, unreached=(), store_failed=False)
 
     def counts(self, now_ms: int) -> bool:
-        """Whether anything that was said, or tried, keeps somebody out now."""
+        """Return whether any report or trial keeps a replica out now."""
         return self.trials.keep_out or bool(self.bad_links(now_ms))
 
     def bad_links(self, now_ms: int) -> Mapping[str, set[str]]:
-        """Give the bad links that count now, by each end."""
+        """Return the bad links that count now, by each end."""
         return self._links.counted(now_ms, self._is_explained if self._missed else None)
 
     def look(self, peers: Mapping[str, Peer], now_ms: int) -> Kept:
-        """Decide who is left out of the next quorum.
+        """Decide which replicas are left out of the next quorum.
 
         Args:
-            peers: who may be in it.
+            peers: the replicas that may be in it.
             now_ms: the time.
         """
         tried = set(self.trials.running()).intersection(peers)
@@ -370,8 +374,10 @@ class Reach:
         return NOBODY
 
     def fit(self, peers: Mapping[str, Peer], now_ms: int) -> frozenset[str] | None:
-        """Decide who of these, all of whom wait, is left out of the quorum that is formed now: a bad link to somebody
-        who is not in it either is no reason. None: no quorum of them fits."""
+        """Return which of these waiting replicas the quorum that forms now leaves out; None: no quorum of them fits.
+
+        A bad link to a replica that is not in the quorum either is no reason.
+        """
         tried = frozenset(self.trials.running()).intersection(peers)
         holders = _holders(peers)
         if holders and holders <= tried:
@@ -381,7 +387,8 @@ class Reach:
         return None if out is None else out | tried
 
     def formed(self, out: frozenset[str]) -> frozenset[str]:
-        """A quorum is formed without these, though they wait. Returns: who of them was not left out of the last."""
+        """Note that a quorum forms without these waiting ones. Returns: those that were not left out of the
+        last one."""
         self._links.next_round()
         self._hold_until_ms = None
         out = out.difference(self.trials.running())
@@ -389,11 +396,11 @@ class Reach:
         return new
 
     def stores_failed(self, now_ms: int) -> Collection[str]:
-        """List those whose store is avoided for now."""
+        """Return the replicas whose store is avoided for now."""
         return [name for name, pause in self._stores.items() if pause.lasts(now_ms)]
 
     def said(self, names: Collection[str], now_ms: int, *, when: bool = True) -> str:
-        """Say of each of these who can't reach it, why, and when it is tried again."""
+        """Return a phrase that says for each of these which peers can't reach it, why, and when it is tried again."""
         parts = []
         for name in sorted(names)[:NAMED_MOST]:
             clause = self._said_of(name, now_ms, when=when)
@@ -403,7 +410,7 @@ class Reach:
         return shorten("; ".join(parts)) + (f" and {more} more" if more > 0 else "")
 
     def left_out(self, name: str, now_ms: int) -> str:
-        """Say that this one is left out, and why."""
+        """Return the sentence that says that this replica is left out, and why."""
         clause = self._said_of(name, now_ms) or "can't be reached by others"
         return shorten(f"{name} is left out of the next quorum: it {clause}")
 
@@ -430,12 +437,12 @@ class Reach:
         return f"can't reach {_names(unreached)} ({why}; it tries again in {seconds} s)"
 
     def ends_of(self, name: str) -> list[str]:
-        """List those that have no link to it."""
+        """Return the replicas that have no link to it."""
         tried = self.trials.failed().get(name, {})
         return [*tried, *self._missed_by(name), *sorted(self._links.ends_of(name))]
 
     def _missed_by(self, name: str) -> dict[str, str]:
-        """Give who did not reach this one in its trial, and why."""
+        """Return the replicas that did not reach this one in their trial, and why."""
         return {other: missed[name] for other, missed in self.trials.failed().items() if name in missed}
 
     # --- reports ------------------------------------------------------------------------------------------------------
@@ -443,11 +450,14 @@ class Reach:
     def _say(self, one: str, other: str, why: str, key: QuorumKey | None, now_ms: int) -> None:
         self._links.say(one, other, why, key, now_ms)
         if self._missed:
-            self._links.changed()  # whether the pair is explained may be another matter now
+            self._links.changed()  # the pair may be explained or unexplained now
 
     def _store_missed(self, one: str, report: Unreached, key: QuorumKey | None, now_ms: int) -> None:
-        """A store that was missed is avoided. Who misses another one as well, or that one again, can't be helped by
-        that."""
+        """Record a missed store, which is then avoided.
+
+        If a replica misses another store as well, or the same one again, a choice of store does not help. Its misses
+        become bad links.
+        """
         owner = report.replica_id
         pause = self._stores.get(owner)
         if pause is None:
@@ -463,8 +473,11 @@ class Reach:
                 self._say(one, each, _why(report), key, now_ms)
 
     def _met(self, name: str, quorum: Quorum) -> None:
-        """A member of a quorum has built its process group, and has reached a store. The links between two that both
-        have work, unless one of them has failed in that very group since."""
+        """Note that a member of a quorum has built its process group and has reached a store.
+
+        The link between two members that have both built it works, unless one of them has failed in that very group
+        since.
+        """
         key = quorum.key
         if self._built is None or self._built[0] != key:
             self._built = (key, set())
@@ -479,8 +492,10 @@ class Reach:
         self._hold_ms = HOLD_FIRST_MS
 
     def _forget_the_gone(self, known: Collection[str], now_ms: int) -> None:
-        """Forget what is about those that are gone, and what was not said again for long after its pause. Thousands
-        report together, and a look is at all links: it is seldom."""
+        """Forget reports about replicas that are gone, and reports that were not repeated for long after their pause.
+
+        Thousands report together, and each cleanup looks at all links, so cleanups are rare.
+        """
         if self._forgot_ms is not None and now_ms - self._forgot_ms < FORGET_EVERY_MS:
             return
         self._forgot_ms = now_ms
@@ -495,7 +510,8 @@ class Reach:
     # --- what counts --------------------------------------------------------------------------------------------------
 
     def _is_explained(self, pair: Pair, link: BadLink) -> bool:
-        """Whether one end could not come, because it did not reach the store: another store is tried first."""
+        """Return whether one end did not come because it missed the store; another store is tried first in that
+        case."""
         for said_by, end in (pair, pair[::-1]):
             missed = set(self._missed.get(end, {}).values())
             if set(link.said) == {said_by} and missed == {link.pause.key}:
@@ -503,7 +519,7 @@ class Reach:
         return False
 
     def _around(self, peers: Mapping[str, Peer], now_ms: int) -> dict[str, set[str]]:
-        """Give the bad links between these, those that trials have found included."""
+        """Return the bad links between these, including those that trials have found."""
         names = peers.keys()
         counted = self.bad_links(now_ms).items()
         found = {name: there for name, others in counted if name in names and (there := others & names)}
@@ -515,7 +531,7 @@ class Reach:
         return found
 
     def _plan(self, peers: Mapping[str, Peer], now_ms: int) -> _Plan:
-        """Decide who of these is left out, or take it from before where nothing has changed since."""
+        """Decide which of these are left out, or reuse an earlier result if nothing has changed since."""
         self.bad_links(now_ms)
         failed = self.trials.failed()
         for plan in self._plans:
@@ -532,7 +548,7 @@ class Reach:
         return plan
 
     def _there(self, peers: Mapping[str, Peer]) -> frozenset[str]:
-        """Who neither trains nor has asked puts nobody out: it may be away for long."""
+        """Return the replicas that train or have asked. The others may be away for long, and force no replica out."""
         return frozenset(name for name, peer in peers.items() if peer.asked or peer.before)
 
     def _late_ends(self, around: Around, peers: Mapping[str, Peer], now_ms: int) -> set[str]:
@@ -553,13 +569,16 @@ class Reach:
         return None if cover is None else frozenset(cover)
 
     def _order(self, peer: Peer) -> tuple[int, ...]:
-        """Who is not in the newest quorum stays out, where another could go as well: nobody who trains is stopped for
-        it. Then who was in no group yet; then the newest."""
+        """Return the sort key of a replica; where either of two could be left out, the lower key is.
+
+        A replica outside the newest quorum comes first, so that no training replica stops for it. Then a replica that
+        was in no process group yet, then the newest.
+        """
         return (int(peer.before), int(peer.built), -peer.since_ms)
 
 
 def _holders(peers: Mapping[str, Peer]) -> frozenset[str]:
-    """Who holds the newest state. Nobody, where none has a whole one."""
+    """Return the replicas that hold the newest state; none if no replica has a whole one."""
     newest = max((peer.step for peer in peers.values()), default=-1)
     return frozenset(peer.replica_id for peer in peers.values() if peer.step == newest >= 0)
 

@@ -1,14 +1,13 @@
-"""One rank's side of standing quorums: whether its next round asks the lighthouse, and what its word says.
+"""One rank's side of standing quorums: whether its next round asks the lighthouse, and the content of its word.
 
-A quorum stands for a group after a round that all members committed and in which nobody wished to ask. Then the next
-round begins without a message. Each rank exchanges one word with all members at the end of a round. The sum of the
-words is the same for every member whose exchange completes, so all members learn in the same round that they shall ask.
+A quorum stands for a group after a round that all members committed and in which no member wished to ask. The next
+round then begins without a message. Each rank exchanges one word with all members at the end of a round. The sum of the
+words is the same for every member whose exchange completes, so all members learn in the same round that they must ask.
+A rank goes on without asking only while its lease holds. Answers to its beats renew the lease. The lease counts from
+the sending of the beat, so a late answer renews less.
 
-A rank goes on without asking only while its lease holds. Answers to its beats renew the lease, and it counts from the
-sending of the beat: an answer that is late renews less.
-
-Law of this file: the decisions of one rank. It sends nothing and aborts nothing; the caller gives the time, which never
-goes back.
+Law of this file: the decisions of one rank. It sends nothing and aborts nothing; the caller gives the time of a
+monotonic clock.
 Source: protocol.md, "Standing quorums".
 """
 
@@ -26,29 +25,29 @@ from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
 
 NUM_WORDS: Final = 5  # integers in the word of a round
-UNANSWERED_MOST: Final = 64  # beats whose sending times are kept
-BROKEN_MOST: Final = 16  # quorums that were broken before this rank was given them
-FAILED_BEATS: Final = 2  # without a renewal for so many beat intervals, beats have failed
+UNANSWERED_MOST: Final = 64  # beats whose send times are kept
+BROKEN_MOST: Final = 16  # quorums that were broken before this rank got them
+FAILED_BEATS: Final = 2  # beats have failed after so many beat intervals without a renewal
 BROKEN: Final = "its quorum is broken"
 
 
 class State(enum.Enum):
-    """Where a rank stands with its quorum."""
+    """The state of a rank in its quorum."""
 
     ASKS = "asks"  # the next round asks the lighthouse, or this rank waits for its answer
     RUNS = "runs"  # a round runs that the lighthouse gave
-    STANDS = "stands"  # the round that runs, or the next one, asks nobody
-    RECALLED = "recalled"  # as STANDS, and the next word says that all ask
+    STANDS = "stands"  # the current or next round needs no request
+    RECALLED = "recalled"  # as STANDS, and the next word tells all members to ask
     BROKEN = "broken"  # the quorum can't complete another round
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a rank tells the same rank of all members at the end of a round.
+    """The word: what a rank sends to the same rank of all members at the end of a round.
 
     Args:
         ok: it has no error in this round.
-        ask: why the next round shall ask the lighthouse, one phrase, or empty.
+        ask: why the next round must ask the lighthouse, one phrase, or empty.
         leave: its group leaves after this round.
         recovering: it recovers in this round.
         check: digest of the participant's (step, lineage); 0 from others.
@@ -67,11 +66,11 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What the sum of a round's words means for this rank's vote.
+    """The meaning of the sum of a round's words for this rank's vote.
 
     Args:
         yes: the word completed, every member is ok, and the participants stood at one state.
-        stands: nobody asks, leaves or recovers.
+        stands: no member asks, leaves or recovers.
         why: of a no, one phrase.
     """
 
@@ -82,7 +81,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Begin the next round of the standing quorum, at that step, and send nothing.
+    """The order to begin the next round of the standing quorum, at that step, and to send nothing.
 
     Args:
         fails: why this rank can't go on, one phrase: it aborts its process group and has an error in this round. Empty:
@@ -95,12 +94,12 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the lighthouse for the next quorum.
+    """The order to ask the lighthouse for the next quorum.
 
     Args:
         why: one phrase.
-        breaks: the quorum still stood. This rank aborts its process group first and says in its request that it can't
-            be used, because the other members have begun the next round.
+        breaks: the quorum still stood. This rank aborts its process group first, and reports in its request that it
+            can't be used, because the other members have begun the next round.
     """
 
     why: str
@@ -109,7 +108,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """Tell the lighthouse that a standing round waits for a member for longer than `join_timeout`."""
+    """The order to tell the lighthouse that a standing round waits for a member for longer than `join_timeout`."""
 
     key: QuorumKey
     step: int
@@ -117,21 +116,21 @@ class Late:
 
 @final
 class Lease:
-    """How long a rank may go on in its quorum without asking.
+    """The time for which a rank may go on in its quorum without asking.
 
     Args:
-        patience_ms: without a renewal for so long after a beat, beats have failed.
+        patience_ms: beats have failed after so long without a renewal.
     """
 
     def __init__(self, patience_ms: int) -> None:
         self._patience_ms = patience_ms
         self._lease_ms = 0
         self._from_ms = 0
-        self._beats: dict[int, int] = {}  # the sending times of the beats that are not answered
+        self._beats: dict[int, int] = {}  # number -> send time, of the unanswered beats
         self._number = 0
 
     def begin(self, lease_ms: int, sent_ms: int) -> None:
-        """Start the lease of a quorum that was given as the answer to a request sent at that time."""
+        """Start the lease of a quorum that answers a request sent at that time."""
         self._lease_ms, self._from_ms = lease_ms, sent_ms
         self._forget_the_answered()
 
@@ -140,7 +139,7 @@ class Lease:
         self._number += 1
         self._beats[self._number] = now_ms
         if len(self._beats) > UNANSWERED_MOST:
-            # The oldest one stays: it tells since when nothing was answered.
+            # The oldest one stays: it shows since when no beat was answered.
             del self._beats[list(self._beats)[1]]
         return self._number
 
@@ -149,12 +148,12 @@ class Lease:
 
         Args:
             number: of the beat.
-            age_ms: how long before the answer the lighthouse was asked what it says.
-            renews: it names the quorum as the newest.
+            age_ms: how old the answer's news was when the answer was sent.
+            renews: the answer names the quorum as the newest.
         """
         sent_ms = self._beats.get(number)
         if sent_ms is None:
-            return  # of an earlier life, or answered before
+            return  # a beat of an earlier life, or answered before
         if renews and sent_ms - age_ms > self._from_ms:
             self._from_ms = sent_ms - age_ms
             self._forget_the_answered()
@@ -176,7 +175,7 @@ class Lease:
 
 @dataclass(slots=True)
 class _Round:
-    """A round that has begun and is not decided. Syncs in flight are several, which end in the order of their start."""
+    """A round that has begun and is not decided. Several syncs in flight end in the order of their start."""
 
     plan: Plan
     step: int
@@ -186,7 +185,7 @@ class _Round:
 
     @property
     def recovers(self) -> bool:
-        """Whether a member recovers in it."""
+        """Return whether a member recovers in it."""
         return not self.without_request and _somebody_recovers(self.plan)
 
 
@@ -198,10 +197,10 @@ def _somebody_recovers(plan: Plan) -> bool:
 class Standing:
     """One rank's quorum, from one plan to the next.
 
-    The caller's order in a round: `next_round`; where that says `Ask`, `asked` before the request is sent and `planned`
+    The caller's order in a round: `next_round`; if that returns `Ask`, `asked` before the request is sent and `planned`
     with the answer; after the reductions `word`; with the sum of all words `summed`; with the group's verdict
     `decided`. News and beats come at any time. With syncs in flight further rounds begin before the first has ended;
-    `word`, `summed` and `decided` are of the oldest.
+    `word`, `summed` and `decided` are about the oldest one.
 
     Args:
         timeouts: of the job.
@@ -222,24 +221,24 @@ class Standing:
 
     @property
     def state(self) -> State:
-        """Where this rank stands with its quorum."""
+        """Return the rank's state in its quorum."""
         if self._state is State.STANDS and self._recalled:
             return State.RECALLED
         return self._state
 
     @property
     def key(self) -> QuorumKey | None:
-        """The quorum of the newest plan."""
+        """Return the key of the newest plan."""
         return self._plan.key if self._plan is not None else None
 
     @property
     def round_step(self) -> int | None:
-        """The step of the running round, of the oldest where several are in flight; None: no round runs."""
+        """Return the step of the running round, of the oldest where several are in flight; None: no round runs."""
         return self._rounds[0].step if self._rounds else None
 
     @property
     def speaks(self) -> bool:
-        """Whether all members of the quorum speak the word of a round."""
+        """Return whether all members of the quorum exchange the word of a round."""
         return self._plan is not None and self._plan.lease_ms is not None
 
     # --- the beginning of a round -----------------------------------------------------------------------------------
@@ -250,9 +249,9 @@ class Standing:
         Args:
             unfit: why this rank can't go on as it is, one phrase: its state changed outside of the rounds, or its
                 process group is unusable. Empty: it can.
-            together: the ranks of its group begin each round alike, because they compute together in it: one that asks
-                would wait for the others to ask, and they for it. So where the verdict said that the group goes on,
-                this rank goes on, too. What only this rank knows fails the round, and then all ask.
+            together: the ranks of its group begin each round alike, because they compute together in it. If one of them
+                asked, it would wait for the others to ask, and they for it. If the verdict said that the group goes on,
+                this rank therefore goes on too. A problem that only this rank knows fails the round, and then all ask.
         """
         begins = self._state is State.STANDS or (together and self._group_goes_on and self._state is State.BROKEN)
         if not begins:
@@ -269,13 +268,13 @@ class Standing:
         return GoOn(step, unfit)
 
     def asked(self, now_ms: int) -> None:
-        """Note that the request is sent now for the first time; the lease of what it is answered counts from here."""
+        """Note that the request is sent now for the first time; the lease of its answer counts from here."""
         self._asked_ms = now_ms
         self._group_goes_on = False
         self._state, self._why = State.ASKS, "its last request was not answered"
 
     def planned(self, plan: Plan, now_ms: int, in_flight: int = 0) -> None:
-        """Take the answer to the request: a plan, which may be the one that stands, at its new step.
+        """Take the answer to the request: a plan, which may be the standing one at its new step.
 
         Args:
             in_flight: rounds of this quorum that have begun before and are not decided.
@@ -352,8 +351,8 @@ class Standing:
     def decided(self, *, yes: bool, stands: bool) -> bool:
         """Take the group's verdict on the running round. A no fails all rounds that have begun.
 
-        Returns: whether the process group has to be aborted now, because this group does not commit the round and
-            nobody shall wait for it.
+        Returns: whether the process group must be aborted now, because this group does not commit the round and no
+            member may wait for it.
         """
         current = self._rounds.popleft() if self._rounds else None
         self._group_goes_on = False
@@ -381,9 +380,9 @@ class Standing:
         return self._lease.beat(now_ms) if self._plan is not None and self._plan.lease_ms else 0
 
     def told(self, news: QuorumNews) -> bool:
-        """Take what the manager server says of the newest quorum of the job.
+        """Take the manager server's news about the newest quorum of the job.
 
-        Returns: whether this rank's quorum is broken by it, so that what runs in it has to be aborted.
+        Returns: whether the news breaks this rank's quorum, so that its running round must be aborted.
         """
         own = self.key
         if news.beat:
@@ -408,12 +407,13 @@ class Standing:
         while len(self._broken) > BROKEN_MOST:
             del self._broken[next(iter(self._broken))]
         if key != own or self._state in (State.ASKS, State.BROKEN):
-            return False  # it overtook the plan, or this rank asks already
+            return False  # the news overtook the plan, or this rank asks already
         self._state, self._why = State.BROKEN, BROKEN
         return True
 
     def late(self, now_ms: int, waits_since_ms: int) -> Late | None:
-        """Return what to say to the lighthouse where this rank waits for other members; None: nothing, yet or again.
+        """Return the report for the lighthouse if this rank waits too long for other members; None: no report, yet or
+        again.
 
         Args:
             waits_since_ms: since when it has waited in the reductions or the word of the running round.

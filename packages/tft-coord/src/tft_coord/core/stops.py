@@ -1,10 +1,10 @@
-"""Which ranks of a group are stopped: what the kernel says of their processes, seen several times in a row.
+"""Stopped ranks of a group: the kernel's view of their processes, seen several times in a row.
 
-A trainer that is stopped (SIGSTOP, a debugger, a suspended job) beats no more, and neither does one that holds its
-interpreter's lock. The kernel tells the two apart. The manager server looks at the processes of those ranks that run on
-its own host, while others wait or a rank's stream is broken; a stop counts when every look of a while has found it.
+A stopped trainer (SIGSTOP, a debugger, a suspended job) does not beat, and neither does one that holds its interpreter
+lock. The kernel tells the two apart. The manager server looks at the processes of its ranks on its own host, while
+others wait or a rank's stream is broken. A stop counts when every look for a while has found it.
 
-Law of this file: what looks mean; the caller looks, and gives the time.
+Law of this file: the meaning of looks; the caller looks, and gives the time.
 Source: protocol.md section 1, "Silence".
 """
 
@@ -16,14 +16,14 @@ from typing import Final, final
 
 LOOK_EVERY_MS: Final = 100
 LOOKS_LEAST: Final = 4
-STOPPED_MS: Final = 400  # found stopped by every look of so long
-SAY_AGAIN_MS: Final = 500  # of a rank that has been stopped for so long that its stream has ended
-LOOKS_FOR_MS: Final = 1_500  # after somebody has asked: three times as long as the pace of probes
+STOPPED_MS: Final = 400  # every look of so long has found the rank stopped
+SAY_AGAIN_MS: Final = 500  # for a rank that has been stopped for so long that its stream has ended
+LOOKS_FOR_MS: Final = 1_500  # after a probe: three times as long as the pace of probes
 
 
 @dataclass(frozen=True, slots=True)
 class LocalProcess:
-    """A process, and where its number means it.
+    """A process, with the host and namespace in which its number is valid.
 
     Args:
         pid: in its own namespace.
@@ -57,15 +57,15 @@ class StopWatch:
         self._asked_until_ms: int | None = None
 
     def asked(self, now_ms: int) -> None:
-        """Somebody waits for this group, and asks after it: its processes are looked at for a while."""
+        """Note a probe, because a replica waits for this group: looks are needed for a while."""
         self._asked_until_ms = now_ms + LOOKS_FOR_MS
 
     def looks(self, now_ms: int) -> bool:
-        """Return whether the processes are to be looked at: they are asked after, or one was found stopped."""
+        """Return whether looks are needed: a probe came lately, or a rank was found stopped."""
         return bool(self._found) or (self._asked_until_ms is not None and now_ms < self._asked_until_ms)
 
     def seen(self, stopped: Mapping[int, bool], now_ms: int) -> None:
-        """A look has found these ranks stopped, or running. It is at all that can be looked at."""
+        """Record which ranks a look has found stopped or running. Each look covers all ranks that can be looked at."""
         self._found = {rank: found for rank, found in self._found.items() if rank in stopped}
         for rank, is_stopped in stopped.items():
             if not is_stopped:
@@ -76,7 +76,7 @@ class StopWatch:
                 self._found[rank] = _Found(now_ms, 1)
 
     def forget(self, rank: int) -> None:
-        """It has ended, or another process has its place."""
+        """Forget a rank that has ended, or whose place another process has taken."""
         self._found.pop(rank, None)
 
     def is_held(self, rank: int | None = None) -> bool:
@@ -84,11 +84,11 @@ class StopWatch:
         return rank in self._found if rank is not None else bool(self._found)
 
     def stopped_ms(self, now_ms: int) -> int:
-        """Return for how long the rank has been found stopped that is longest; 0: none is."""
+        """Return the longest time for which a rank has been found stopped; 0: none is."""
         return max((now_ms - found.since_ms for found in self._found.values()), default=0)
 
     def stopped(self, now_ms: int) -> tuple[int, ...]:
-        """Return the ranks that have been stopped for long enough to say so."""
+        """Return the ranks that have been stopped for long enough to report."""
         return tuple(
             rank
             for rank, found in sorted(self._found.items())
@@ -97,6 +97,6 @@ class StopWatch:
 
 
 def stop_reason(ranks: tuple[int, ...]) -> str:
-    """Return what is said of a group with stopped ranks, one phrase."""
+    """Return the phrase about a group with stopped ranks."""
     which = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank {which} is stopped (SIGSTOP or a debugger); continue it with SIGCONT, or end it"

@@ -1,12 +1,12 @@
-"""Stragglers: which replica holds the others at its own pace, and what the policy does about it.
+"""Stragglers: replicas that slow the others down, and the policy for them.
 
-All members of a quorum wait for the slowest one in every step. Beats say how long each member's own part of a step
-takes, without its waits for others. A member is a straggler when that is far above the median of the others for
-several steps. A member whose running step is already that late is one before its step ends.
+All members of a quorum wait for the slowest one in every step. Beats report how long each member's own part of a step
+takes, without its waits for others. A member is a straggler when that time is far above the median of the others for
+several steps. A member whose running step is already that late is a straggler before its step ends.
 
 The policy warns, leaves the straggler out of the next quorums, or asks it to take a smaller share of its batch. A
-replica that is left out takes no steps, so its pace can't be measured. It is let back for a trial after a pause, and
-the pause doubles with each trial that fails.
+replica that is left out takes no steps, so its pace can't be measured. It may return for a trial after a pause, and the
+pause doubles with each trial that fails.
 
 Law of this file: the paces of one job's replicas and the policy; the caller gives the time, and performs the changes.
 Source: protocol.md section 7.
@@ -24,17 +24,17 @@ from tft_coord.errors import SettingError
 
 LOOK_EVERY_MS = 500
 LEAST_SHARE = 0.0625  # of a batch
-RAISES_LEAST = 1.25  # a share is raised by this factor at least, or to the whole
-LEFT_OUT_REASON = "is left out as a straggler"  # so the reason begins for which its quorum is ended
+RAISES_LEAST = 1.25  # a share is raised by at least this factor, or to the whole
+LEFT_OUT_REASON = "is left out as a straggler"  # the start of the reason for which its quorum is ended
 FORGIVEN_AFTER_PAUSES = 10  # a replica that has kept up for so many of its last pauses is a new case
 LONGEST_MS = 7 * 24 * 3_600_000
 _LOOK = "look at its host for a slow or shared device, data loading, or thermal throttling"
 
 
 class StragglerAction(enum.Enum):
-    """What is done about a straggler."""
+    """The action against a straggler."""
 
-    OFF = "off"  # nothing, and nobody is measured
+    OFF = "off"  # no action and no measurements
     WARN = "warn"
     LEAVE_OUT = "leave-out"
     SHRINK = "shrink"
@@ -42,14 +42,14 @@ class StragglerAction(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StragglerPolicy:
-    """When a replica is a straggler, and what is done about it.
+    """The conditions of a straggler, and the action against it.
 
     Args:
         action: see `StragglerAction`.
         ratio: a straggler's own part of a step takes more than this times the median of the others.
         steps: for so many steps in a row, and
         patience_ms: for so long.
-        least_ms: and takes so much longer at the least.
+        least_ms: and takes at least so much longer.
         first_pause_ms: how long it is left out the first time; each failed trial doubles that, up to
         longest_pause_ms.
     Raises: SettingError: a number is out of its range.
@@ -102,27 +102,27 @@ class StragglerPolicy:
 
 
 class PaceKind(enum.Enum):
-    """What has changed with a replica's pace."""
+    """The change of a replica's pace."""
 
     SLOW = 0  # it is a straggler
-    KEEPS_UP = 1  # it is none any more
-    LEFT_OUT = 2  # the next quorums are formed without it
+    KEEPS_UP = 1  # it is no straggler any more
+    LEFT_OUT = 2  # the next quorums form without it
     LET_BACK = 3  # it may join the next quorum, for a trial
-    SHARE = 4  # it is to take this share of its batch
+    SHARE = 4  # it must take this share of its batch
 
 
 @dataclass(frozen=True, slots=True)
 class StragglerNews:
-    """One change of a replica's pace. Each is told once.
+    """One change of a replica's pace. Each change is reported once.
 
     Args:
-        replica_id: of whom.
-        kind: what has changed.
+        replica_id: of the replica.
+        kind: of the change.
         own_ms: its own part of a step.
         median_ms: that of the other members.
-        share: of its batch that it is to take from now on, up to 1.
+        share: of its batch that it must take from now on, up to 1.
         pause_ms: for how long it is left out.
-        sentence: the same in words, with what to do.
+        sentence: the same in words, with a remedy.
     """
 
     replica_id: str
@@ -139,8 +139,8 @@ class PaceChange:
     """One decision of the policy.
 
     Args:
-        news: to be logged, and told to the replica.
-        ends_quorum: the newest quorum is ended for it, because its running step is too late to be waited for.
+        news: for the log and the replica.
+        ends_quorum: the newest quorum ends because of it: its running step is too late to wait for.
     """
 
     news: StragglerNews
@@ -149,14 +149,14 @@ class PaceChange:
 
 @dataclass(frozen=True, slots=True)
 class Company:
-    """Who is there besides the members, for the decision to leave one out.
+    """The replicas besides the straggler, for the decision to leave it out.
 
     Args:
         healthy: ids of the healthy replicas that count for a quorum.
         members: those that are in the newest one.
         waiting: those that have asked for the next one.
         holders: those that hold the job's state, so that the others can go on from it.
-        min_replicas: so many must stay, at least.
+        min_replicas: the minimum number that must stay.
     """
 
     healthy: Collection[str]
@@ -175,29 +175,29 @@ class _Standing(enum.Enum):
 
 @dataclass(slots=True)
 class _Pace:
-    """What is known of one replica's pace.
+    """The pace of one replica.
 
-    `own_ms` is what its newest beat with a number has said, for a step before `step`. `late_ms` is for how long it has
-    been busy with the step that runs, if that is long enough to count.
+    `own_ms` comes from its newest beat with a number, for a step before `step`. `late_ms` is how long it has been busy
+    with the running step, if that is long enough to count.
     """
 
     own_ms: int = 0
     step: int = 0
     late_ms: int = 0
     standing: _Standing = _Standing.KEEPS_UP
-    over_since: tuple[int, int] | None = None  # when, and in which step, it was too slow first without a break
-    good_since: tuple[int, int] | None = None  # the same of keeping up, while it is a straggler
+    over_since: tuple[int, int] | None = None  # (time, step) when it first became too slow without a break
+    good_since: tuple[int, int] | None = None  # the same for keeping up, while it is a straggler
     measured_from: int = 0  # a number of an earlier step was measured before it was left out
     times_out: int = 0
-    until_ms: int = 0  # it is left out, or its share is not raised
+    until_ms: int = 0  # end of the pause in which it is left out, or its share is not raised
     kept_up_ms: int = 0  # since when it keeps up again
     share: float = 1.0
-    settles_at: int = 0  # the step from which its own time is that of its new share
+    settles_at: int = 0  # the first step whose own time belongs to its new share
     newest: StragglerNews | None = field(default=None)  # while it does not keep up
 
     @property
     def latest_ms(self) -> int:
-        """Its own part of a step; of the one that runs, if that has taken longer by now."""
+        """Return its own part of a step, or the time of the running step if that is longer by now."""
         return max(self.own_ms, self.late_ms)
 
     @property
@@ -206,10 +206,10 @@ class _Pace:
 
 
 class StragglerWatch:
-    """The paces of one job's replicas. While all keep up it costs a sort of their numbers, twice a second.
+    """The paces of one job's replicas. While all keep up, a look costs a sort of their numbers, twice a second.
 
     Args:
-        policy: when a replica is a straggler, and what is done about it.
+        policy: the conditions of a straggler, and the action.
     """
 
     def __init__(self, policy: StragglerPolicy) -> None:
@@ -220,13 +220,13 @@ class StragglerWatch:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is wrong now, one sentence for each replica that does not keep up."""
+        """Return what is wrong now, one sentence for each replica that does not keep up."""
         return tuple(pace.newest.sentence for pace in self._paces.values() if pace.newest is not None)
 
     # --- what is heard -----------------------------------------------------------------------------------------------
 
     def heard(self, replica_id: str, progress: Progress | None) -> None:
-        """Take what a replica's newest beat says; None: it has done something since."""
+        """Take a replica's newest beat; None: it has done something since."""
         if self._policy.action is StragglerAction.OFF:
             return
         pace = self._paces.get(replica_id)
@@ -244,7 +244,7 @@ class StragglerWatch:
             pace.own_ms = progress.own_ms
 
     def gone(self, replica_id: str) -> None:
-        """Forget the pace of a replica that is lost or has left; not how often it was left out."""
+        """Forget the pace of a replica that is lost or has left, but not how often it was left out."""
         pace = self._paces.get(replica_id)
         if pace is not None:
             pace.own_ms = pace.late_ms = 0
@@ -253,8 +253,8 @@ class StragglerWatch:
                 pace.standing = _Standing.KEEPS_UP
 
     def share_of(self, replica_id: str) -> StragglerNews | None:
-        """Return what a replica that says hello is told of its share, because it may have another lighthouse's; None
-        where shares are not changed."""
+        """Return the share for a replica that says hello, because it may have another lighthouse's; None if shares
+        don't change."""
         if self._policy.action is not StragglerAction.SHRINK:
             return None
         pace = self._paces.get(replica_id)
@@ -268,8 +268,8 @@ class StragglerWatch:
         Args:
             members: their ids.
             now_ms: the time.
-            company: gives who else is there; called only where somebody is slow or left out.
-        Returns: what has changed, in order.
+            company: returns the other replicas; called only if a replica is slow or left out.
+        Returns: the changes, in order.
         """
         if self._policy.action is StragglerAction.OFF or now_ms < self._next_look_ms:
             return []
@@ -286,20 +286,22 @@ class StragglerWatch:
         if len(self._paces) > 2 * len(members) + 16:
             known = {*company().healthy, *members}
             self._paces = {name: pace for name, pace in self._paces.items() if name in known}
-        self.left_out = self._now_left_out()  # one that is forgotten is not left out either
+        self.left_out = self._now_left_out()  # a forgotten replica is not left out either
         return changes
 
     def _now_left_out(self) -> frozenset[str]:
         return frozenset(name for name, pace in self._paces.items() if pace.standing is _Standing.LEFT_OUT)
 
     def _medians(self, members: Collection[str]) -> dict[str, int]:
-        """Of each member: the upper median of the others' own times. Empty while all keep up, and while too few
-        members were measured."""
+        """Return for each member the upper median of the others' own times.
+
+        The result is empty while all keep up, and while too few members were measured.
+        """
         paces = {name: pace for name in members if (pace := self._paces.get(name)) is not None}
         times = sorted(pace.latest_ms for pace in paces.values() if pace.own_ms)
         if not times or 2 * len(times) < len(members):
             return {}
-        # No median of others is below that of the others of the slowest one.
+        # The median of the others is lowest for the slowest member.
         slowest_ms = max(pace.latest_ms for pace in paces.values())
         if slowest_ms <= self._policy.limit_ms(times[(len(times) - 1) // 2]) and not any(
             pace.is_watched for pace in paces.values()
@@ -320,7 +322,7 @@ class StragglerWatch:
         return pace.step >= pace.settles_at and pace.latest_ms > self._policy.limit_ms(median_ms)
 
     def _is_late(self, pace: _Pace, median_ms: int) -> bool:
-        """Whether the step that runs has taken as long as all the steps for which a straggler is watched."""
+        """Return whether the running step has taken as long as all the steps for which a straggler is watched."""
         policy = self._policy
         return pace.late_ms >= max(policy.patience_ms, policy.steps * policy.limit_ms(median_ms))
 
@@ -355,7 +357,7 @@ class StragglerWatch:
         return [] if pace.standing is _Standing.SLOW else [self._slow(replica_id, pace, median_ms, "")]
 
     def _forgive(self, pace: _Pace, now_ms: int) -> None:
-        """A replica that has kept up for long is a new case."""
+        """Treat a replica that has kept up for long as a new case."""
         if pace.times_out and pace.standing is _Standing.KEEPS_UP:
             last_pause_ms = self._policy.pause_ms(pace.times_out - 1)
             if now_ms - pace.kept_up_ms >= FORGIVEN_AFTER_PAUSES * last_pause_ms:
@@ -393,11 +395,11 @@ class StragglerWatch:
         return change
 
     def _why_kept(self, replica_id: str, over: Collection[str], company: Company) -> str:
-        """Why this straggler must stay, one phrase; "" where the others can do without it."""
+        """Return why this straggler must stay, one phrase; "" where the others can do without it."""
         stay = [name for name in company.healthy if name not in self.left_out and name != replica_id]
         if len(stay) < company.min_replicas:
             return f"{len(stay)} replicas would stay, and at least {company.min_replicas} are needed"
-        # Half of the replicas or more are no exception: then the job's pace is theirs, or the measure is wrong.
+        # Half of the replicas or more are no exception: the job's pace is theirs, or the measurement is wrong.
         slow = self.left_out.union(over).intersection(company.healthy)
         if 2 * len(slow) >= len(company.healthy):
             return f"{len(slow)} of {len(company.healthy)} replicas are as slow, and only a minority is left out"
@@ -412,7 +414,7 @@ class StragglerWatch:
         changes = []
         for replica_id in sorted(self.left_out):
             pace = self._paces[replica_id]
-            # One that is lost has no request; if it comes back it is on trial as well.
+            # A lost replica has no request; if it comes back it is on trial as well.
             may = replica_id in around.waiting or replica_id not in around.healthy
             if needed or (now_ms >= pace.until_ms and may):
                 pace.standing, pace.over_since, pace.good_since = _Standing.ON_TRIAL, None, None
@@ -429,7 +431,7 @@ class StragglerWatch:
         return self._share_changed(replica_id, pace, median_ms, min(share, pace.share))
 
     def _raise_share(self, replica_id: str, pace: _Pace, median_ms: int, now_ms: int) -> list[PaceChange]:
-        """A share that was too small is raised, not before the pause is over: a larger one may be too slow again."""
+        """Raise a share that was too small, but not before the pause is over: a larger share may be too slow again."""
         share = min(1.0, round(pace.share * max(median_ms, 1) / pace.own_ms, 4))
         if now_ms < pace.until_ms or share < min(1.0, RAISES_LEAST * pace.share):
             return []
@@ -470,7 +472,7 @@ class StragglerWatch:
 def sentence_of(
     replica_id: str, kind: PaceKind, own_ms: int, median_ms: int, *, share: float, pause_ms: int, why: str
 ) -> str:
-    """Return a change in words: what, by which numbers, and what to do."""
+    """Return a change in words: the change, its numbers, and a remedy."""
     numbers = _numbers(own_ms, median_ms)
     match kind:
         case PaceKind.SLOW:
@@ -502,12 +504,12 @@ def rising_share(replica_id: str, own_ms: int, median_ms: int, share: float) -> 
 
 
 def left_out_reason(news: StragglerNews) -> str:
-    """Return why a quorum is ended for a straggler, one phrase about it."""
+    """Return the phrase about a straggler that says why a quorum is ended."""
     return f"{LEFT_OUT_REASON}: {_numbers(news.own_ms, news.median_ms)}"
 
 
 def left_out_wait(news: StragglerNews, remaining_ms: int) -> str:
-    """Return why a replica that is left out got no quorum in time, and what to do."""
+    """Return why a replica that is left out got no quorum in time, and a remedy."""
     when = (
         f"it is left out for {_seconds(remaining_ms)} s more, and may join again for a trial after that"
         if remaining_ms > 0

@@ -1,10 +1,10 @@
 """Clients without a stream: torchft's wire, by torchft's rules.
 
-Its managers beat ten times a second with unary calls and ask with a unary call that waits. There are no sessions, no
-lineage and no pushed loss; a member is alive while its beats are younger than heartbeat_timeout.
+torchft's managers beat ten times a second with unary calls, and ask with a unary call that waits. There are no
+sessions, no lineage and no pushed losses. A member is alive while its beats are younger than heartbeat_timeout.
 
-Law of this file: torchft's rules to the letter (wire.md section 12), where they do no harm: a caller that went away is
-no member, the dead are forgotten, and no quorum is empty.
+Law of this file: torchft's rules to the letter (wire.md section 12), where they do no harm: a disconnected caller is no
+member, dead members are forgotten, and no quorum is empty.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TorchftCore:
     """The one job of the clients without a stream.
 
     Args:
-        config: min_replicas and time-outs.
+        config: min_replicas and timeouts.
         started_ms: wall-clock milliseconds since 1970 at the start; ids are above it, so that they rise over restarts.
     """
 
@@ -36,25 +36,25 @@ class TorchftCore:
         self._last_id = started_ms
         self._beats: dict[str, int] = {}
         self._last_ms: int | None = None
-        self._away: tuple[int, int] | None = None  # from when to when this process was, the last time
+        self._away: tuple[int, int] | None = None  # start and end of this process's last pause
         self._waiting: dict[int, _Waiting] = {}
         self.previous: Quorum | None = None
         self._formed_ms = 0
-        self._more = 0  # requests that must come before the rule can say yes
+        self._more = 0  # the number of requests that must come before the rule can say yes
         self.waiting_for = "nobody has asked"
 
     def note_the_time(self, now_ms: int) -> None:
-        """To be told of each event and tick: that this process itself was away for longer than a grace is noted."""
+        """Note the time of an event or tick, and with it a pause of this process for longer than a grace."""
         timeouts, last_ms = self._config.timeouts, self._last_ms
         if last_ms is not None and now_ms - last_ms >= timeouts.quorum_tick_ms + timeouts.reconnect_grace_ms:
             self._away = last_ms, now_ms
         self._last_ms = now_ms
 
     def living(self, now_ms: int) -> str | None:
-        """One whose beats are young enough, or None.
+        """Return one member whose beats are young enough, or None.
 
-        Who lived when this process went away has time to beat when it is back, so that nobody takes its job meanwhile.
-        torchft's rule for its quorums knows no such time.
+        Members that lived when this process paused have time to beat after the pause, so that no other kind takes their
+        job meanwhile. torchft's rule for its quorums knows no such time.
         """
         timeout_ms = self._config.timeouts.heartbeat_timeout_ms
         oldest_ms = now_ms - timeout_ms
@@ -64,22 +64,22 @@ class TorchftCore:
 
     @property
     def has_trained(self) -> bool:
-        """Whether these members have a quorum, or one of them comes with steps of an earlier one."""
+        """Return whether these members have a quorum, or one of them comes with steps of an earlier one."""
         return self.previous is not None or any(entry.member.step > 0 for entry in self._waiting.values())
 
     def turn_out(self, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.UnaryEffect]:
-        """Refuse all that wait, by name, and forget everybody."""
+        """Refuse all waiting members by name, and forget all members."""
         out: list[effects.UnaryEffect] = [
             effects.RefuseUnary(call, refusal, message_to(entry.member.replica_id))
             for call, entry in self._waiting.items()
         ]
         self._waiting.clear()
         self._beats.clear()
-        self.previous = None  # whoever comes later is as untrained as any stranger
+        self.previous = None  # a later member is as untrained as any stranger
         return out
 
     def handle(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
-        """Take one event; returns what to do about it, in order."""
+        """Handle one event; return the effects, in order."""
         match event:
             case events.HeartbeatReceived():
                 self._beats[event.replica_id] = now_ms
@@ -94,13 +94,13 @@ class TorchftCore:
                 return self.tick(now_ms, wall_ms) if self._more <= 0 else []
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
-        """Let time pass; forms a quorum when the rule says so."""
+        """Handle the passage of time; form a quorum when the rule says so."""
         timeouts = self._config.timeouts
         for replica_id in [name for name, at in self._beats.items() if now_ms - at >= timeouts.forget_after_ms]:
             del self._beats[replica_id]
         healthy = {name for name, at in self._beats.items() if now_ms - at < timeouts.heartbeat_timeout_ms}
         waiting: dict[str, _Waiting] = {}
-        for entry in self._waiting.values():  # the newest call of a replica stands for it
+        for entry in self._waiting.values():  # a replica's newest call counts
             if entry.member.replica_id in healthy:
                 waiting[entry.member.replica_id] = entry
         self._more = self._least(waiting, healthy, now_ms)
@@ -108,7 +108,7 @@ class TorchftCore:
         return [] if members is None else self._formed(members, now_ms, wall_ms)
 
     def _least(self, waiting: dict[str, _Waiting], healthy: set[str], now_ms: int) -> int:
-        """How many more must ask before a quorum can form, at the least, while nothing else happens."""
+        """Return the minimum number of further requests before a quorum can form, while nothing else happens."""
         if not waiting or any(entry.member.shrink_only for entry in waiting.values()):
             return 0
         waited_ms = now_ms - min(entry.asked_ms for entry in waiting.values())
@@ -123,7 +123,7 @@ class TorchftCore:
             self.waiting_for = "nobody has asked"
             return None
         previous_ids = set(self.previous.replica_ids) if self.previous is not None else set()
-        # Who may not be a member counts all the same: whether it is time is torchft's question to all that have asked.
+        # A replica that may not be a member counts all the same: torchft asks all that have asked whether it is time.
         shrinks = previous_ids and any(entry.member.shrink_only for entry in waiting.values())
         names = sorted(previous_ids & set(waiting) if shrinks else waiting)
         if not names:
@@ -164,7 +164,7 @@ class TorchftCore:
             for call, entry in self._waiting.items()
             if entry.member.replica_id in names
         ]
-        # Who was left out asks anew at this moment: it is not it that the next quorum has waited for.
+        # A replica that was left out counts as asking anew now: the next quorum has not waited for it.
         self._waiting = {
             call: _Waiting(entry.member, now_ms)
             for call, entry in self._waiting.items()

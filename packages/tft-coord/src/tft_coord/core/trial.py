@@ -1,10 +1,10 @@
-"""Trials: a newcomer shows that it reaches its peers before it is let in.
+"""Trials: a newcomer shows that it reaches its peers before it joins.
 
-A newcomer that can't reach the members of the newest quorum would cost them a round. So the lighthouse asks its manager
-server to dial them first. A newcomer whose trial is not over is not in the next quorum, and nobody waits for it. One
-that has failed tries again, more and more seldom.
+A newcomer that can't reach the members of the newest quorum would cost them a round. The lighthouse therefore asks its
+manager server to dial them first. A newcomer whose trial is open is not in the next quorum, and no replica waits for
+it. A newcomer that failed tries again at growing intervals.
 
-Law of this file: the trials of one job; who is left out because of them is decided elsewhere.
+Law of this file: the trials of one job; other files decide which replicas are left out because of them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ NO_LINKS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 @dataclass(slots=True)
 class _Trial:
     number: int
-    came: tuple[int, int]  # the stream and the session of who was asked; what they began ends with them
+    came: tuple[int, int]  # the stream and session of the newcomer; a trial ends with them
     peers: tuple[str, ...]
     since_ms: int
     is_over: bool = False
     is_answered: bool = False
     num_failed: int = 0  # trials in a row
     again_ms: int = 0
-    unreached: dict[str, str] = field(default_factory=dict)  # by replica id: why
+    unreached: dict[str, str] = field(default_factory=dict)  # replica id -> reason
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing is known of this newcomer yet."""
+        """Return whether nothing is known of this newcomer yet."""
         return not self.is_over and not self.unreached
 
 
@@ -60,13 +60,13 @@ class Trials:
         """Begin the trials that are due.
 
         Args:
-            waiting: who waits for the next quorum.
-            members: of the newest quorum; empty: there is none, and nobody needs a trial.
-            living: all replicas that are known.
+            waiting: the replicas that wait for the next quorum.
+            members: of the newest quorum; empty: there is none, and no replica needs a trial.
+            living: all known replicas.
             now_ms: the time.
-            bad_links: whom each can't reach, by the reports that count. Who has such a link to a member begins no
-                trial, which would show the same; what its last one has found counts on.
-        Returns: whom to ask for a trial.
+            bad_links: replica -> the peers that it can't reach, by the reports that count. A replica with such a link
+                to a member begins no trial, which would show the same. The result of its last trial still counts.
+        Returns: the trials to ask for.
         """
         newcomers = {each.replica_id: each for each in waiting if each.tries_peers and each.replica_id not in members}
         if self._trials:
@@ -79,7 +79,7 @@ class Trials:
             return []
         out: list[effects.TryPeers] = []
         for name, replica in newcomers.items():
-            assert replica.stream is not None  # who waits has a stream
+            assert replica.stream is not None  # a waiting replica has a stream
             trial = self._trials.get(name)
             if trial is not None and not trial.is_over and now_ms - trial.since_ms >= ANSWERED_WITHIN_MS:
                 self._end(trial, dict.fromkeys(trial.peers, "its manager server has not answered"), now_ms)
@@ -92,7 +92,7 @@ class Trials:
             peers = self._peers(members, living)
             if not peers:
                 if trial is not None and not trial.unreached:
-                    del self._trials[name]  # nobody is left whom it might not reach
+                    del self._trials[name]  # no peer is left that it might not reach
                 continue
             self._last += 1
             failed, before = (trial.num_failed, trial.unreached) if trial is not None else (0, {})
@@ -102,7 +102,8 @@ class Trials:
         return out
 
     def answered(self, replica_id: str, number: int, unreached: Iterable[Unreached], now_ms: int) -> bool:
-        """A newcomer has tried its peers; late is better than never. Returns: whether that was asked of it."""
+        """Take the result of a newcomer's trial, even if it is late. Returns: whether the lighthouse had asked
+        for it."""
         trial = self._trials.get(replica_id)
         if trial is None or trial.number != number or trial.is_answered:
             return False
@@ -111,30 +112,30 @@ class Trials:
         return True
 
     def running(self) -> Collection[str]:
-        """List those of which nothing is known yet, because their first trial is not over."""
+        """Return the newcomers of which nothing is known yet, because their first trial is open."""
         return [name for name, trial in self._trials.items() if trial.is_first]
 
     def failed(self) -> dict[str, dict[str, str]]:
-        """Give for each newcomer that has failed its last trial whom it did not reach, and why."""
+        """Return for each newcomer that failed its last trial the peers that it did not reach, and why."""
         return {name: trial.unreached for name, trial in self._trials.items() if trial.unreached}
 
     @property
     def is_any_open(self) -> bool:
-        """Whether a trial is not over."""
+        """Return whether a trial is open."""
         return any(not trial.is_over for trial in self._trials.values())
 
     @property
     def keep_out(self) -> bool:
-        """Whether a newcomer has failed its trial, or is in its first one."""
+        """Return whether a newcomer has failed its trial, or is in its first one."""
         return any(trial.unreached or trial.is_first for trial in self._trials.values())
 
     def again_in_ms(self, replica_id: str, now_ms: int) -> int:
-        """Give the time until the next trial of one that has failed; 0: it runs."""
+        """Return the time until the next trial of a newcomer that failed; 0: it runs."""
         trial = self._trials.get(replica_id)
         return max(0, trial.again_ms - now_ms) if trial is not None and trial.is_over else 0
 
     def overrule(self) -> None:
-        """No quorum fits without those that have failed: they are let in this time."""
+        """Let the newcomers that failed in this time, because no quorum fits without them."""
         for trial in self._trials.values():
             trial.is_over = True
             trial.unreached = {}
@@ -146,7 +147,7 @@ class Trials:
             trial.num_failed += 1
 
     def _peers(self, members: Mapping[str, Member], living: Mapping[str, Replica]) -> tuple[PeerAddresses, ...]:
-        """Some of the members that live; of many, others for each newcomer."""
+        """Return some of the living members; if there are many, other ones for each newcomer."""
         there = [name for name in members if (known := living.get(name)) is not None and known.healthy]
         if len(there) > TRIED_MOST:
             first = self._last % len(there)
@@ -157,5 +158,5 @@ class Trials:
 
 
 def _lives(replica: Replica | None, trial: _Trial) -> bool:
-    """Whether the session stands that has found that: it may only be between two requests."""
+    """Return whether the session of that trial stands. The replica may only be between two requests."""
     return replica is not None and replica.healthy and replica.session == trial.came[1]

@@ -1,9 +1,9 @@
-"""What is wrong with a job just now, in words with a remedy: the warnings that `tft doctor` shows.
+"""The troubles of a job now, in words with a remedy: the warnings that `tft doctor` shows.
 
-A job may train well without a member that is stopped, and nobody may wait for a holder that fell silent: no wait tells
-of these. Whoever looks after the job wants to hear of them all the same.
+A job may train well without a member that is stopped. No replica may wait for a holder that fell silent. No wait
+reports these, and an operator must hear of them all the same.
 
-Law of this file: sentences only; nothing is decided by them. The caller looks about once a second.
+Law of this file: sentences only; nothing is decided by them. The caller calls about once a second.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tft_coord.core.liveness import Replica
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.waits import LOST_STATE
 
-LOST_IS_SAID_FOR_MS: Final = 60_000  # of one that has no stream and is in no quorum
+LOST_IS_SAID_FOR_MS: Final = 60_000  # for a replica that has no stream and is in no quorum
 SILENT_LEAST_MS: Final = 5_000
 OUT_LEAST_MS: Final = 2_000
-OUT_AGAIN_MS: Final = 30_000  # a trial that has failed does not begin the time anew
+OUT_AGAIN_MS: Final = 30_000  # a failed trial does not restart the time
 NAMED_MOST: Final = 8
 
 
@@ -32,8 +32,8 @@ class Troubles:
 
     def __init__(self, heartbeat_timeout_ms: int) -> None:
         self._silent_ms = max(SILENT_LEAST_MS, heartbeat_timeout_ms // 2)
-        self._out: dict[str, tuple[int, int]] = {}  # who is kept out: since when, and when that was seen last
-        self.warnings: tuple[str, ...] = ()  # that were right at the last look
+        self._out: dict[str, tuple[int, int]] = {}  # kept out replica -> since when, and when that was last seen
+        self.warnings: tuple[str, ...] = ()  # the warnings of the last look
 
     def look(
         self,
@@ -47,11 +47,11 @@ class Troubles:
         """Look at the job.
 
         Args:
-            replicas: that are known.
+            replicas: all known ones.
             members: of the newest quorum.
-            waiting_for: what the next one waits for.
-            kept_out: who is kept out of it, because others can't reach it.
-            said_of: gives who can't reach one of these, and why.
+            waiting_for: what the next quorum waits for.
+            kept_out: the replicas kept out of it, because others can't reach them.
+            said_of: returns which peers can't reach one of these, and why.
             now_ms: the time.
         """
         found: list[str] = []
@@ -68,7 +68,7 @@ class Troubles:
         self.warnings = tuple(found)
 
     def _absence(self, replica: Replica, members: Collection[str], living: Collection[str], now_ms: int) -> str:
-        """What is to be said of one that fell silent."""
+        """Return the warning about a replica that fell silent, or ""."""
         if replica.left is not None or replica.dead or replica.presumed:
             return ""
         name = shorten(replica.replica_id)

@@ -106,7 +106,8 @@ class Ask:
 class Vote:
     """A rank's vote. `key` is None from a client that names no quorum.
 
-    `leaving`: the rank wishes that the group leaves. `stands`: in the rank's round no replica asked, left or recovered.
+    `leaving`: the rank wishes that the group leaves. `stands`: by the word of the round, no replica asked, left or
+    recovered.
     """
 
     group_rank: int
