@@ -1,4 +1,4 @@
-"""What the cores decide: orders to the shell, frozen, performed in the order given.
+"""The decisions of the cores: orders to the shell, frozen, performed in the order given.
 
 Law of this file: frozen dataclasses without behaviour.
 """
@@ -30,7 +30,7 @@ from tft_coord.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Tell the stream that its session stands, who answers, and by which time-outs it judges; 0: not said."""
+    """Tell the stream that its session is accepted, by which lighthouse, and with which timeouts; 0: not said."""
 
     stream: int
     session: int
@@ -42,9 +42,9 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class RefuseSession:
-    """Tell the stream why it can't be, then end it.
+    """Tell the stream why it is refused, then end it.
 
-    `silent_ms`: for how long nothing has been heard of the process in whose favour it is refused, if there is one.
+    `silent_ms`: for how long the process that keeps its place has been silent, if there is one.
     """
 
     stream: int
@@ -55,7 +55,7 @@ class RefuseSession:
 
 @dataclass(frozen=True, slots=True)
 class TellLost:
-    """Tell the stream that its session was taken for lost; it may open a newer one on the same stream."""
+    """Tell the stream that its session was declared lost; it may open a newer one on the same stream."""
 
     stream: int
     session: int
@@ -72,7 +72,7 @@ class NotifyLoss:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceNewcomer:
-    """Tell the stream that somebody asks who will heal in the next quorum, so that its trainer may take its state
+    """Tell the stream that a newcomer asks that will heal in the next quorum, so that its trainer may take a snapshot
     early."""
 
     stream: int
@@ -142,14 +142,14 @@ class AskToLeave:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Tell the stream of a group that has left that nobody heals from it any more."""
+    """Tell the stream of a group that has left that no replica heals from it any more."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask the manager server on the stream for a sign of life; it answers with that number."""
+    """Probe the manager server on the stream; it answers with that number."""
 
     stream: int
     number: int
@@ -165,8 +165,10 @@ class TellNewest:
 
 @dataclass(frozen=True, slots=True)
 class TellWait:
-    """Tell the stream whom its replica waits for, or with `warns` what its user is to be warned of. Nothing depends
-    on it."""
+    """Tell the stream which replicas its replica waits for, or with `warns` a warning for its user.
+
+    No decision depends on it.
+    """
 
     stream: int
     sentence: str
@@ -175,7 +177,7 @@ class TellWait:
 
 @dataclass(frozen=True, slots=True)
 class TellStraggler:
-    """Tell the stream what has changed with its replica's pace."""
+    """Tell the stream what has changed in its replica's pace."""
 
     stream: int
     news: StragglerNews
@@ -183,7 +185,7 @@ class TellStraggler:
 
 @dataclass(frozen=True, slots=True)
 class PaceChanged:
-    """For the log and the observers: a replica became a straggler, or is none any more."""
+    """Log and publish that a replica became a straggler, or stopped being one."""
 
     job: str
     news: StragglerNews
@@ -191,7 +193,7 @@ class PaceChanged:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """For the log: what the users of a job's replicas are warned of."""
+    """Log a warning for the users of a job's replicas."""
 
     job: str
     sentence: str
@@ -199,8 +201,10 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """For the log: a look at that job raised, which is an error of this program. Nothing was decided for it; the other
-    jobs go on."""
+    """Log an exception in the handling of that job, which is a bug of this program.
+
+    No decision was made for that job; the other jobs go on.
+    """
 
     job: str
     error: Exception
@@ -208,7 +212,7 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class WaitNoticed:
-    """For the log: members of a job wait, for so many seconds by now, or did until now."""
+    """Log that members of a job have waited for so many seconds, or that their wait is over."""
 
     job: str
     seconds: int
@@ -218,10 +222,10 @@ class WaitNoticed:
 
 @dataclass(frozen=True, slots=True)
 class QuorumFormed:
-    """For the log and the observers: the key rose.
+    """Log and publish that the key rose.
 
     Args:
-        job: whose quorum.
+        job: of the quorum.
         quorum: the new one.
         previous: the one before, or None.
         age_ms: of the previous one, 0 without.
@@ -237,7 +241,7 @@ class QuorumFormed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """For the log and the observers: a replica was taken for lost."""
+    """Log and publish that a replica was declared lost."""
 
     job: str
     replica_id: str
@@ -247,7 +251,7 @@ class ReplicaLost:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLeft:
-    """For the log and the observers: a replica has left, and serves its state for `serve_ms` at most."""
+    """Log and publish that a replica has left, and serves its state for `serve_ms` at most."""
 
     job: str
     replica_id: str
@@ -258,7 +262,7 @@ class ReplicaLeft:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """For the log and the observers: no replica trains any more, and these have finished at that step."""
+    """Log and publish that no replica trains any more, and that these have finished at that step."""
 
     job: str
     step: int
@@ -317,7 +321,7 @@ UnaryEffect = AnswerUnaryQuorum | RefuseUnary | QuorumFormed
 
 @dataclass(frozen=True, slots=True)
 class AskLighthouse:
-    """Send the group's merged request. `fingerprint` is the group's, when a rank has said one; empty: as before."""
+    """Send the group's merged request. `fingerprint` is the group's new one; empty: no change."""
 
     request: int
     member: Member
@@ -327,7 +331,7 @@ class AskLighthouse:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawFromLighthouse:
-    """Take the group's request back."""
+    """Withdraw the group's request."""
 
     request: int
 
@@ -379,7 +383,7 @@ class ReportDeath:
 
 @dataclass(frozen=True, slots=True)
 class SayWaits:
-    """Tell the lighthouse now that this group waits for others, and not with the next beat."""
+    """Tell the lighthouse now, ahead of the next beat, that this group waits for other replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +396,11 @@ class ReportLate:
 
 @dataclass(frozen=True, slots=True)
 class ReportStop:
-    """Tell the lighthouse that ranks of this group are stopped, and for how long at least. Again where `is_news` is
-    false. `probe`: the number of the newest probe that came, so that the lighthouse knows how old this is at most."""
+    """Tell the lighthouse that ranks of this group are stopped, and for how long at least; `is_news` is False for a
+    repeat.
+
+    `probe`: the number of the newest probe that came, which shows the lighthouse the maximum age of the report.
+    """
 
     reason: str
     stopped_ms: int = 0
@@ -411,7 +418,7 @@ class NotifyRank:
 
 @dataclass(frozen=True, slots=True)
 class TellNewcomer:
-    """Tell a rank that somebody asks who will heal."""
+    """Tell a rank that a newcomer asks that will heal."""
 
     rank: int
     replica_id: str
@@ -419,7 +426,7 @@ class TellNewcomer:
 
 @dataclass(frozen=True, slots=True)
 class TellGroupLost:
-    """Tell a rank that its own group is lost, one sentence; `left`: another rank said goodbye, and nobody died."""
+    """Tell a rank that its own group is lost, one sentence; `left`: another rank said goodbye, and no process died."""
 
     rank: int
     message: str
@@ -437,7 +444,7 @@ class LeaveJob:
 
 @dataclass(frozen=True, slots=True)
 class TellRank:
-    """Tell a rank what somebody wants of it, or that it is free to end."""
+    """Tell a rank a request, a warning or news, or that it may end."""
 
     rank: int
     news: LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews | QuorumNews

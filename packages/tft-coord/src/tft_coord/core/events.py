@@ -1,7 +1,7 @@
-"""What happens to the cores: frozen facts in the past tense.
+"""The events of the cores: frozen facts in the past tense.
 
-A `stream` is a number that the shell gives to each connection and never uses twice in a process's life; a `call` is
-the same for a request that waits for an answer. They are how a core names what it can't hold itself.
+A `stream` is a number that the shell gives to each connection and never reuses in a process's life. A `call` is the
+same for a request that waits for an answer. The numbers stand for objects that a core can't hold itself.
 
 Law of this file: frozen dataclasses without behaviour.
 """
@@ -31,7 +31,7 @@ from tft_coord.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class HelloReceived:
-    """A stream's first message (or a later one, with a newer session, after it was told that it is lost)."""
+    """The first message of a stream, or a later one with a newer session after the loss of the last one."""
 
     stream: int
     hello: Hello
@@ -39,9 +39,12 @@ class HelloReceived:
 
 @dataclass(frozen=True, slots=True)
 class BeatReceived:
-    """A sign of life; `healed_bytes` counts the bytes of live state that its trainers have received, ever rising.
-    `progress` is where they are in their step; None: not said. `waits`: all of them have said that they wait.
-    `number`: the answer (`TellNewest`) carries it; 0: none is wanted."""
+    """A heartbeat of a replica group.
+
+    `healed_bytes` counts the bytes of live state that its trainers have received, never falling. `progress` is the
+    trainers' progress in their step; None: not said. `waits`: all of them have reported that they wait. `number`: the
+    answer (`TellNewest`) carries it; 0: no answer is wanted.
+    """
 
     stream: int
     healed_bytes: int = 0
@@ -66,9 +69,9 @@ class LateReported:
 
 @dataclass(frozen=True, slots=True)
 class QuorumRequested:
-    """A replica group asks for the next quorum; `request` is its own number, rising; `member.session` is ignored.
+    """A replica group's request for the next quorum; `request` is its own number, rising; `member.session` is ignored.
 
-    `fingerprint` comes with the first request on a stream, and again when a part is added; empty: said before.
+    The first request on a stream carries `fingerprint`, and so does the request after a change; empty: no change.
     """
 
     stream: int
@@ -80,7 +83,7 @@ class QuorumRequested:
 
 @dataclass(frozen=True, slots=True)
 class RequestWithdrawn:
-    """The asker gave its request up."""
+    """The withdrawal of a request."""
 
     stream: int
     request: int
@@ -96,7 +99,7 @@ class QuorumReported:
 
 @dataclass(frozen=True, slots=True)
 class PeersTried:
-    """The answer to `TryPeers`: whom the manager server of that stream did not reach."""
+    """The answer to `TryPeers`: the members that the manager server of that stream did not reach."""
 
     stream: int
     number: int
@@ -105,7 +108,7 @@ class PeersTried:
 
 @dataclass(frozen=True, slots=True)
 class DeathReported:
-    """The manager server of that stream says that a trainer of its group ended."""
+    """A manager server's report that a trainer of its group ended."""
 
     stream: int
     reason: str
@@ -113,10 +116,10 @@ class DeathReported:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAnswered:
-    """The manager server of that stream answers a probe, or says once more what it has found after that one.
+    """The manager server's answer to a probe, or a later report of what it has found after that one.
 
-    `number`: of the newest probe that came; 0: none did. `stopped` names the stopped ranks, one phrase; "": none is
-    known to be. `stopped_ms`: for how long, at least.
+    `number`: of the newest probe that came; 0: none did. `stopped` names the stopped ranks, one phrase; "": no rank is
+    known to be stopped. `stopped_ms`: for how long, at least.
     """
 
     stream: int
@@ -127,9 +130,9 @@ class ProbeAnswered:
 
 @dataclass(frozen=True, slots=True)
 class LeaveReceived:
-    """The group has left the job, and serves its state to those that heal from it, for `serve_ms` at most.
+    """The group has left the job, and serves its state to healing replicas, for `serve_ms` at most.
 
-    `finished_step` is the last step of its training, which is over; None: it leaves others to train on.
+    `finished_step` is the last step of its finished training; None: other replicas may train on.
     """
 
     stream: int
@@ -140,10 +143,10 @@ class LeaveReceived:
 
 @dataclass(frozen=True, slots=True)
 class StreamClosed:
-    """The connection is gone, whoever closed it.
+    """The connection is closed, by either side.
 
-    `told` says that the host at its other end has closed it, as it does for a process that ends. A network or a
-    lighthouse that is sick breaks connections without a word.
+    `told`: the host at the other end has closed it, as it does for a process that ends. A sick network or a sick
+    lighthouse breaks connections without such a close.
     """
 
     stream: int
@@ -167,7 +170,7 @@ LighthouseEvent = (
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Somebody asks, without a stream, that a replica leave its job; `replica` is its id, or the name in it."""
+    """A unary request that a replica leave its job; `replica` is its id, or the name in it."""
 
     call: int
     job: str
@@ -196,7 +199,7 @@ class UnaryQuorumRequested:
 
 @dataclass(frozen=True, slots=True)
 class UnaryRequestWithdrawn:
-    """The caller of a unary request went away or its deadline passed."""
+    """The caller of a unary request disconnected, or its deadline passed."""
 
     call: int
 
@@ -235,7 +238,7 @@ class RankDied:
 
 @dataclass(frozen=True, slots=True)
 class RankProgressed:
-    """A group rank's beat says where in its step it is."""
+    """A group rank's beat that reports its progress."""
 
     rank: int
     progress: Progress
@@ -243,7 +246,7 @@ class RankProgressed:
 
 @dataclass(frozen=True, slots=True)
 class RankBeat:
-    """A group rank's beat has come that wants an answer with its number."""
+    """A group rank's beat that wants an answer with its number."""
 
     rank: int
     number: int
@@ -260,7 +263,7 @@ class RankLate:
 
 @dataclass(frozen=True, slots=True)
 class NewestNamed:
-    """The lighthouse names the newest quorum. `sent_ms`: when the beat was sent that it answers; None: it answers
+    """The lighthouse's name of the newest quorum. `sent_ms`: when the beat was sent that it answers; None: it answers
     none."""
 
     news: QuorumNews
@@ -269,14 +272,14 @@ class NewestNamed:
 
 @dataclass(frozen=True, slots=True)
 class ProbeCame:
-    """The lighthouse asks after this group, because others wait for it. It was answered already."""
+    """The lighthouse has probed this group, because others wait for it. The probe was answered already."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class RanksLookedAt:
-    """The processes of some ranks were looked at: whether each is stopped."""
+    """A look at the processes of some ranks: whether each is stopped."""
 
     stopped: Mapping[int, bool]
 
@@ -293,7 +296,7 @@ class RankAsked:
 
 @dataclass(frozen=True, slots=True)
 class RankWithdrew:
-    """The caller of a quorum request went away."""
+    """The caller of a quorum request disconnected."""
 
     rank: int
     call: int
@@ -314,7 +317,7 @@ class RankVoted:
     yes: bool
     deadline_ms: int
     leaving: bool = False  # this rank wishes that the group leaves after this step
-    stands: bool = False  # in the word of the round nobody asked, left or recovered
+    stands: bool = False  # by the word of the round, no replica asked, left or recovered
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +336,7 @@ class RankLeft:
 
 @dataclass(frozen=True, slots=True)
 class LeaveAsked:
-    """The lighthouse asks this group to leave, because somebody drains it."""
+    """The lighthouse asks this group to leave, because an operator drains it."""
 
     reason: str
     serve_ms: int
@@ -341,27 +344,28 @@ class LeaveAsked:
 
 @dataclass(frozen=True, slots=True)
 class NobodyHeals:
-    """The lighthouse says that nobody heals any more from this group, which has left."""
+    """The lighthouse's news that no replica heals any more from this group, which has left."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitTold:
-    """Whom this group waits for, in words: the lighthouse says so, or what keeps the lighthouse from being reached."""
+    """A sentence about this group's wait: from the lighthouse, or about what keeps the lighthouse from being
+    reached."""
 
     sentence: str
-    warns: bool = False  # it is no wait, but what the user is to be warned of
+    warns: bool = False  # a warning for the user instead of a wait
 
 
 @dataclass(frozen=True, slots=True)
 class PaceTold:
-    """The lighthouse says what has changed with this group's pace."""
+    """The lighthouse's news about this group's pace."""
 
     news: StragglerNews
 
 
 @dataclass(frozen=True, slots=True)
 class KillAsked:
-    """Somebody asks that the processes of this group end; `message` says why, and who."""
+    """A request that the processes of this group end; `message` names the reason and the caller."""
 
     message: str
 
@@ -376,7 +380,7 @@ class QuorumArrived:
 
 @dataclass(frozen=True, slots=True)
 class UnchangedArrived:
-    """The lighthouse's short answer to `request`: the quorum of that key stands, all are at the asker's state."""
+    """The lighthouse's short answer to `request`: the quorum of that key stands, and all are at this group's state."""
 
     request: int
     key: QuorumKey
@@ -393,21 +397,21 @@ class RequestRefused:
 
 @dataclass(frozen=True, slots=True)
 class LossNoticed:
-    """The lighthouse says that a member of a quorum was lost."""
+    """The lighthouse's news that a member of a quorum was lost."""
 
     notice: LossNotice
 
 
 @dataclass(frozen=True, slots=True)
 class NewcomerAnnounced:
-    """The lighthouse says that somebody asks who will heal in the next quorum."""
+    """The lighthouse's news that a newcomer asks that will heal in the next quorum."""
 
     replica_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The lighthouse took this group's own session for lost, so its quorum is broken for the others."""
+    """The lighthouse declared this group's own session lost, so its quorum is broken for the others."""
 
     session: int
     reason: str

@@ -1,8 +1,8 @@
-"""The values that the protocol speaks about: members, quorums, keys and states.
+"""The values of the protocol: members, quorums, keys and states.
 
-A quorum is named by its key, the pair of an id that only rises and a random nonce, so that nothing that restarts can
-make two quorums share a name. A replica's state is named by its step and its lineage, because two replicas can reach
-the same step by different ways.
+A quorum is named by its key, the pair of an id that only rises and a random nonce. No restart can therefore make two
+quorums share a name. A replica's state is named by its step and its lineage, because two replicas can reach the same
+step by different ways.
 
 Law of this file: frozen values without behaviour beyond checking and comparing themselves.
 """
@@ -18,9 +18,9 @@ from tft_coord.errors import ProtocolError
 
 MAX_UINT64 = 2**64 - 1
 MAX_INT64 = 2**63 - 1
-UNREACHED_MOST = 64  # named by one request
+UNREACHED_MOST = 64  # in one request
 TRIED_MOST = 16  # peers of one trial
-POOR_SOURCES_MOST = 16  # that one member names
+POOR_SOURCES_MOST = 16  # in one member's request
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -44,14 +44,15 @@ class QuorumKey:
 
 
 def _check_names(**names: str) -> None:
-    """Names stand in logs, one line each. Raises: ProtocolError: one would break the line."""
+    """Check that names are printable, because a log line contains them. Raises: ProtocolError: one would break the
+    line."""
     for what, name in names.items():
         if not name.isprintable():
             raise ProtocolError(f"{what} is {name[:80]!r}; give printable characters only, without line breaks")
 
 
 class Via(enum.Enum):
-    """By which of its ports a member is used by another."""
+    """The port of a member that another member uses."""
 
     STORE = "store"  # its rendezvous store
     GROUP = "group"  # its port in the process group
@@ -60,12 +61,12 @@ class Via(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A member could not reach another one, or got nothing from it.
+    """A report that a member could not reach another one, or got nothing from it.
 
     Args:
         replica_id: of the other one.
         via: the port that was tried.
-        why: one sentence for the log, "" where there is none.
+        why: one sentence for the log, or "".
     """
 
     replica_id: str
@@ -80,7 +81,7 @@ class Unreached:
 
 @dataclass(frozen=True, slots=True)
 class PeerAddresses:
-    """Where a member can be reached: at each of these, `host:port`."""
+    """The addresses of a member, each `host:port`."""
 
     replica_id: str
     addresses: tuple[str, ...]
@@ -88,7 +89,7 @@ class PeerAddresses:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One replica group as it stands in a quorum, or as it asks for one.
+    """One replica group as a member of a quorum, or as it asks for one.
 
     Args:
         replica_id: unique name of the replica group's life, `name:uuid4`.
@@ -96,23 +97,24 @@ class Member:
         address: of its manager server, `host:port`.
         store_address: of its rendezvous store, `host:port`.
         step: committed steps.
-        lineage: 64-bit digest of how it came to that step; None when unknown, which equals nothing.
-        world_size: processes in the group; 0 from a client of torchft's wire that does not say.
-        shrink_only: form the next quorum of members of the previous one only.
+        lineage: 64-bit digest of the way it came to that step; None when unknown, which equals nothing.
+        world_size: processes in the group; 0 from a torchft client that does not say.
+        shrink_only: the next quorum must have only members of the previous one.
         commit_failures: failed commits in a row, the maximum over its ranks.
         needs_configure: its process group can't be used: aborted, failed or never configured.
         live: its state was committed or healed in this job (False: fresh, or loaded from outside).
-        torn: its ranks hold different states; it heals, whole, and is no source and no participant.
+        torn: its ranks hold different states; it heals as a whole, and is no source and no participant.
         failed_heals: healings in a row that failed.
-        unreached: whom its ranks could not reach since their last request; () in a quorum.
-        store_failed: its rendezvous store was not reached in the round before. Set by the lighthouse.
-        poor_sources: replica ids that hung, lied or were slow when it healed from them; sorted.
-        init_sync, allow_heal, use_async_quorum, fixed_with_spares, min_replica_size: the settings that the plan
-            depends on.
-        data: JSON of the user's own, forwarded and not used.
+        unreached: the peers that its ranks could not reach since their last request; () in a quorum.
+        store_failed: its rendezvous store was unreachable in the round before. Set by the lighthouse.
+        poor_sources: replica ids that were silent, wrong or slow when it healed from them; sorted.
+        init_sync, allow_heal, use_async_quorum, fixed_with_spares, min_replica_size: the settings that the plan depends
+            on.
+        data: JSON of the user, forwarded and not used.
         reconfigure_handles: one per group rank, forwarded and not used.
-        lease_ms: how long it goes on in a standing quorum without hearing from the lighthouse; 0: it speaks the word of
-            a round and asks in every step; None: it does not speak the word (torchft's members and older ones of ours).
+        lease_ms: how long it goes on in a standing quorum without hearing from the lighthouse. 0: it exchanges the word
+            of a round and asks in every step. None: it exchanges no word (torchft's members and older versions of this
+            project).
     """
 
     replica_id: str
@@ -155,7 +157,8 @@ class Member:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What makes a process group of yesterday unusable today if it changes: everything but steps and lineages."""
+        """Return the fields whose change makes an existing process group unusable: neither steps nor lineages are among
+        them."""
         return (
             self.replica_id,
             self.session,
@@ -167,7 +170,8 @@ class Member:
 
     @property
     def settings(self) -> tuple[object, ...]:
-        """What the plan and the user read besides step and lineage; a change of it is told to every member."""
+        """Return the fields that the plan and the user read besides step and lineage; every member hears of a
+        change."""
         return (
             self.torn,
             self.init_sync,
@@ -208,7 +212,7 @@ class Quorum:
         return tuple(member.replica_id for member in self.members)
 
     def member(self, replica_id: str) -> Member | None:
-        """The member of that id, or None."""
+        """Return the member of that id, or None."""
         for member in self.members:
             if member.replica_id == replica_id:
                 return member
@@ -216,27 +220,27 @@ class Quorum:
 
     @property
     def lease_ms(self) -> int | None:
-        """The smallest lease of its members. 0: they ask in every step. None: one of them does not speak the word."""
+        """Return the smallest lease of its members. 0: they ask in every step. None: one of them exchanges no word."""
         leases = [member.lease_ms for member in self.members]
         return None if None in leases else min(lease for lease in leases if lease is not None)
 
 
 class Refusal(enum.Enum):
-    """Why a session or a request was refused: what the one who asked can do next."""
+    """The reason of a refused session or request, named by what the caller can do next."""
 
     DUPLICATE = "duplicate"  # another living process has this replica id: end one of them
-    STALE = "stale"  # an older session or stream: a newer one of the same replica is in use
+    STALE = "stale"  # an older session or stream: the replica uses a newer one
     DEAD = "dead"  # its trainer was reported dead: start with a new replica id
-    LOST = "lost"  # it was taken for lost: open a newer session
+    LOST = "lost"  # it was declared lost: open a newer session
     AHEAD = "ahead"  # its loaded state is ahead of every live one: load an older one, or start the job from it
-    DIFFERS = "differs"  # its parameters or settings are not those of the job: mend what the message names
-    OTHER_KIND = "other_kind"  # torchft's members and ours never share a job
+    DIFFERS = "differs"  # its parameters or settings differ from the job's: correct what the message names
+    OTHER_KIND = "other_kind"  # torchft's members and this project's never share a job
     MALFORMED = "malformed"  # the message breaks the protocol
     CLOCK = "clock"  # the lighthouse's clock is more than a year behind the numbers of this replica: set it right
     OLD_LIGHTHOUSE = "old_lighthouse"  # a newer lighthouse serves this cluster
     LEFT = "left"  # it has left the job: end this process; a new life of it joins under a new replica id
     OVER = "job_over"  # the job ended at a later step: load the state of that step, or start a new run
-    UNKNOWN = "unknown"  # there is nobody of that name: look at the names that the message gives
+    UNKNOWN = "unknown"  # the name is unknown: look at the names in the message
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,24 +248,24 @@ class Hello:
     """The first message of a stream to the lighthouse.
 
     Args:
-        job: the job that the replica belongs to.
+        job: of the replica.
         replica_id: as in Member.
-        session: rises over the life of a replica id: one number per loss and per manager-server process. A redial
-            keeps it.
+        session: rises over the life of a replica id: one number per loss and per manager-server process. A redial keeps
+            it.
         address: of the manager server, `host:port`; tells two processes with one replica id apart.
-        replaces: replica id whose place this one takes (its predecessor on the same spot), or "".
-        ready: has asked some lighthouse for a quorum once in its life.
+        replaces: replica id of its predecessor in the same place, or "".
+        ready: it has asked some lighthouse for a quorum once in its life.
         held: key of the newest quorum that it holds, or None.
-        lighthouse_started_ms: start time of the newest lighthouse that it has obeyed, 0 if none.
+        lighthouse_started_ms: start time of the newest lighthouse that it has accepted, 0 if none.
         cluster_id: of that lighthouse; start times are compared within one cluster only.
-        left: has left the job, and serves its state for a while.
-        num_answers: how often `held` was given to it, or said to stand.
+        left: it has left the job, and serves its state for a while.
+        num_answers: how often `held` was given to it or confirmed.
         pid: of its trainer, for warnings; 0: not said.
-        answers_probes: its manager server answers probes, and may be judged by a second of silence.
-        tries_peers: its manager server dials its peers when it is asked to (`TryPeers`).
+        answers_probes: its manager server answers probes, so a second of silence may be judged.
+        tries_peers: its manager server dials its peers on request (`TryPeers`).
         lease_ms: as in Member; 0 also where it is not said. A lighthouse without memory waits for so long for the
             members of `held`.
-        unpacks: it reads a quorum that is packed.
+        unpacks: it can decode a packed quorum.
     """
 
     job: str
@@ -287,13 +291,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class LossNotice:
-    """A quorum is broken, for each other member: one was lost, or can't go on in it. No other quorum is.
+    """A notice for the other members that a quorum is broken: one member was lost, or can't go on. No other quorum is
+    broken.
 
     Args:
         key: the newest quorum that the member is in.
-        replica_id, session: who was lost, or lives and can't go on.
-        reason: why it was taken for lost, or what it can't, one phrase.
-        lives: it was not lost; what can be fetched from it still can.
+        replica_id, session: of the lost member, or of the living one that can't go on.
+        reason: why it was declared lost, or what it can't do, one phrase.
+        lives: it was not lost; its state can still be fetched.
     """
 
     key: QuorumKey
@@ -309,14 +314,14 @@ class LossNotice:
 
 @dataclass(frozen=True, slots=True)
 class QuorumNews:
-    """What the lighthouse says of the newest quorum of a job.
+    """The lighthouse's news about the newest quorum of a job.
 
     Args:
         key: of the newest quorum; None: the lighthouse knows none.
         broken: that quorum can't complete another round.
-        recalled: its members are to ask after their next word.
-        beat: number of the beat that this answers; 0: it answers none.
-        age_ms: to a rank: how long before this answer the beat was sent whose answer named `key` as the newest.
+        recalled: its members must ask after their next word.
+        beat: number of the answered beat; 0: it answers none.
+        age_ms: to a rank: the time since the manager server sent the beat whose answer named `key` as the newest.
     """
 
     key: QuorumKey | None
@@ -328,10 +333,10 @@ class QuorumNews:
 
 @dataclass(frozen=True, slots=True)
 class NewcomerAsks:
-    """A replica that will heal has asked for the next quorum. A hint: nothing depends on whether it is heard.
+    """A replica that will heal has asked for the next quorum. This is a hint: no decision depends on its arrival.
 
     Args:
-        replica_id: who asks.
+        replica_id: of the newcomer.
     """
 
     replica_id: str
@@ -339,12 +344,12 @@ class NewcomerAsks:
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """What one group rank says when it asks its manager server for the next quorum.
+    """One group rank's request to its manager server for the next quorum.
 
-    Fields as in Member, of this rank alone; `held` is the key of the quorum that its process group is configured for
-    or that it was last given, `checkpoint_metadata` is where its live state can be fetched. `attempt` counts what this
-    rank asks from 1, what failed and what never left it included; 0: not said. `fingerprint` comes with a rank's first
-    request, and again when a part is added; empty: said before.
+    Fields are as in Member, of this rank alone. `held` is the key of the quorum that its process group is configured
+    for, or that it was last given. `checkpoint_metadata` says where its live state can be fetched. `attempt` counts
+    this rank's requests from 1, including those that failed or were never sent; 0: not said. A rank's first request
+    carries `fingerprint`, and so does the request after a change; empty: no change.
     """
 
     step: int
@@ -382,7 +387,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one group rank does in a quorum. A function of the quorum, the replica id and the group rank alone.
+    """One group rank's part in a quorum. The plan is a function of the quorum, the replica id and the group rank alone.
 
     Args:
         key: of the quorum.
@@ -390,11 +395,12 @@ class Plan:
         replica_ids: of all members, by replica rank.
         step, lineage: the reference: the state that the step's reduction starts from.
         heal: this group fetches the reference before its gradients count.
-        sources: where from; the first is the one assigned, the others hold the same bytes. Empty if heal is False.
+        sources: of the reference; the first is the assigned one, the others hold the same bytes. Empty if heal is
+            False.
         recover_dst_replica_ranks: members for which this group is the first source.
-        serve: somebody heals and this group holds the reference, so that it takes a snapshot.
+        serve: some member heals and this group holds the reference, so it takes a snapshot.
         store_address: of the rendezvous store of this group rank, `host:port`.
-        store_replica_id: of the member whose store that is; "" from a peer that does not say.
+        store_replica_id: of the member that owns the store; "" from a peer that does not say.
         up_to_date: replica ranks that hold the reference.
         participants: replica ranks whose gradients count in this step.
         participating_rank: this group's place among them, or None.
@@ -432,12 +438,12 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the ranks of a group have agreed on in a round; final.
+    """The agreement of a group's ranks in a round; final.
 
     Args:
         yes: all voted yes.
         leaves: a rank wished it: the group leaves the job, all its ranks after this step.
-        stands: no rank's word had a wish to ask or to leave, or a member that recovers: the next round asks nobody.
+        stands: no rank's word had a wish to ask or to leave, or a recovering member: the next round needs no request.
     """
 
     yes: bool
@@ -447,11 +453,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequest:
-    """Somebody asks a group to leave after its running step.
+    """A request that a group leave after its current step.
 
     Args:
-        reason: why, and who asks.
-        serve_ms: for how long it may serve its state to those that heal; 0: its own default.
+        reason: why, with the caller.
+        serve_ms: for how long the group may serve its state to healing replicas; 0: its own default.
     """
 
     reason: str
@@ -460,13 +466,15 @@ class LeaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody heals any more from this group, which has left: it may end."""
+    """The release of a group that has left: no replica heals from it any more, so it may end."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitsFor:
-    """Whom this rank waits for, one sentence; or with `warns`, what its user is to be warned of. Nothing depends on
-    whether it is heard."""
+    """A sentence about the replicas that this rank waits for, or with `warns` a warning for its user.
+
+    No decision depends on its arrival.
+    """
 
     sentence: str
     warns: bool = False
@@ -474,18 +482,19 @@ class WaitsFor:
 
 @dataclass(frozen=True, slots=True)
 class KillOrder:
-    """Somebody asks that this process end now, with exit code 1. `message` says why, and who asks."""
+    """An order that this process end now, with exit code 1. `message` names the reason and the caller."""
 
     message: str
 
 
 class Purpose(enum.Enum):
-    """What the ranks of a group agree on in a round.
+    """The subject of a vote in a group.
 
-    COMMIT: the step counts. Of a healing, in this order. STAGED: each rank has fetched its part. SPREAD: where rank 0
-    fetches for all, each rank has what it fetched. WITHOUT_OWN: no rank needs its own state to make use of what was
-    fetched. MATCHED: each rank's own state fits that. LOADED: each rank has loaded it. Of who serves, where rank 0
-    gives for all. TAKEN: each rank could take its state, so that they can put it together.
+    COMMIT: the step counts. The next ones belong to a healing, in this order. STAGED: each rank has fetched its part.
+    SPREAD: where rank 0 fetches for all, each rank has the fetched state. WITHOUT_OWN: no rank needs its own state to
+    use the fetched one. MATCHED: each rank's own state fits the fetched one. LOADED: each rank has loaded it. The last
+    one belongs to a serving group where rank 0 gives for all. TAKEN: each rank could take its snapshot, so that they
+    can combine them.
     """
 
     COMMIT = "commit"

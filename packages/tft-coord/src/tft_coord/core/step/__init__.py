@@ -1,4 +1,4 @@
-"""The step of one rank: everything that decides about it, as one state machine.
+"""The step of one rank: its decisions, as one state machine.
 
 `StepCore.handle(event, now_ms)` returns effects; `StepCore.status` is a frozen value for readers. Events are in
 `events`, effects in `effects`.

@@ -1,4 +1,4 @@
-"""How a step begins: what has to end before, what to ask for, and what the answer means.
+"""The start of a step: what must end before it, what to ask for, and what the answer means.
 
 Law of this file: the events from the wish to begin a step to a process group that is built for its quorum.
 """
@@ -19,14 +19,14 @@ from tft_coord.core.step.values import Healing, Phase, StepSettings
 from tft_coord.core.types import Plan, RankRequest, Refusal, Unreached
 from tft_coord.errors import Refused, StaleQuorum
 
-# In its first step, and in the one in which it catches up, all wait for a replica that is new or has healed: it has
-# better to do then than to get ready to send what it has just received.
+# A new or healed replica makes all others wait in its first step, and in the step in which it catches up. It must not
+# spend that time on preparations to serve the state that it has just received.
 PREPARED_AFTER_ATTEMPTS: Final = 4
 
 
 @final
 class Asking:
-    """The beginnings of one rank's steps.
+    """The starts of one rank's steps.
 
     Args:
         books: what the rank knows.
@@ -35,14 +35,17 @@ class Asking:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._request: RankRequest | None = None  # of the open attempt
-        self._stands: Plan | None = None  # the plan of the key that is held
+        self._stands: Plan | None = None  # the plan of the held key
         self._rounds = Rounds(books)
-        self._unsaid: tuple[Unreached, ...] = ()  # came to a step that asks nobody
+        self._unsaid: tuple[Unreached, ...] = ()  # reports that came in a step without a request
 
     # --- before the request -------------------------------------------------------------------------------------------
 
     def start_asked(self, event: on.StartAsked, now_ms: int) -> Effects:
-        """Raises: UsageError: an attempt is open beside others that are in flight."""
+        """Check that a step may begin.
+
+        Raises: UsageError: an attempt is open beside others that are in flight.
+        """
         books = self._books
         if books.leaving.left:
             return (do.EndLoop(books.leaving.reason),)
@@ -67,7 +70,7 @@ class Asking:
     def start_ready(self, event: on.StartReady, now_ms: int) -> Effects:
         books = self._books
         own, last = books.own, books.flights.last
-        # The lighthouse hears at once of who can't be reached: the next quorum may do without.
+        # The lighthouse hears at once which peers are unreachable: the next quorum may go without them.
         pause_ms = 0 if event.urgent else books.flights.pause_ms
         pauses = (do.Pause(pause_ms),) if pause_ms else ()
         if own.is_due(books.settings.check_every):
@@ -88,18 +91,18 @@ class Asking:
         left_others = flights.begin(own.step, is_asynchronous=asynchronous)
         books.pends = True
         books.failed_between = False
-        # Without a key there is nothing that could be unusable: the first plan configures.
+        # Without a key no process group could be unusable: the first plan configures it.
         built = books.configured == books.held and not books.is_aborted
         usable = event.group_usable and built and books.losses.broken is None
         unfit = self._unfit(usable=usable and not left_others)
-        # A state is loaded by hand in all ranks of a group alike, so all of them ask.
+        # All ranks of a group load a state by hand alike, so all of them ask.
         together = settings.world_size > 1 and not books.changed and self._knows_its_quorum
         going = books.standing.next_round(now_ms, unfit, together=together)
         books.changed = ""
         if isinstance(going, GoOn):
             return self._goes_on(event, going)
         if going.breaks:
-            # The others have begun the next round, in which nobody shall wait for this rank.
+            # The others have begun the next round, in which no member may wait for this rank.
             usable = False
             books.abort()
             aborts = (do.AbortGroup(),)
@@ -112,7 +115,7 @@ class Asking:
             torn=own.torn,
             held=books.held,
             checkpoint_metadata=event.checkpoint_metadata,
-            # Said once, where others are in flight that were begun since: each time it is said the id rises, and fails
+            # This is reported once if attempts that began since are in flight: each report raises the id, and fails
             # them.
             commit_failures=flights.commit_failures if flights.failure_is_news or not flights.deferred else 0,
             needs_configure=books.held is not None and (left_others or not usable),
@@ -136,17 +139,17 @@ class Asking:
 
     @property
     def _may_take_early(self) -> bool:
-        """Whether the state may be taken before it is known who heals from it.
+        """Return whether the state may be taken before it is known which replicas heal from it.
 
-        The ranks of a larger group can't know alike that somebody asks. A synchronous quorum serves before the
-        reductions anyway, and so does a strategy that exchanges state as soon as the plan is here.
+        The ranks of a larger group can't all know of a newcomer at the same time. A synchronous quorum serves before
+        the reductions anyway, and so does a strategy that exchanges state as soon as the plan arrives.
         """
         books = self._books
         return books.flights.last.is_asynchronous and not books.by_strategy and books.settings.world_size == 1
 
     @property
     def _prepares(self) -> bool:
-        """Whether the open attempt is the one in which this rank gets ready to serve its state."""
+        """Return whether the open attempt is the one in which this rank prepares to serve its state."""
         books = self._books
         return books.flights.last.name.attempt - (books.healed_in or 1) == PREPARED_AFTER_ATTEMPTS
 
@@ -169,7 +172,7 @@ class Asking:
         return books.own.lineage is not None and self._stands is not None and self._stands.key == books.held
 
     def _goes_on(self, event: on.StepStarted, going: GoOn) -> Effects:
-        """Begin the next round of the quorum that stands: the plan is known, and nobody is asked."""
+        """Begin the next round of the standing quorum: the plan is known, and no request is needed."""
         books = self._books
         own, before = books.own, self._stands
         assert before is not None, "a quorum that stands has a plan"
@@ -193,8 +196,11 @@ class Asking:
         return (do.AbortGroup(), *orders, do.ReportError(last.name, error, True))
 
     def server_restarted(self, event: on.ServerRestarted, now_ms: int) -> Effects:
-        """A new manager server holds no quorum, so neither does this rank. Only a group of one has one: what the old
-        one took for the end of the group was this rank, which lives."""
+        """Drop the held quorum, because a new manager server holds none.
+
+        Only a group of one rank gets a new server. The old server took the end of its stream for the end of the group,
+        but this rank lives.
+        """
         books = self._books
         books.group_lost = None
         books.hold(None)
@@ -211,7 +217,10 @@ class Asking:
         return self._answered(event.plan, now_ms) if self._is_asked(event.attempt) else ()
 
     def unchanged_arrived(self, event: on.UnchangedArrived, now_ms: int) -> Effects:
-        """Raises: StaleQuorum: this rank does not hold that quorum. Nothing has changed then."""
+        """Handle the short answer.
+
+        Raises: StaleQuorum: this rank does not hold that quorum. Nothing has changed then.
+        """
         if not self._is_asked(event.attempt):
             return ()
         books, before = self._books, self._stands
@@ -230,7 +239,7 @@ class Asking:
         in_flight = sum(each.plan is not None and each.plan.key == plan.key for each in flights.deferred)
         standing.planned(plan, now_ms, in_flight)
         orders = self._planned(plan)
-        # The news that it is over may have come before the plan did.
+        # The news that the quorum is over may have come before the plan.
         return (*orders, *self._rounds.broken()) if standing.state is State.BROKEN else orders
 
     def _planned(self, plan: Plan) -> Effects:
@@ -243,7 +252,7 @@ class Asking:
         self._stands = plan
         flights.planned(plan, books.own.step)
         last = flights.last
-        # The group is never configured twice under one key: its rendezvous was used.
+        # The group is never configured twice under one key, because a rendezvous is used once.
         configures = books.configured != plan.key
         books.pends = configures
         books.excused = configures or plan.heal or books.healed_in == last.name.attempt - 1
@@ -260,7 +269,7 @@ class Asking:
         return tuple(orders)
 
     def quorum_failed(self, event: on.QuorumFailed, now_ms: int) -> Effects:
-        """The attempt can't commit, nor can those in flight; the next one asks afresh."""
+        """Fail the attempt and those in flight; the next one asks again."""
         books, flights, error = self._books, self._books.flights, event.error
         if flights.phase is Phase.IDLE or flights.last.name.attempt != event.attempt:
             return ()
@@ -284,7 +293,7 @@ class Asking:
         return ()
 
     def configure_failed(self, event: on.ConfigureFailed, now_ms: int) -> Effects:
-        """The next request says that the process group is unusable, and the id rises."""
+        """Note that the process group is unusable; the next request reports that, and the id rises."""
         books = self._books
         books.configured = None
         if self._is_built(event.attempt):
@@ -299,18 +308,18 @@ class Asking:
 
 
 def standing_plan(before: Plan, step: int, lineage: int, settings: StepSettings) -> Plan:
-    """Return the plan of a quorum that stands: everyone in it is at this rank's step, and nobody heals.
+    """Return the plan of a standing quorum: every member is at this rank's step, and none heals.
 
     Args:
         before: any earlier plan of that quorum.
         step, lineage: of this rank's state.
-        settings: say how many take part.
+        settings: give the number of participants.
     """
     size, place = before.replica_world_size, before.replica_rank
     everyone = before.up_to_date if len(before.up_to_date) == size else tuple(range(size))
     needed = settings.min_replica_size
     counted = everyone[:needed] if settings.fixed_with_spares else everyone
-    # Not by `replace`, which looks up each field by its name: this is made in every step.
+    # `replace` looks up each field by its name, and this runs in every step.
     return Plan(
         key=before.key,
         replica_id=before.replica_id,

@@ -1,9 +1,9 @@
-"""One attempt at a step: its name, its plan, how far it is, and what went wrong in it.
+"""One attempt at a step: its name, its plan, its phase, and its errors.
 
-An attempt begins with the question for a quorum and ends with a verdict. A strategy may have several at once, each
-begun before the one before it has ended; an error belongs to exactly one of them, whenever it comes.
+An attempt begins with the request for a quorum and ends with a verdict. A strategy may have several at once, each begun
+before the last one has ended. An error belongs to exactly one of them, whenever it comes.
 
-Law of this file: one attempt's facts. What they mean for the others, and for the state, is decided elsewhere.
+Law of this file: one attempt's facts. Other files decide what they mean for the others, and for the state.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from tft_coord.core.step.values import Healing, StepName
 from tft_coord.core.types import Plan
 from tft_coord.errors import Closed, GroupLost, ProtocolError, Refused
 
-# Nothing can be done about these inside this process: a lost group, a wrong peer, calls that can't work.
+# These errors can't be repaired inside this process: a lost group, a wrong peer, calls that can't work.
 FATAL: Final = (GroupLost, Refused, ProtocolError, Closed, UsageError)
 MAX_ERRORS_KEPT: Final = 16
 
 
 @final
 class Attempt:
-    """What is known of one attempt.
+    """The facts about one attempt.
 
     Args:
-        name: what it is called until its plan is here.
-        is_asynchronous: a member that heals gives zeros in it.
+        name: its name until its plan arrives.
+        is_asynchronous: a healing member gives zeros in it.
     Attributes:
-        name, plan: None is the plan until there is one.
-        healing: how far its recovery is.
-        exchanged: state was given or taken in it, or nobody wanted any.
-        abandoned: why it has failed with others, as all ranks of the group know alike, so that none votes on it.
+        name, plan: the plan is None until it arrives.
+        healing: the stage of its recovery.
+        exchanged: state was given or taken in it, or no member wanted any.
+        abandoned: why it has failed with others. All ranks of the group know this alike, so none votes on it.
         fatal: the first error with which this process can't go on, however many others came before it.
         agreed: what the word of its round means for this rank's vote; None: it has no word, or not yet.
-        heard_a_no: a member's word says that it has an error, as all that have the sum know.
-        is_unheard: this rank's word does not complete, and its process group was aborted for that.
+        heard_a_no: a member's word reports an error, which all that have the sum know.
+        is_unheard: this rank's word does not complete, and its process group was aborted because of that.
         says_leave: this rank's word says that its group leaves.
         sent_word: number of the round whose word was sent before this attempt's end; None: none was.
         num_reductions, weight: of this rank; `is_weighted`: a reduction has used the weight.
@@ -89,7 +89,7 @@ class Attempt:
 
     @property
     def errors(self) -> tuple[Exception, ...]:
-        """Return all errors, oldest first; what it was abandoned for is the last."""
+        """Return all errors, oldest first; the reason of its abandonment is the last."""
         return (*self._errors, self.abandoned) if self.abandoned is not None else tuple(self._errors)
 
     @property
@@ -104,7 +104,7 @@ class Attempt:
 
     @property
     def is_participating(self) -> bool:
-        """Whether this group's gradients count. A synchronous member counts once its recovery has succeeded."""
+        """Return whether this group's gradients count. A synchronous member counts once its recovery has succeeded."""
         plan = self.plan
         if plan is None or plan.participating_rank is None:
             return False
@@ -112,12 +112,12 @@ class Attempt:
 
     @property
     def speaks(self) -> bool:
-        """Whether it ends with a word to all members."""
+        """Return whether it ends with a word to all members."""
         return self.plan is not None and self.plan.lease_ms is not None
 
     @property
     def has_to_exchange(self) -> bool:
-        """Whether the plan wants state of this rank, or for it."""
+        """Return whether the plan makes this rank serve or fetch state."""
         return self.healing is Healing.FETCHING or (self.plan is not None and self.plan.serve)
 
     @property

@@ -1,7 +1,7 @@
-"""All that one rank knows of its steps, in one place for the handlers of the step's events.
+"""The knowledge of one rank about its steps, in one place for the handlers of the step's events.
 
-Law of this file: what is kept, and what follows from several parts of it. The handlers change it, one event at a time;
-nothing outside this package sees it.
+Law of this file: the kept facts, and what follows from several of them. The handlers change them, one event at a time;
+no code outside this package sees them.
 """
 
 from __future__ import annotations
@@ -24,40 +24,44 @@ if TYPE_CHECKING:
     from tft_coord.core.step.values import StepSettings
 
 
-LATE_BEATS: Final = 5  # before its reductions end by their own time-out, a late round is reported
+LATE_BEATS: Final = 5  # a late round is reported so many beats before its reductions time out
 
 
 def _patient(timeouts: Timeouts) -> Timeouts:
-    """Return the time-outs by which a round is late: where its reductions would end sooner than `join_timeout`, it is
-    late shortly before they do, so that the lighthouse hears of it in time."""
+    """Return the timeouts by which a round is late.
+
+    Where the reductions of a round time out sooner than `join_timeout`, the round is late shortly before that, so that
+    the lighthouse hears of it in time.
+    """
     ends_ms = max(timeouts.timeout_ms // 2, timeouts.timeout_ms - LATE_BEATS * timeouts.beat_interval_ms)
     return replace(timeouts, join_timeout_ms=min(timeouts.join_timeout_ms, ends_ms))
 
 
 @final
 class Books:
-    """What one rank knows.
+    """The knowledge of one rank.
 
     Attributes:
-        settings: what the decisions depend on.
+        settings: the decisions depend on them.
         own: the state that this rank holds.
         flights: its attempts.
         losses: of other members.
-        standing: whether the next round asks the lighthouse.
-        lease_ms: that its requests say; None: it speaks no word.
+        standing: decides whether the next round asks the lighthouse.
+        lease_ms: in its requests; None: it exchanges no word.
         changed: why this rank can't go on in its quorum without asking, one phrase; empty: it can.
         num_reductions: of the attempt that was committed last.
-        aborts_at_start: the process group is to be aborted before the next request.
+        aborts_at_start: the process group must be aborted before the next request.
         asks_next: why this rank wants the next round to ask, one phrase, or empty.
-        leaving: whether it leaves.
-        held, configured: keys of the quorum that it was given last, and that its process group is built for.
-        is_aborted: this rank has aborted the process group that is configured.
+        leaving: whether and how it leaves.
+        held, configured: keys of the newest quorum that it was given, and of the one that its process group is built
+            for.
+        is_aborted: this rank has aborted the configured process group.
         group_lost: why this replica group can't go on, or None.
         failed_heals: recoveries in a row that failed.
         healed_in: the last attempt in which the state came from a source, or None.
         is_left_out: as a straggler: no quorum comes, and that is no failure.
         by_strategy: a strategy decides when state is exchanged, and begins steps before earlier ones have ended.
-        pends: the plan of the open attempt is not here, or its process group is not built.
+        pends: the plan of the open attempt has not arrived, or its process group is not built.
         excused: the attempt is the first after a start, a recovery or a reconfiguration, or has no quorum.
         failed_between: an error was raised or reported since the last verdict and before the next start was done.
     """
@@ -92,21 +96,24 @@ class Books:
         self.losses.hold(key)
 
     def abort(self) -> None:
-        """Note that the process group is aborted, so that the next request says that it can't be used. Its key stays:
-        an answer that comes late may name it again, and a rendezvous is used once."""
+        """Note that the process group is aborted, so that the next request reports it as unusable.
+
+        Its key stays: a late answer may name it again, and a rendezvous is used once.
+        """
         self.is_aborted = True
 
     def fatal_of(self, attempt: Attempt) -> Exception | None:
-        """Return why this process can't go on with that attempt, and with nothing else; or None."""
+        """Return why this process can't go on with that attempt or any other, or None."""
         if isinstance(attempt.fatal, GroupLost):
             return self.group_lost or attempt.fatal  # the manager server knows which rank was lost
         return attempt.fatal or self.group_lost
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the others of this plan wait in the rendezvous for this rank, which has failed there by itself.
+        """Return whether the other members of this plan wait in the rendezvous for this rank, whose configuration has
+        failed.
 
-        They are told once this rank asks again. Until then no source comes to the end of its step, where it serves.
+        They learn it when this rank asks again. Until then no source reaches the end of its step, where it serves.
         """
         plan = self.flights.last.plan
         return plan is not None and self.configured != plan.key and self.losses.broken is None

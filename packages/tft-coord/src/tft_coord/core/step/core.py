@@ -1,14 +1,14 @@
 """One rank's steps as a state machine: events in, effects out.
 
-A step is a transaction. It starts when the trainer asks for a quorum, it lives under a plan, it ends with a verdict,
-and only a yes changes the state. What goes wrong on the way is an error of exactly one attempt; what belongs to an
-earlier one comes too late to count.
+A step is a transaction. It starts when the trainer asks for a quorum, runs under a plan, and ends with a verdict. Only
+a yes changes the state. An error belongs to exactly one attempt; an error of an earlier attempt comes too late to
+count.
 
-A strategy that trains on while it reduces may put the open attempt aside and begin another. Those in flight together
-belong to one quorum and end in the order in which they were begun.
+A strategy that trains on while it reduces may put the open attempt aside and begin another. Attempts that are in flight
+together belong to one quorum and end in the order of their start.
 
-Law of this folder: decisions only. No tensors, no threads, no clock, no I/O. The shell tells what happened, one event
-at a time, and performs what is decided, in order.
+Law of this folder: decisions only. No tensors, no threads, no clock, no I/O. The shell reports one event at a time, and
+performs the decisions in order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tft_coord.core.step.values import StepSettings
 
 Handler = Callable[[Any, int], Effects]
 
-# Events after which the status is what it was before.
+# These events leave the status unchanged.
 _QUIET: Final = frozenset({on.StartAsked, on.AttemptSettled, on.StartReady, on.EndAsked, on.Looked, on.BeatDue})
 
 
@@ -40,7 +40,7 @@ class StepCore:
     """The steps of one rank.
 
     Args:
-        settings: what the decisions depend on.
+        settings: the decisions depend on them.
     Attributes:
         known_status: the status, if it was made since the last event that changed it; else None.
     """
@@ -51,12 +51,12 @@ class StepCore:
         self._handlers = _handlers_of(self._books)
 
     def handle(self, event: Event, now_ms: int) -> Effects:
-        """Take one event.
+        """Handle one event.
 
         Args:
             event: what happened.
-            now_ms: milliseconds of a clock that never goes back.
-        Returns: what to do, in this order.
+            now_ms: milliseconds of a monotonic clock.
+        Returns: the effects, to be performed in this order.
         Raises: UsageError, StateUnavailable, StaleQuorum: the rules forbid the event; nothing has changed.
         """
         effects = self._handlers[type(event)](event, now_ms)
@@ -66,7 +66,7 @@ class StepCore:
 
     @property
     def status(self) -> StepStatus:
-        """Return what the step is like now, as a frozen value; made when it is asked for."""
+        """Return the current status of the step as a frozen value, made on demand."""
         status = self.known_status
         if status is None:
             status = self.known_status = self._books.status()

@@ -1,8 +1,8 @@
-"""What the step decides: orders to the shell, frozen, performed in the order given.
+"""The decisions of the step: orders to the shell, frozen, performed in the order given.
 
-An effect names what it is about by an id: the attempt, the quorum's key, the reduction's number. Two threads may
-perform theirs in another order than that of the decisions, so whoever performs one about a quorum or an attempt that
-is over does nothing.
+An effect names its subject by an id: the attempt, the quorum's key, the reduction's number. Two threads may perform
+their effects in another order than that of the decisions. A thread therefore skips an effect about a quorum or an
+attempt that is over.
 
 Law of this file: frozen dataclasses without behaviour.
 """
@@ -23,14 +23,14 @@ Effects: TypeAlias = "tuple[Effect, ...]"
 
 @dataclass(frozen=True, slots=True)
 class EndLoop:
-    """Begin no step: this replica has left the job."""
+    """Begin no step, because this replica has left the job."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseState:
-    """Tell those that wait for this replica's state that it can't be had from here."""
+    """Tell the replicas that wait for this replica's state that they can't get it here."""
 
     plan: Plan
     why: str
@@ -43,16 +43,16 @@ class EndFetch:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait before asking again: what fails again and again fails as fast as it is tried."""
+    """Wait before the next request: a failure that repeats fails as fast as it is tried."""
 
     ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class CompareState:
-    """Reduce the user's state to a digest on all ranks of this group, and tell `StateCompared`.
+    """Reduce the user's state to a digest on all ranks of this group, and report `StateCompared`.
 
-    `name`: of this comparison, another one each time and the same on every rank.
+    `name`: of this comparison, a new one each time and the same on every rank.
     """
 
     name: str
@@ -60,15 +60,14 @@ class CompareState:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send the request to the manager server, and tell what it answers.
+    """Send the request to the manager server, and report its answer.
 
     Args:
-        attempt: that it begins.
-        request: to be sent.
-        may_take_early: the state may be taken while this is asked, for a newcomer that the plan may name.
-        prepares_to_serve: this rank has time to get ready to serve its state to others.
-        breaks: the quorum still stands for the others, and this one phrase says why it does not for this rank; or
-            empty.
+        attempt: that begins.
+        request: the request.
+        may_take_early: a snapshot may be taken while the request runs, for a newcomer that the plan may name.
+        prepares_to_serve: this rank has time to prepare for serving its state to others.
+        breaks: why the quorum does not stand for this rank although it does for the others, one phrase; or empty.
     """
 
     attempt: int
@@ -80,10 +79,10 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Begin the step in the quorum that stands, and ask nobody.
+    """Begin the step in the standing quorum, without a request.
 
     Args:
-        looks_at_state: the state may be looked at, to know whether it may be taken early in a step that asks.
+        looks_at_state: the shell may look at the state, to learn whether a step with a request could take it early.
         prepares_to_serve: as in `Ask`.
     """
 
@@ -96,7 +95,7 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class UsePlan:
-    """The plan of this attempt is known; tell whoever needs to know."""
+    """Use the plan of this attempt; tell it to all that need it."""
 
     name: StepName
     plan: Plan
@@ -106,7 +105,8 @@ class UsePlan:
 class Fetch:
     """Fetch the plan's reference from its sources, in the background.
 
-    Once it has begun, look who was lost meanwhile (`StepStatus.losses`): nobody tells a fetch that is not there yet.
+    After the start the shell must check the losses of the meantime (`StepStatus.losses`): a fetch that has not started
+    hears of none.
     """
 
     attempt: int
@@ -115,9 +115,9 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Build the process group for the plan's key, and tell `GroupConfigured` or `ConfigureFailed`.
+    """Build the process group for the plan's key, and report `GroupConfigured` or `ConfigureFailed`.
 
-    Where the quorum is broken by then (`StepStatus.broken`), tell that as the failure, and build nothing.
+    If the quorum is broken by then (`StepStatus.broken`), report that as the failure, and build nothing.
     """
 
     attempt: int
@@ -126,19 +126,19 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPace:
-    """What was measured of this rank's own part of a step does not count any more."""
+    """Forget the measured pace of this rank's own part of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakQuorum:
-    """Abort what runs in that quorum, soon; the notice says why. A fetch from who is lost ends."""
+    """Abort what runs in that quorum, soon; the notice says why. A fetch from the lost member ends."""
 
     notice: LossNotice
 
 
 @dataclass(frozen=True, slots=True)
 class EndQuorum:
-    """Abort what runs in that quorum, soon: it is over. `why`: a sentence."""
+    """Abort what runs in that quorum, soon, because it is over. `why`: a sentence."""
 
     key: QuorumKey
     why: str
@@ -146,19 +146,19 @@ class EndQuorum:
 
 @dataclass(frozen=True, slots=True)
 class ReportLateLoss:
-    """Log a loss in a quorum that is over, or still to come, where it explains a failure."""
+    """Log a loss in a quorum that is over or still to come, where it explains a failure."""
 
     notice: LossNotice
 
 
 @dataclass(frozen=True, slots=True)
 class BreakAll:
-    """Abort whatever runs: this replica group is lost."""
+    """Abort everything that runs, because this replica group is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortGroup:
-    """Abort the process group, so that the others wait for nothing of this rank's."""
+    """Abort the process group, so that the others do not wait for this rank."""
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ class Reduce:
     Args:
         name: of the attempt that fails with it.
         number: of the reduction in its attempt, from 1.
-        gives: this rank gives its tensor; otherwise what changes nothing.
+        gives: this rank gives its tensor; otherwise values that change nothing.
         factor: the tensor is multiplied by this before a mean's sum; 1.0 for any other operation.
         divide_by: the sum is divided by this; 1.0 where the sum of the weights divides it, and for other operations.
-        weight: what this rank enters into the sum of the weights; None: the mean has no weights.
+        weight: this rank's part of the sum of the weights; None: the mean has no weights.
         shared: the sum of the weights is that of the step, reduced once for all its means.
-        inside: it belongs to the open attempt. Otherwise it fails none, and a process group that has failed loses it.
+        inside: it belongs to the open attempt. Otherwise it fails no attempt, and a failed process group loses it.
         num_others: members beside this group.
     """
 
@@ -193,7 +193,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class ReduceAlone:
-    """The tensor is the result: this group is the only member. With a weight of zero there is no mean."""
+    """Use the tensor as the result, because this group is the only member. With a weight of zero there is no mean."""
 
     name: StepName
     weight: float | None
@@ -201,12 +201,12 @@ class ReduceAlone:
 
 @dataclass(frozen=True, slots=True)
 class KeepTensor:
-    """The tensor stays as it is: another rank of this island reduces in this one's place."""
+    """Leave the tensor as it is: another rank of this rank0-only group reduces in this one's place."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoseReduction:
-    """Start nothing; the result is lost. `aborts`: the others may wait in it, so end it for them."""
+    """Start nothing; the result is lost. `aborts`: end the reduction for the others, which may wait in it."""
 
     aborts: bool = False
 
@@ -216,7 +216,8 @@ class LoseReduction:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Take the user's state and offer it to those that heal, with `own` beside it; then tell `StateServed`."""
+    """Take a snapshot of the user's state and offer it to healing replicas, with `own` beside it; then report
+    `StateServed`."""
 
     attempt: int
     plan: Plan
@@ -225,9 +226,9 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Wait for the fetch and look whether the state fits what is registered here; tell `StageEnded(FETCH)`.
+    """Wait for the fetch and check that the state fits what is registered here; report `StageEnded(FETCH)`.
 
-    `in_vain`: end the fetch instead, and tell this as the error.
+    `in_vain`: end the fetch instead, and report this as the error.
     """
 
     plan: Plan
@@ -236,7 +237,7 @@ class StageState:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """Vote in this group on a stage, and tell `Agreed`."""
+    """Vote in this group on a stage, and report `Agreed`."""
 
     plan: Plan
     purpose: Purpose
@@ -245,26 +246,27 @@ class Agree:
 
 @dataclass(frozen=True, slots=True)
 class SpreadState:
-    """Give the other ranks of the island what rank 0 has fetched; tell `StageEnded(SPREAD)`."""
+    """Give the state that rank 0 has fetched to the other ranks of the rank0-only group; report
+    `StageEnded(SPREAD)`."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class MatchState:
-    """Take this rank's own state to find where the fetched parts belong; tell `StageEnded(MATCH)`."""
+    """Take this rank's own state to find where the fetched parts belong; report `StageEnded(MATCH)`."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainDivergence:
-    """Say what differs between this replica's state and the source's.
+    """Log what differs between this replica's state and the source's.
 
     Args:
         plan: that says to heal.
-        stops: raise `StateDiverged`; otherwise log it, and tell `DivergenceExplained`.
-        again: the last recovery has not cured it.
+        stops: raise `StateDiverged`; otherwise log it, and report `DivergenceExplained`.
+        again: the last recovery has not repaired it.
     """
 
     plan: Plan
@@ -274,7 +276,7 @@ class ExplainDivergence:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """Apply the staged state by the user's functions; tell `StageEnded(LOAD)`."""
+    """Apply the staged state by the user's functions; report `StageEnded(LOAD)`."""
 
     plan: Plan
 
@@ -302,7 +304,7 @@ class HealAgain:
 
 @dataclass(frozen=True, slots=True)
 class WarnLateState:
-    """Log that state was registered after the first step, so that nothing makes it alike on all replicas."""
+    """Log that state was registered after the first step, so that nothing makes it the same on all replicas."""
 
 
 # --- the end of a step ------------------------------------------------------------------------------------------------
@@ -310,27 +312,27 @@ class WarnLateState:
 
 @dataclass(frozen=True, slots=True)
 class PutAside:
-    """The open attempt goes on beside later ones, under its number."""
+    """Put the open attempt aside: it goes on beside later ones, under its number."""
 
     name: StepName
 
 
 @dataclass(frozen=True, slots=True)
 class SynchronizeDevice:
-    """Wait until the device has done what the attempt asked of it; tell `DeviceSynchronized`."""
+    """Wait until the device has finished the attempt's work; report `DeviceSynchronized`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendWord:
-    """Exchange the word of a round with the same rank of all members; tell `WordEnded`.
+    """Exchange the word of a round with the same rank of all members; report `WordEnded`.
 
     Args:
         attempt: as in `EndAsked`.
         key: of the quorum.
-        values: to be added up.
+        values: the integers to add up.
         round_number: rises from one word of a quorum to the next.
         why_asks: why this rank wants the next round to ask the lighthouse, one phrase, or empty.
-        within_ms: for so long at most, and for no longer than any word; None: as long as any.
+        within_ms: time limit, never longer than that of any word; None: the usual limit.
         hears: wait for the sum now; else `HearWord` comes later.
     """
 
@@ -345,11 +347,11 @@ class SendWord:
 
 @dataclass(frozen=True, slots=True)
 class HearWord:
-    """Wait for the sum of the words of a round, in which this rank's own was sent before; tell `WordEnded`.
+    """Wait for the sum of the words of a round, in which this rank's own was sent before; report `WordEnded`.
 
     Args:
         attempt: as in `EndAsked`.
-        key, round_number: as in the `SendWord` that was not to hear.
+        key, round_number: as in the `SendWord` with `hears` False.
     """
 
     attempt: int
@@ -359,12 +361,12 @@ class HearWord:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeState:
-    """Give or take state (`ExchangeAsked`), then tell `VoteAsked`."""
+    """Give or take state (`ExchangeAsked`), then report `VoteAsked`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CastVote:
-    """Vote in this group, and tell `VerdictArrived`.
+    """Vote in this group, and report `VerdictArrived`.
 
     Args:
         attempt: as in `EndAsked`.
@@ -374,8 +376,8 @@ class CastVote:
         leaving: this rank wishes that the group leaves after this step.
         enough_replicas: there are min_replica_size participants.
         error: the first of the attempt, or None.
-        stands: in the word of the round nobody asked, left or recovered.
-        why: the word makes it a no, one phrase; or empty.
+        stands: by the word of the round, no replica asked, left or recovered.
+        why: the reason of a no by the word, one phrase; or empty.
     """
 
     attempt: int
@@ -405,7 +407,7 @@ class ReportAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class RecordCommit:
-    """The attempt is over. `excused`: its time says nothing about this rank's pace."""
+    """Record the end of the attempt. `excused`: its time does not count for this rank's pace."""
 
     name: StepName
     plan: Plan | None
@@ -415,7 +417,7 @@ class RecordCommit:
 
 @dataclass(frozen=True, slots=True)
 class Concluded:
-    """What the training loop is told.
+    """Tell the training loop the result.
 
     Args:
         committed: the optimizer steps.
@@ -440,9 +442,9 @@ class ReportError:
     """Log and record an error.
 
     Args:
-        name: of the attempt; where it came between two steps, of the one before.
+        name: of the attempt; for an error between two steps, of the last one.
         error: what failed.
-        counts: the attempt fails by it. Otherwise it came when that was over.
+        counts: the attempt fails by it. Otherwise it came after the attempt.
         is_between: it belongs to no attempt.
     """
 
@@ -470,7 +472,7 @@ class ReportGroupLost:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """Raise the error in the training loop. `cause`: what it follows from."""
+    """Raise the error in the training loop. `cause`: the error that caused it."""
 
     error: Exception
     cause: Exception | None = None
@@ -481,7 +483,7 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class NumberBeat:
-    """Send the beat with that number, so that it is answered."""
+    """Send the beat with that number, so that it gets an answer."""
 
     number: int
 
@@ -510,9 +512,9 @@ class TellLeaving:
 
     Args:
         reason: one phrase.
-        serve_ms: for how long it serves its state to those that heal.
+        serve_ms: for how long it serves its state to healing replicas.
         finished_step: the training is finished at that step; None: it is not.
-        waits: False: not on the thread that is told this, which must not wait.
+        waits: False: perform this on another thread, because the calling thread must not wait.
     """
 
     reason: str
@@ -523,10 +525,10 @@ class TellLeaving:
 
 @dataclass(frozen=True, slots=True)
 class ServeOn:
-    """Stay until nobody heals from this group any more.
+    """Stay until no replica heals from this group any more.
 
     Args:
-        until_ms: at the latest; in the past: nobody does.
+        until_ms: at the latest; in the past: none does.
         meets: then wait for the other ranks of this group, unless this process can't go on.
     """
 

@@ -1,7 +1,8 @@
-"""How a step ends: what is waited for, what this rank votes, what a verdict changes; and how the job ends for it.
+"""The end of a step: what it waits for, this rank's vote, and the effect of a verdict; also the end of the job for this
+rank.
 
-A step is a transaction. Only a yes changes the state: one step more, the participants added, the lineage folded.
-Everything that goes wrong on the way is an error of exactly one attempt.
+A step is a transaction. Only a yes changes the state: one more step, the participants added, the lineage folded. Every
+error on the way belongs to exactly one attempt.
 
 Law of this file: the events from the end of the reductions to the verdict, and leaving.
 """
@@ -32,12 +33,12 @@ class Ending:
     def __init__(self, books: Books) -> None:
         self._books = books
         self._rounds = Rounds(books)
-        self._said_too_few: int | None = None  # participants, when that was logged the last time
+        self._said_too_few: int | None = None  # the number of participants in the last such log line
 
     # --- the open attempt, and those that were put aside --------------------------------------------------------------
 
     def defer_asked(self, event: on.DeferAsked, now_ms: int) -> Effects:
-        """Raises: UsageError: no attempt is open."""
+        """Put the open attempt aside. Raises: UsageError: no attempt is open."""
         flights = self._books.flights
         if flights.phase is Phase.IDLE:
             raise UsageError(
@@ -46,7 +47,7 @@ class Ending:
         return (do.PutAside(flights.defer().name),)
 
     def end_asked(self, event: on.EndAsked, now_ms: int) -> Effects:
-        """Raises: UsageError: no attempt is open; or there are older ones in flight."""
+        """Check that the attempt may end. Raises: UsageError: no attempt is open, or there are older ones in flight."""
         books, flights = self._books, self._books.flights
         if event.attempt == 0:
             if flights.phase is Phase.IDLE:
@@ -68,7 +69,8 @@ class Ending:
         return ()
 
     def reductions_ended(self, event: on.ReductionsEnded, now_ms: int) -> Effects:
-        """One that has failed with others, or had no quorum, ends without a vote."""
+        """Synchronize the device before the vote; an attempt that has failed with others, or has no quorum, ends
+        without one."""
         books = self._books
         attempt = self._attempt(event.attempt)
         if attempt is None:
@@ -89,8 +91,8 @@ class Ending:
         if attempt is None:
             return ()
         reports: Effects = ()
-        # On the CPU each reduction has told its own end by now; the abort of a broken quorum leaves the gradients of
-        # those that succeeded alone. On a device it may have torn what was only queued.
+        # On the CPU each reduction has reported its own end by now. The abort of a broken quorum leaves the gradients
+        # of the successful ones intact. On a device the abort may have torn reductions that were only queued.
         counts = event.on_device or (event.attempt == 0 and self._books.losses.broken is None)
         if event.group_error is not None and attempt.error is None and counts:
             attempt.note(event.group_error)
@@ -102,7 +104,8 @@ class Ending:
         return (*reports, *self._after_the_word(event.attempt, attempt, now_ms))
 
     def _word(self, event: on.DeviceSynchronized, attempt: Attempt, now_ms: int) -> Effects:
-        """Tell all members how this round went here. Nobody's state is waited for before that."""
+        """Send the result of this round to all members. The round waits for no recovering member's state before
+        that."""
         plan, rounds = attempt.plan, self._rounds
         assert plan is not None, "a word without a quorum"
         word, step = rounds.word(attempt, now_ms), self._books.standing.round_step
@@ -119,7 +122,7 @@ class Ending:
         return self._after_the_word(event.attempt, attempt, now_ms)
 
     def word_asked(self, event: on.WordAsked, now_ms: int) -> Effects:
-        """Send the word of the open attempt now. What can't be sent now is found again at its end."""
+        """Send the word of the open attempt now. A problem that prevents it is found again at the attempt's end."""
         books, attempt = self._books, self._books.flights.last
         plan, step = attempt.plan, books.standing.round_step
         if not books.status().speaks_first or attempt.sent_word is not None or plan is None or step is None:
@@ -159,7 +162,7 @@ class Ending:
     def _cast(self, number: int, attempt: Attempt, now_ms: int) -> Effects:
         plan = attempt.plan
         assert plan is not None, "a vote without a quorum"
-        # The plan's number is this group's own, save at step 0, where who heals would never count otherwise.
+        # The plan's number is this group's own, except at step 0, where a healing member would otherwise never count.
         enough = plan.num_participants >= plan.min_replica_size
         reports: Effects = ()
         if enough:
@@ -172,7 +175,8 @@ class Ending:
         if agreed is None:
             yes, leaving = enough and error is None, self._books.leaving.is_due(now_ms)
             return (*reports, do.CastVote(number, attempt.name.step, plan.key, yes, leaving, enough, error))
-        # What came after the word is told by none: the others commit by it. But who recovers needs its state.
+        # An error after the word is not reported, because the others commit by the word. But a recovering rank needs
+        # its state.
         yes = agreed.yes and (not plan.heal or attempt.healing is Healing.LOADED)
         step, leaving = attempt.name.step, attempt.says_leave
         stands = yes and agreed.stands and self._books.standing.state is not State.BROKEN
@@ -187,7 +191,7 @@ class Ending:
     def _concluded(self, number: int, *, yes: bool, leaves: bool, now_ms: int, stands: bool = False) -> Effects:
         books, flights = self._books, self._books.flights
         attempt = self._attempt(number)
-        name, plan, error = StepName(number, books.own.step), None, None  # one that was dropped
+        name, plan, error = StepName(number, books.own.step), None, None  # for a dropped attempt
         if attempt is not None:
             name, plan, error = attempt.name, attempt.plan, attempt.error
         committed = yes and plan is not None
@@ -231,7 +235,7 @@ class Ending:
         return ()
 
     def looked(self, event: on.Looked, now_ms: int) -> Effects:
-        """Leave without a quorum where none comes: the manager server refuses the request that waits."""
+        """Leave without a quorum where none comes: the manager server refuses the waiting request."""
         books = self._books
         if event.waits_ms is not None:
             late = books.standing.late(now_ms, now_ms - event.waits_ms)
@@ -256,7 +260,7 @@ class Ending:
         return tuple(orders)
 
     def _has_finished(self) -> bool:
-        """Whether the training loop has ended by itself, as far as this shows it."""
+        """Return whether the training loop has ended by itself, as far as the core can see."""
         books, flights, own = self._books, self._books.flights, self._books.own
         return (
             not books.leaving.is_wished

@@ -1,4 +1,4 @@
-"""The errors of training that the step itself decides on; `tft_algos.errors` has these and the others.
+"""The errors of training that the step itself decides on; `tft_algos.errors` exports these and the others.
 
 Law of this file: error classes only. Each carries its facts as fields and a message of one sentence that says what
 happened, where, and what to do.
@@ -24,18 +24,20 @@ class UsageError(TrainingError, RuntimeError):
 
 
 class StepAbandoned(TrainingError, RuntimeError):
-    """This step can't commit, because its replica has left the job while it ran, or because this rank could not go on
-    when the others of its group began it."""
+    """This step can't commit: its replica has left the job, or this rank could not go on when the others of its group
+    began it."""
 
 
 class SyncAbandoned(TrainingError, RuntimeError):
-    """A step that was in flight beside others has failed with them: another quorum came, or an earlier one of them was
-    not committed. Restore what it was about; later steps go on."""
+    """A step in flight has failed with others: another quorum came, or an earlier one of them was not committed.
+
+    Restore what the step was about; later steps go on.
+    """
 
 
 class QuorumBroken(TrainingError, RuntimeError):
-    """A member of this quorum was lost or can't go on in it, so nothing more can be reduced in it: the next step asks
-    for another quorum.
+    """A member of this quorum was lost or can't go on in it, so no more reductions can run: the next step asks for
+    another.
 
     Args:
         message: one sentence.

@@ -1,9 +1,9 @@
-"""What happens to a step: facts from the shell, frozen, handled one at a time in the order in which they come.
+"""The events of a step: facts from the shell, frozen, handled one at a time in the order of their arrival.
 
-An event names the attempt that it is about. One about an attempt that is over changes nothing. An event that the rules
-forbid raises `UsageError` and changes nothing.
+An event names its attempt. An event about an attempt that is over changes nothing. An event that the rules forbid
+raises `UsageError` and changes nothing.
 
-Law of this file: frozen dataclasses without behaviour. No tensor, group, future or file is in them; a mapping is the
+Law of this file: frozen dataclasses without behaviour. They contain no tensor, group, future or file; a mapping is the
 Manager's own part of a state, plain numbers and text.
 """
 
@@ -28,9 +28,9 @@ class StartAsked:
 
 @dataclass(frozen=True, slots=True)
 class AttemptSettled:
-    """Nothing of the last attempt runs any more: its request was answered, its reductions have ended.
+    """The last attempt has settled: its request was answered, and its reductions have ended.
 
-    `offers`: the state that its plan wants was offered to those that heal before the reductions ended.
+    `offers`: the state that its plan wants was offered to healing replicas before the reductions ended.
     """
 
     offers: bool = False
@@ -47,8 +47,8 @@ class StartReady:
 class StateCompared:
     """The user's state was reduced to a digest.
 
-    `digest`: of the whole group's state; None: a rank could not give its own. Then the lineage stays, and this group
-    heals from those that could.
+    `digest`: of the whole group's state; None: a rank could not give its own. In that case the lineage stays, and this
+    group heals from groups that have one.
     """
 
     digest: bytes | None
@@ -62,9 +62,9 @@ class StepStarted:
         checkpoint_metadata: where this rank's live state can be fetched.
         group_usable: the process group has not failed since it was configured.
         allow_heal, shrink_only, use_async_quorum: as in `Manager.start_quorum`.
-        poor_sources: replicas that hung, lied or were slow when this one healed from them.
+        poor_sources: replicas that were silent, wrong or slow when this one healed from them.
         unreached: peers that this rank could not reach since its last request.
-        fingerprint: what the manager server was not told yet.
+        fingerprint: the part that the manager server does not know yet.
     """
 
     checkpoint_metadata: str = ""
@@ -90,7 +90,7 @@ class PlanArrived:
 
 @dataclass(frozen=True, slots=True)
 class UnchangedArrived:
-    """The short answer came: the quorum of that key stands, everyone in it is at this rank's step, nobody heals."""
+    """The short answer came: the quorum of that key stands, every member is at this rank's step, and none heals."""
 
     attempt: int
     key: QuorumKey
@@ -98,7 +98,7 @@ class UnchangedArrived:
 
 @dataclass(frozen=True, slots=True)
 class QuorumFailed:
-    """Nobody gave a plan."""
+    """The request for a quorum failed."""
 
     attempt: int
     error: Exception
@@ -130,14 +130,14 @@ class ServerRestarted:
 
 @dataclass(frozen=True, slots=True)
 class WeightSet:
-    """The user said how much this replica group weighs in the means of the open step."""
+    """The user set the weight of this replica group in the means of the open step."""
 
     weight: float
 
 
 @dataclass(frozen=True, slots=True)
 class ReductionAsked:
-    """A tensor is to be reduced; the plan is known, or there is none.
+    """A tensor must be reduced; the plan is known, or there is none.
 
     Args:
         average: the result is a mean.
@@ -153,7 +153,7 @@ class ReductionAsked:
 
 @dataclass(frozen=True, slots=True)
 class DeferAsked:
-    """The open attempt is to go on beside later ones."""
+    """The open attempt must go on beside later ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +172,11 @@ class ReductionsEnded:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSynchronized:
-    """The device has done what that attempt asked of it.
+    """The device has finished the work of that attempt.
 
     Args:
         attempt: as in `EndAsked`.
-        group_error: why the process group can't be used any more, or None.
+        group_error: why the process group is unusable, or None.
         on_device: reductions run on a device, where the end of a call is not the end of the work.
     """
 
@@ -203,7 +203,7 @@ class WordEnded:
     Args:
         attempt: as in `EndAsked`.
         sums: of all members' words; None: it did not complete.
-        error: why not.
+        error: of an incomplete exchange.
     """
 
     attempt: int = 0
@@ -213,7 +213,7 @@ class WordEnded:
 
 @dataclass(frozen=True, slots=True)
 class VoteAsked:
-    """State was given or taken where that had to be; the open attempt is ready for its vote."""
+    """The exchange of state is done where it was needed; the open attempt is ready for its vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +222,9 @@ class VerdictArrived:
 
     Args:
         attempt: as in `EndAsked`.
-        yes: what all ranks of the group were told.
+        yes: the verdict that all ranks of the group got.
         leaves: the group leaves the job after this step.
-        stands: in no word of the group's ranks anybody asked, left or recovered.
+        stands: by the words of the group's ranks, no replica asked, left or recovered.
     """
 
     attempt: int
@@ -235,14 +235,14 @@ class VerdictArrived:
 
 @dataclass(frozen=True, slots=True)
 class FlightsDropped:
-    """Attempts that were put aside and have failed with others will never be ended; nothing of them runs."""
+    """Attempts that were put aside and failed with others will never end; nothing of them runs."""
 
     attempts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class FlightsGivenUp:
-    """A strategy ends: nothing that is in flight here shall commit, the open attempt included."""
+    """A strategy ends: no attempt in flight may commit, the open one included."""
 
 
 # --- live state: the training thread ----------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class FlightsGivenUp:
 
 @dataclass(frozen=True, slots=True)
 class StrategyExchanges:
-    """A strategy wants state to be exchanged in the open attempt as soon as its plan is here.
+    """A strategy wants state to be exchanged in the open attempt as soon as its plan arrives.
 
     Such a strategy begins steps before earlier ones have ended, on every member.
     """
@@ -258,14 +258,14 @@ class StrategyExchanges:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeAsked:
-    """State is to be given or taken now, if the plan says so and it was not done yet. `offers`: see AttemptSettled."""
+    """State must be given or taken now, if the plan says so and it is not done yet. `offers`: see AttemptSettled."""
 
     offers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StateServed:
-    """The state was offered, or those that want it were told that it can't be had from here."""
+    """The state was offered, or the waiting replicas were told that they can't get it here."""
 
     attempt: int
 
@@ -275,12 +275,12 @@ class StageEnded:
     """A stage of the recovery has ended on this rank.
 
     Args:
-        stage: which.
+        stage: the stage.
         error: why it failed; None: it succeeded.
         own: the source's own part of the state (`StepStatus.own_state` there); of FETCH and SPREAD.
         needs_own: this rank's own state has to say where the fetched parts belong; of FETCH and SPREAD.
-        again: a sentence; where the next failure has the same one, a further attempt would fail in the same way.
-            Empty: the failure may pass.
+        again: a sentence; if the next failure has the same one, a further attempt would fail in the same way. Empty:
+            the failure may pass.
     """
 
     stage: Stage
@@ -305,7 +305,7 @@ class DivergenceExplained:
 
 @dataclass(frozen=True, slots=True)
 class StateTorn:
-    """The state here is half written: what was committed could not be applied."""
+    """The state here is torn: what was committed could not be applied in full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +327,7 @@ class StateLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ErrorReported:
-    """Something of an attempt failed. `name`: of the attempt; None: the open one."""
+    """An operation of an attempt failed. `name`: of the attempt; None: the open one."""
 
     error: Exception
     name: StepName | None = None
@@ -335,7 +335,7 @@ class ErrorReported:
 
 @dataclass(frozen=True, slots=True)
 class UserReportedError:
-    """The user says that the open step has failed, or that something went wrong between two steps."""
+    """The user reports that the open step has failed, or an error between two steps."""
 
     error: Exception
 
@@ -366,7 +366,7 @@ class BeatDue:
 
 @dataclass(frozen=True, slots=True)
 class QuorumNamed:
-    """The manager server says which quorum of the job is the newest."""
+    """The manager server named the newest quorum of the job."""
 
     news: QuorumNews
 
@@ -383,11 +383,11 @@ class PaceHeard:
 
 @dataclass(frozen=True, slots=True)
 class LeaveWished:
-    """Somebody wishes that this replica leaves.
+    """A request that this replica leave.
 
     Args:
         reason: one phrase.
-        by_ms: when it waits for nobody any more.
+        by_ms: the time after which it waits for no other replica.
     """
 
     reason: str
@@ -396,11 +396,11 @@ class LeaveWished:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """It is time to look, once a beat.
+    """The periodic look, once a beat.
 
     Args:
         hears_left_out: the others train without this replica, as the lighthouse has just said.
-        waits_ms: for how long this rank has waited in the reductions or the word of its round; None: it does not.
+        waits_ms: for how long this rank has waited in the reductions or the word of its round; None: it does not wait.
     """
 
     hears_left_out: bool = False
@@ -412,8 +412,8 @@ class EndingAsked:
     """The user shuts this rank down.
 
     Args:
-        clean: no error passes, as far as the shell sees.
-        serve_ms: for how long a replica that has finished serves its state to those that heal.
+        clean: no error is being raised, as far as the shell sees.
+        serve_ms: for how long a finished replica serves its state to healing replicas.
     """
 
     clean: bool

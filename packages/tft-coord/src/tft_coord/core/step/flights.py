@@ -1,9 +1,10 @@
 """The attempts of one rank: the open one, those in flight beside it, and how often in a row they failed.
 
-Those in flight together belong to one quorum and end in the order in which they were begun. What is begun later builds
-on what is begun before: so another quorum, or one no, fails all of them, here and at every other member.
+Attempts that are in flight together belong to one quorum and end in the order of their start. Each builds on the
+earlier ones. Another quorum, or one no, therefore fails all of them, here and at every other member.
 
-Law of this file: which attempts there are and which fail with which. What a commit does to the state is elsewhere.
+Law of this file: which attempts there are and which fail with which. Other files decide what a commit does to the
+state.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Flights:
         phase, verdict: of that.
         deferred: in flight beside it, oldest first; those that have not failed with others.
         aside: all that were put aside and are not over, by number.
-        left_others: the others may still wait in reductions of the group that is configured, or have begun steps, that
-            this rank has left; so its next request breaks their quorum.
-        failure_is_news: the last failed commit came after the key that is held.
+        left_others: this rank has left reductions of the configured group in which the others may still wait, or steps
+            that they have begun. Its next request therefore breaks their quorum.
+        failure_is_news: the last failed commit came after the held key.
         commit_failures, failed_quorums, lost_flights: in a row; the last are flights that another quorum ended.
     """
 
@@ -54,8 +55,8 @@ class Flights:
 
         Returns: whether the others may still wait in what this rank has left.
         """
-        # After an error of its own this rank may have left out reductions in which the others still wait. Those of an
-        # attempt that is in flight they do not wait for before its end, and others in flight may end well before that.
+        # After an error of its own this rank may have left out reductions in which the others still wait. The others do
+        # not wait for those of an attempt in flight before its end, and others in flight may end well before that.
         last = self.last
         left_others = self.left_others or (
             last.plan is not None and last.own_error is not None and last not in self.deferred
@@ -75,19 +76,19 @@ class Flights:
         self.phase = Phase.PLANNED
 
     def healed(self, step: int) -> None:
-        """Go on from the reference, which the open attempt has loaded: what failed before says nothing of it."""
+        """Go on from the reference, which the open attempt has loaded; earlier failures do not count for it."""
         last = self.last
         last.healing = Healing.LOADED
         last.name = StepName(last.name.attempt, step + len(self.deferred), last.name.key)
         self.commit_failures = self.lost_flights = 0
 
     def without_quorum(self, error: Exception, *, others_go_on: bool) -> None:
-        """Fail the open attempt, and those in flight, because nobody knows whether their quorum stands.
+        """Fail the open attempt and those in flight, because it is unknown whether their quorum stands.
 
         Args:
-            error: why.
+            error: the reason.
             others_go_on: the other members begin the next step before they have ended this one, as strategies do that
-                put steps aside. They may have been given the plan, and would have one more in flight than this rank.
+                put steps aside. They may have got the plan, and would have one more in flight than this rank.
         """
         if self.phase is Phase.ASKED:
             self.phase = Phase.FAILED
@@ -97,10 +98,10 @@ class Flights:
 
     @property
     def pause_ms(self) -> int:
-        """Return how long to wait before asking again, milliseconds.
+        """Return how long to wait before the next request, milliseconds.
 
-        One failure is a peer's death, and the next attempt is what everybody waits for. What fails again and again
-        fails as fast as it is tried, and would keep a core busy with it.
+        One failure is a peer's death, and all members wait for the next attempt. A failure that repeats fails as fast
+        as it is tried, and would keep a core busy.
         """
         again = self.commit_failures + self.failed_quorums - 2
         return 0 if again < 0 else min(LONGEST_PAUSE_MS, FIRST_PAUSE_MS << min(again, 16))
@@ -129,7 +130,7 @@ class Flights:
         return attempt
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Forget those that nobody will end. One that may still commit is kept."""
+        """Forget attempts that will never end. An attempt that may still commit is kept."""
         for number in numbers:
             attempt = self.aside.get(number)
             if attempt is not None and attempt not in self.deferred:
@@ -138,14 +139,16 @@ class Flights:
     def fail_deferred(self, error: Exception) -> None:
         """Fail those in flight for a reason of this rank's own, which the group's other ranks may not share.
 
-        So it votes no on the oldest. The other members do not share it either: they have theirs in flight.
+        The rank therefore votes no on the oldest. The other members do not share the reason either, and have theirs in
+        flight.
         """
         for attempt in self.deferred:
             attempt.note(error)
             self.left_others = self.left_others or attempt.plan is not None
 
     def fail_own(self, error: Exception) -> None:
-        """Fail the open one and those in flight for a reason of this rank's own: it has another state than they."""
+        """Fail the open attempt and those in flight for a reason of this rank's own: its state has changed
+        under them."""
         if self.phase is not Phase.IDLE:
             self.last.note(error)
             self.left_others = self.left_others or self.last.plan is not None
@@ -162,14 +165,14 @@ class Flights:
         self.lost_flights += any(attempt.plan is not None for attempt in others)
 
     def give_up(self, error: Exception) -> None:
-        """Abandon all where the other members have theirs in flight still: the next request breaks the quorum."""
+        """Abandon all attempts while the other members have theirs in flight: the next request breaks the quorum."""
         self.left_others = self.left_others or bool(self.deferred)
         if self.phase is not Phase.IDLE:
-            self.last.note(error)  # its plan may come yet, and others begin by it
+            self.last.note(error)  # its plan may still come, and others begin by it
         self.abandon_all(error)
 
     def abandon_all(self, error: Exception) -> None:
-        """Have nothing that is in flight commit any more, the open one included, as all ranks of the group know."""
+        """Abandon all attempts in flight, the open one included; all ranks of the group know that."""
         for attempt in self.deferred:
             attempt.abandoned = error
         self.deferred.clear()
@@ -186,12 +189,12 @@ class Flights:
         self._count(self.last, yes=yes, planned=planned, is_left_out=is_left_out)
 
     def aside_ended(self, attempt: Attempt | None, *, yes: bool, is_left_out: bool) -> None:
-        """Close one that was put aside: the oldest, or one that has failed with others. None: it was dropped.
+        """Close an attempt that was put aside: the oldest, or one that has failed with others. None: it was dropped.
 
-        A no fails all that were begun after it, the open one included; and none of them is voted on.
+        A no fails all later attempts, the open one included, without a vote on them.
         """
         if self.phase is Phase.IDLE:
-            self.verdict = yes  # of what is reduced between two steps
+            self.verdict = yes  # of reductions between two steps
         if attempt is None:
             return
         self.aside.pop(attempt.name.attempt, None)
@@ -209,7 +212,7 @@ class Flights:
         if yes:
             self.commit_failures = self.failed_quorums = self.lost_flights = 0
         elif attempt.abandoned is not None:
-            pass  # counted once, with what it failed with
+            pass  # counted once, with the attempt it failed with
         elif planned:
             self.commit_failures += 1
             self.failure_is_news = True

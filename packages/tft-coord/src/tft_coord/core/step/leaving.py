@@ -1,7 +1,7 @@
-"""A replica that leaves the job on purpose: after a whole step, and not before those that heal from it are done.
+"""The planned leave of a replica: after a whole step, and after the replicas that heal from it are done.
 
-The wish travels in the vote on the running step, and what the group answers makes every rank leave after the same one.
-A replica that alone holds the state stays until others hold it too, or its time is over.
+The wish travels in the vote on the current step, and the group's answer makes every rank leave after the same one. A
+replica that alone holds the state stays until others hold it too, or its time is over.
 
 Law of this file: the wish, and what it means for a plan.
 """
@@ -15,7 +15,7 @@ from tft_coord.core.types import Plan
 
 @final
 class Leaving:
-    """What is known of one rank's leaving.
+    """One rank's leave.
 
     Attributes:
         left: it has left; no step begins any more.
@@ -39,21 +39,21 @@ class Leaving:
         self._told = True
 
     def planned(self, plan: Plan) -> None:
-        """Note the plan of the step that runs."""
+        """Note the plan of the current step."""
         self._plan = plan
 
     @property
     def is_wished(self) -> bool:
-        """Whether somebody wishes it."""
+        """Return whether a leave is wished."""
         return self._reason is not None
 
     @property
     def reason(self) -> str:
-        """Return why, one phrase."""
+        """Return the reason, one phrase."""
         return self._reason if self._reason is not None else "another rank of the group was told to"
 
     def is_due(self, now_ms: int) -> bool:
-        """Whether this rank votes to leave after the step that runs, or leaves where there is none to vote on."""
+        """Return whether this rank votes to leave after the current step, or leaves where there is no vote."""
         if self._told or self._reason is None:
             return self._told
         plan = self._plan
@@ -61,9 +61,9 @@ class Leaving:
         return not alone or now_ms >= self._by_ms
 
     def gives_up(self, now_ms: int, *, is_left_out: bool) -> bool:
-        """Whether this rank waits for its quorum in vain, so that it leaves without one; true once.
+        """Return whether this rank waits for its quorum in vain, so that it leaves without one; True once.
 
-        A replica that is left out has no step that others run with it, and they hold the state.
+        A replica that is left out runs no step with others, and the others hold the state.
         """
         overdue = self._reason is not None and now_ms >= self._by_ms
         if self._gave_up or not (overdue or (self._reason is not None and is_left_out and self.is_due(now_ms))):
@@ -72,12 +72,12 @@ class Leaving:
         return True
 
     def serves_until_ms(self) -> int | None:
-        """Return until when this rank serves its state to those that heal from it; None where nobody does."""
+        """Return until when this rank serves its state to healing replicas; None where there are none."""
         if self._plan is None or not self._plan.serve or self._reason is None:
             return None
         return self._by_ms
 
     def serve_ms(self, now_ms: int) -> int:
-        """Return for how long from now."""
+        """Return for how long from now this rank serves its state, milliseconds."""
         until_ms = self.serves_until_ms()
         return 0 if until_ms is None else max(0, until_ms - now_ms)

@@ -1,6 +1,6 @@
 """Losses of other members, by the quorum that each of them breaks.
 
-Law of this file: keeping notices; who aborts what is decided elsewhere.
+Law of this file: keeping notices; other files decide the aborts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ MAX_NOTICES_KEPT: Final = 1024
 
 @final
 class Losses:
-    """The notices that one rank has heard, of the quorum that it holds and of those that are still to come."""
+    """The notices that one rank has heard, of the held quorum and of quorums still to come."""
 
     def __init__(self) -> None:
         self._notices: list[LossNotice] = []
         self._held: QuorumKey | None = None
-        self._over: QuorumBroken | None = None  # of the quorum that is held: it is over, whoever was lost
-        self.broken: QuorumBroken | None = None  # why nothing can be started in the quorum that is held
+        self._over: QuorumBroken | None = None  # set if the held quorum is over without a reported loss
+        self.broken: QuorumBroken | None = None  # why nothing can start in the held quorum
 
     def hold(self, key: QuorumKey | None) -> None:
-        """From now on this rank holds that quorum; those before it are over."""
+        """Hold that quorum from now on; earlier ones are over."""
         if key != self._held:
             self._over = None
         self._held = key
@@ -35,10 +35,10 @@ class Losses:
     def heard(self, notice: LossNotice) -> bool:
         """Keep a notice.
 
-        One that comes before its quorum is kept for it. One of a quorum that is over, or one that was heard already, in
-        whatever words, changes nothing. Where they are too many, those of the newest quorums are dropped.
+        A notice that comes before its quorum is kept for it. A notice of a quorum that is over, or a repeated one in
+        any words, changes nothing. If there are too many, those of the newest quorums are dropped.
 
-        Returns: whether it breaks the quorum that is held: what runs in it must be aborted.
+        Returns: whether it breaks the held quorum, so that what runs in it must be aborted.
         """
         if (self._held is not None and notice.key < self._held) or _identity(notice) in map(_identity, self._notices):
             return False
@@ -49,13 +49,13 @@ class Losses:
         return True
 
     def ends(self, error: QuorumBroken) -> None:
-        """Keep that the quorum that is held is over, though nobody told of a loss."""
+        """Note that the held quorum is over, although no loss was reported."""
         self._over = error
         self._judge()
 
     @property
     def of_held(self) -> tuple[LossNotice, ...]:
-        """Return what has broken the quorum that is held; empty while it stands."""
+        """Return the notices that have broken the held quorum; () while it stands."""
         return tuple(notice for notice in self._notices if notice.key == self._held) if self._notices else ()
 
     def _judge(self) -> None:
@@ -68,5 +68,5 @@ class Losses:
 
 
 def _identity(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
-    """Return what a notice tells; the reason is a sentence for people."""
+    """Return what a notice is about; the reason is a sentence for people."""
     return notice.key, notice.replica_id, notice.session, notice.lives

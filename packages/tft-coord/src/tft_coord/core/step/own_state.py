@@ -1,8 +1,8 @@
-"""The state that a rank holds, as the step knows it: how many steps, by which way, whole or not.
+"""The state that a rank holds, as the step knows it: its steps, its lineage, and whether it is intact.
 
-Only three things change it: a commit, a recovery, and the user who loads a checkpoint.
+Only three events change it: a commit, a recovery, and a checkpoint that the user loads.
 
-Law of this file: counting and folding. When a commit or a recovery has happened is decided elsewhere.
+Law of this file: counting and folding. Other files decide when a commit or a recovery has happened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OwnState:
     """The state of one rank.
 
     Args:
-        job: whose fresh state it begins with.
+        job: it begins with the fresh state of this job.
     """
 
     def __init__(self, job: str) -> None:
@@ -44,10 +44,10 @@ class OwnState:
         self.live = True
 
     def planned(self, plan: Plan) -> None:
-        """Learn from a plan: a lineage that was unknown, or that the last comparison found this state to be right."""
+        """Learn from a plan: a lineage that was unknown, or that the last comparison has confirmed this state."""
         holds = plan.replica_rank in plan.up_to_date
         if not plan.heal and plan.step == self.step and self.lineage is None and holds:
-            # A state loaded without a lineage gets the one that this quorum gives to whoever heals from it.
+            # A state loaded without a lineage gets the one that this quorum gives to replicas that heal from it.
             self.lineage = plan.lineage
         if not plan.heal and holds and self.check is not None and self._diverged_step < self.check.step == self.step:
             self.divergences = 0
@@ -75,14 +75,15 @@ class OwnState:
 
     @property
     def lineage_before_check(self) -> int | None:
-        """What the lineage was before the last comparison made the digest a part of it; None: it is not of that."""
+        """Return the lineage from before the last comparison, which made the digest a part of it; None: another
+        lineage."""
         check = self.check
         return check.before if check is not None and check.after == self.lineage else None
 
     # --- whether all hold the same state ------------------------------------------------------------------------------
 
     def is_due(self, every: int) -> bool:
-        """Whether the state is to be compared before the next request: once a step, whatever fails in it.
+        """Return whether the state must be compared before the next request: once a step, whatever fails in it.
 
         Args:
             every: steps between two comparisons; 0: none.
@@ -91,11 +92,12 @@ class OwnState:
         return due and self.lineage is not None
 
     def is_due_next(self, every: int) -> bool:
-        """Whether the state is to be compared after the next commit, which every replica finds alike."""
+        """Return whether the state must be compared after the next commit, which every replica finds alike."""
         return every > 0 and (self.step + 1) % every == 0
 
     def compared(self, digest: bytes | None) -> None:
-        """Make the state's digest a part of the lineage, so that the plan heals who holds another. None: unknown."""
+        """Make the state's digest a part of the lineage, so that the plan heals replicas with another one. None:
+        unknown."""
         self._compared_step = self.step
         if digest is not None:
             assert self.lineage is not None, "a comparison of a state without a lineage"
@@ -103,7 +105,8 @@ class OwnState:
             self.lineage = self.check.after
 
     def diverges_from(self, own: Mapping[str, Any]) -> bool:
-        """Whether this rank heals because a comparison told its state from the source's, not because it is behind.
+        """Return whether this rank heals because a comparison found its state different from the source's, not because
+        it is behind.
 
         Args:
             own: the source's part.
@@ -159,7 +162,7 @@ def _is_count(value: object) -> bool:
 
 
 def _check_of(own: Mapping[str, Any]) -> Check | None:
-    """Return the last comparison that a source's part tells of; None if it tells of none, or of nothing readable."""
+    """Return the last comparison in a source's part; None if there is none, or an unreadable one."""
     try:
         step, before, after = own["check"]
         return Check(int(step), int(before, 16), int(after, 16))

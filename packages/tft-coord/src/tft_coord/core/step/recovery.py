@@ -1,9 +1,9 @@
-"""Live state between replicas: who serves, who heals, and in which stages, a whole group at a time.
+"""Live state between replicas: which serve, which heal, and in which stages, a whole group at a time.
 
-All ranks of a group have staged what they fetched, and found where it belongs, before one of them loads; and all have
-loaded before one goes on. From the first load on until the last, the state is torn: neither the old nor the new one.
+All ranks of a group have staged the fetched state, and found where it belongs, before one of them loads it. All have
+loaded it before one goes on. From the first load to the last, the state is torn: neither the old nor the new one.
 
-Law of this file: the stages and their votes. What a state is, and how it crosses, is the shell's.
+Law of this file: the stages and their votes. The shell knows what a state is, and transfers it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tft_coord.core.types import Plan, Purpose
 
 VOTE_OF = {Stage.FETCH: Purpose.STAGED, Stage.SPREAD: Purpose.SPREAD, Stage.MATCH: Purpose.MATCHED}
 VOTE_OF[Stage.LOAD] = Purpose.LOADED
-# What another rank could not do, where this one could.
+# The operation that another rank failed to do, where this one succeeded.
 _COULD_NOT = {
     Purpose.STAGED: "fetch",
     Purpose.SPREAD: "take over",
     Purpose.MATCHED: "find the meshes for",
     Purpose.LOADED: "load",
 }
-# A rank that was lost makes these a no as well; then this process can't go on, and heals no more.
+# The loss of a rank makes these a no as well; this process can't go on then, and heals no more.
 _LOST_RANK_SHOWS = (Purpose.SPREAD, Purpose.WITHOUT_OWN, Purpose.LOADED)
 
 
@@ -45,8 +45,8 @@ class Recovery:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._awaits: Stage | Purpose | None = None  # what the shell is to tell next
-        self._error: Exception | None = None  # of this rank, in the stage that is voted on
+        self._awaits: Stage | Purpose | None = None  # the next report that the shell owes
+        self._error: Exception | None = None  # of this rank, in the stage under vote
         self._again = ""
         self._in_vain = False
         self._own: Mapping[str, Any] | None = None  # the source's part
@@ -56,7 +56,7 @@ class Recovery:
     # --- beginning ----------------------------------------------------------------------------------------------------
 
     def strategy_exchanges(self, event: on.StrategyExchanges, now_ms: int) -> Effects:
-        """Raises: UsageError: no attempt is open."""
+        """Note that a strategy exchanges state. Raises: UsageError: no attempt is open."""
         self._check_open()
         self._books.by_strategy = True
         return ()
@@ -66,7 +66,7 @@ class Recovery:
             raise UsageError("exchange_state was called outside a step; call it after start_quorum")
 
     def exchange_asked(self, event: on.ExchangeAsked, now_ms: int) -> Effects:
-        """Raises: UsageError: no attempt is open."""
+        """Begin the exchange of state. Raises: UsageError: no attempt is open."""
         self._check_open()
         books, last = self._books, self._books.flights.last
         plan = last.plan
@@ -113,7 +113,7 @@ class Recovery:
         return self._agree(plan, VOTE_OF[event.stage], error)
 
     def _agree(self, plan: Plan, purpose: Purpose, error: Exception | None, *, yes: bool = True) -> Effects:
-        """Go on where all ranks of this group can."""
+        """Go on if all ranks of this group can."""
         self._error = error
         self._awaits = purpose
         yes = yes and error is None
@@ -147,7 +147,7 @@ class Recovery:
     def _place(self, plan: Plan) -> Effects:
         """Find where the fetched parts belong. The user's functions may run collectives for that: all ranks, or none.
 
-        A whole state of an island says nothing of what is cut here, so there every rank needs its own.
+        The whole state of a rank0-only group does not say how it is cut here, so every rank there needs its own state.
         """
         if not self._books.settings.is_island:
             return self._agree(plan, Purpose.WITHOUT_OWN, None, yes=not self._needs_own)
@@ -159,7 +159,7 @@ class Recovery:
         return (do.MatchState(plan),)
 
     def _load(self, plan: Plan) -> Effects:
-        """Have the state loaded, unless it is a comparison that told it from the own one and that is to stop."""
+        """Load the state, unless a comparison found it different from this rank's own and the settings say stop."""
         books = self._books
         own = books.own
         assert self._own is not None, "a state without the source's own part"
@@ -195,19 +195,20 @@ class Recovery:
         return (do.ReportHealed(plan),)
 
     def _failed(self, plan: Plan, error: Exception) -> Effects:
-        """Fail the attempt, and end this process where the next one would fail in the same way."""
+        """Fail the attempt, and end this process if the next one would fail in the same way."""
         books, last = self._books, self._books.flights.last
         last.healing = Healing.FAILED
-        books.failed_heals += not self._in_vain  # it may be the sources' fault: the next quorum names others first
+        books.failed_heals += not self._in_vain  # the sources may be at fault: the next quorum names others first
         last.note(error)
         if books.own.torn:
-            # What is in flight was begun from a state that is not here any more.
+            # The attempts in flight began from a state that is gone.
             books.flights.fail_deferred(error)
         is_over = bool(self._again) and self._unloadable.again(self._again)
         self._over()
         orders: list[do.Effect] = [do.ReportHealFailed(last.name, error, is_over)]
         if not last.is_asynchronous:
-            # The others count on this group's gradients: end the reduction for them, rather than let them wait.
+            # The others count on this group's gradients: the abort ends the reduction for them, so that they do not
+            # wait.
             orders.append(do.AbortGroup())
         if is_over:
             settings = books.settings
@@ -239,7 +240,7 @@ class Recovery:
         return ()
 
     def state_registered(self, event: on.StateRegistered, now_ms: int) -> Effects:
-        """A replica that has healed in this attempt has not got this piece, so it heals once more."""
+        """Heal once more if the replica has healed in this attempt, because it has not received this piece."""
         books = self._books
         attempt = books.flights.last.name.attempt
         if attempt > 0 and books.healed_in == attempt:
@@ -248,7 +249,8 @@ class Recovery:
         return (do.WarnLateState(),) if attempt > 1 and event.compared else ()
 
     def state_loaded(self, event: on.StateLoaded, now_ms: int) -> Effects:
-        """Raises: StateUnavailable: it is no state of a Manager. Nothing has changed then."""
+        """Take over a state from outside. Raises: StateUnavailable: it is no state of a Manager. Nothing has changed
+        then."""
         own, flights = self._books.own, self._books.flights
         own.loaded(event.state)
         self._books.changed = "a state was loaded by hand"

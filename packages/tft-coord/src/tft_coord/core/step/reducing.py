@@ -1,9 +1,10 @@
-"""Who gives what to a reduction, and what divides it.
+"""The inputs of a reduction: which members give what, and the divisor.
 
-Inside a step a member either gives or, while it heals or is a spare, takes part with what changes nothing. After an
-error of the step it stays out, and ends for the others what they would wait for in vain. Between a verdict and the next
-quorum nothing is at stake any more: whoever has a usable group takes part, and gives if it has committed the step, so
-that a mean is over those that did. How many they are nobody knows beforehand, so that mean is always a weighted one.
+Inside a step a member either gives its tensor or, while it heals or is a spare, takes part with values that change
+nothing. After an error of the step it stays out, and ends for the others what they would wait for in vain. Between a
+verdict and the next quorum no step can fail any more. Each member with a usable group takes part, and gives if it has
+committed the step, so that a mean is over those that did. Their number is unknown beforehand, so that mean is always a
+weighted one.
 
 Law of this file: numbers about a reduction; tensors are the shell's.
 """
@@ -22,7 +23,7 @@ from tft_coord.core.step.values import Phase, StepName
 from tft_coord.core.types import Plan
 
 # Weights are counts (samples, tokens), and their sum is known only after the reduction. This factor keeps products with
-# any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two rounds nothing.
+# any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two causes no rounding.
 WEIGHT_SCALE: Final = 2.0**-32
 
 _LOST: Final[Effects] = (do.LoseReduction(),)
@@ -31,14 +32,14 @@ _KEPT: Final[Effects] = (do.KeepTensor(),)
 
 
 def mean_factors(num_participants: int) -> tuple[float, float]:
-    """Return what each participant's tensor is multiplied by before a sum, and what the sum is divided by after it.
+    """Return the factor of each participant's tensor before a sum, and the divisor of the sum after it.
 
-    A sum overflows where its mean does not, so the scaling comes first. It is a power of two, which rounds nothing, so
-    that the mean is bit for bit that of a sum divided afterwards, as torch's hybrid sharding makes it. For 2, 4 or 8
-    participants nothing is left to do after the sum: there is one pass over the memory.
+    A sum overflows where its mean does not, so the scaling comes first. The factor is a power of two, which causes no
+    rounding. The mean is therefore bit for bit that of a sum divided afterwards, as torch's hybrid sharding makes it.
+    For 2, 4 or 8 participants the divisor is 1: there is one pass over the memory.
     """
     number = max(num_participants, 1)
-    power = 1 << (number - 1).bit_length()  # the least that is not below
+    power = 1 << (number - 1).bit_length()  # the smallest power of two that is not below `number`
     return 1.0 / power, number / power
 
 
@@ -54,7 +55,10 @@ class Reducing:
         self._books = books
 
     def weight_set(self, event: on.WeightSet, now_ms: int) -> Effects:
-        """Raises: UsageError: outside a step, or another weight than that which a reduction of this step has used."""
+        """Set the weight of this step.
+
+        Raises: UsageError: no step is open, or a reduction of this step has used another weight.
+        """
         flights = self._books.flights
         attempt = flights.last
         if flights.phase is Phase.IDLE:
@@ -117,11 +121,11 @@ class Reducing:
         return do.ReportError(name, error, inside), *_LOST
 
     def _enters(self, weight: float | None, plan: Plan, *, gives: bool, inside: bool) -> float | None:
-        """Return what this member enters into the sum of the weights of a mean, scaled; None: the mean has no weights.
+        """Return this member's part of the sum of the weights of a mean, scaled; None: the mean has no weights.
 
-        The only participant's gradient is the mean, to the last bit, whatever its weight; so that weight is one.
+        The only participant's gradient is the mean, to the last bit, whatever its weight; that weight is therefore one.
         """
-        if weight is None and not inside:  # how many give shows in the sum, and nowhere else
+        if weight is None and not inside:  # only the sum shows how many members give
             return 1.0 / max(plan.num_participants, 1) if gives else 0.0
         weight = self._books.flights.last.weight if weight is None else weight
         if weight is None:

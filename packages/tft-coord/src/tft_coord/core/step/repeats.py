@@ -1,6 +1,6 @@
-"""Which failure has come twice in a row, so that a third attempt would fail in the same way.
+"""Failures that have come twice in a row, so that a third attempt would fail in the same way.
 
-Law of this file: sentences only; what a repeated failure means is decided elsewhere.
+Law of this file: sentences only; other files decide what a repeated failure means.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ _CHANGES = re.compile(r"0x[0-9a-fA-F]+")  # the address of an object, in its rep
 
 @final
 class Repeats:
-    """Remembers the last failure.
+    """A memory of the last failure.
 
-    Attempts that failed for another kind of reason, such as a lost peer, are not reported here and do not count.
+    Failures of another kind, such as a lost peer, are not reported here and do not count.
     """
 
     def __init__(self) -> None:
         self._last: str | None = None
 
     def again(self, sentence: str) -> bool:
-        """Take note of a failure. Returns: whether it is the one before, but for the addresses of objects."""
+        """Note a failure. Returns: whether it equals the last one, apart from the addresses of objects."""
         before, self._last = self._last, _CHANGES.sub("0x", sentence)
         return before == self._last
 

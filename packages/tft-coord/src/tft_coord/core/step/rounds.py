@@ -1,7 +1,7 @@
-"""The rounds of a standing quorum: what a rank's word says, what its sum means, and what news of the quorum changes.
+"""The rounds of a standing quorum: the content of a rank's word, the meaning of the sum, and the effect of news.
 
-Law of this file: what a step adds to `tft_coord.core.standing`, which decides. An attempt without a word passes here
-unchanged.
+Law of this file: the step's additions to `tft_coord.core.standing`, which decides. An attempt without a word passes
+here unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tft_coord.core.step.books import Books
 
 
-# So long a rank with an error waits for the others' words. They may wait in a reduction that it has left, and then only
-# an abort of its process group tells them.
+# A rank with an error waits for the others' words for so long. The others may wait in a reduction that it has left, and
+# then only an abort of its process group tells them.
 ERROR_IS_SAID_FOR_MS: Final = 1_000
 
 
@@ -60,17 +60,20 @@ class Rounds:
         )
 
     def can_send(self, plan: Plan) -> bool:
-        """Whether the process group of that quorum is there to send a word."""
+        """Return whether the process group of that quorum can send a word."""
         books = self._books
         return books.losses.broken is None and books.configured == plan.key and not books.is_aborted
 
     def has_left_reductions(self, attempt: Attempt) -> bool:
-        """Whether this rank has an error and did fewer or more reductions than in its last commit: the others may wait
-        in one of them, where no word reaches them."""
+        """Return whether this rank has an error and did another number of reductions than in its last commit.
+
+        The others may wait in one of these reductions, where no word reaches them.
+        """
         return attempt.error is not None and attempt.num_reductions != self._books.num_reductions
 
     def unheard(self, attempt: Attempt) -> Effects:
-        """The word does not complete, so this group does not commit: nobody shall wait for this rank in its round."""
+        """Abort, because the word does not complete and this group does not commit: no member may wait for this
+        rank."""
         attempt.is_unheard = True
         return self._aborted()
 
@@ -87,17 +90,20 @@ class Rounds:
             attempt.agreed = standing.summed(sums, self._lineage(attempt, plan))
 
     def _lineage(self, attempt: Attempt, plan: Plan) -> int | None:
-        """Return the lineage that the round started from. Whoever has not got the reference yet takes the plan's, and
-        so does whoever has compared its state for a later attempt while this one was in flight."""
+        """Return the lineage that the round started from.
+
+        A rank that has not received the reference yet uses the plan's. So does a rank that has compared its state for a
+        later attempt while this one was in flight.
+        """
         own = self._books.own
         holds = attempt.healing is Healing.LOADED or plan.replica_rank in plan.up_to_date
         return own.lineage if holds and own.lineage_before_check != plan.lineage else plan.lineage
 
     def decided(self, attempt: Attempt | None, *, yes: bool, stands: bool) -> Effects:
-        """Take the verdict. Returns: a group that does not commit aborts, so that nobody waits for it.
+        """Take the verdict; a group that does not commit aborts, so that no member waits for it.
 
-        Where the sum of all words is a no, nobody goes on, and all know it. Then it is time enough before the next
-        request: until then the members may reduce what is said of the step that is over.
+        If the sum of all words is a no, no member goes on, and all know it. The abort can then wait until the next
+        request: until then the members may run reductions about the step that is over.
         """
         if attempt is None or not attempt.speaks or attempt.abandoned is not None:
             return ()
@@ -111,7 +117,7 @@ class Rounds:
         return self._aborted()
 
     def given_up(self) -> Effects:
-        """What is in flight, or open, never ends here: the others wait for its word in vain."""
+        """Give up what is in flight or open: it never ends here, and the others wait for its word in vain."""
         books = self._books
         if books.standing.speaks and books.standing.round_step is not None:
             books.standing.decided(yes=False, stands=False)
@@ -119,7 +125,7 @@ class Rounds:
         return ()
 
     def left_open(self) -> Effects:
-        """The next attempt begins: abort where the last one was a no, or was not ended."""
+        """Abort at the start of the next attempt if the last one was a no, or was not ended."""
         flights = self._books.flights
         aborts, self._books.aborts_at_start = self._books.aborts_at_start, False
         if aborts:
@@ -147,7 +153,7 @@ class Rounds:
         return self.broken() if breaks and standing.speaks else ()
 
     def broken(self) -> Effects:
-        """The quorum that is held is over, though nobody told of a loss."""
+        """Note that the held quorum is over, although no loss was reported."""
         books, key = self._books, self._books.standing.key
         if key is None or key != books.held or books.losses.broken is not None:
             return ()

@@ -1,4 +1,4 @@
-"""What the step is like, as a frozen value for every reader.
+"""The status of the step, as a frozen value for every reader.
 
 Law of this file: facts, and what follows from them alone; nothing is decided.
 """
@@ -19,8 +19,8 @@ class AttemptStatus:
     """One attempt that was put aside and is not over.
 
     Args:
-        name, plan: None is the plan if there was no quorum for it.
-        error: the first thing that failed in it or with it; None: nothing.
+        name, plan: the plan is None if there was no quorum for it.
+        error: the first failure in it or with it; None: no failure.
         abandoned: why it has failed with others, on all ranks of the group; None: it may still commit, or fail alone.
     """
 
@@ -31,20 +31,21 @@ class AttemptStatus:
 
 
 class StepStatus(NamedTuple):
-    """One rank's step, between two events. A tuple, because it is made several times a step.
+    """One rank's step, between two events. It is a tuple, because it is made several times a step.
 
     Args:
         step, batches_committed, lineage, live, torn: of the state that this rank holds, as in `Member`.
         check: the last comparison of the user's state, or None.
-        divergences: comparisons in a row at which this replica's state was not that of the others.
+        divergences: comparisons in a row at which this replica's state differed from that of the others.
         name, phase, plan, healing, is_asynchronous, is_participating, has_reduced, is_abandoned, errors: of the attempt
             that was begun last, whether it is open or not.
         verdict: of that attempt; None while there is none.
-        exchanged: state was given or taken in it, or nobody wanted any.
+        exchanged: state was given or taken in it, or no member wanted any.
         fatal: why this process can't go on, or None.
-        broken: why nothing can be started in the quorum that is held, or None.
-        held, configured: keys of the quorum that this rank was given last, and that its process group is built for.
-        pends: the plan is not here, or the process group is not built.
+        broken: why nothing can start in the held quorum, or None.
+        held, configured: keys of the newest quorum that this rank was given, and of the one that its process group is
+            built for.
+        pends: the plan has not arrived, or the process group is not built.
         excused: the attempt is the first after a start, a recovery or a reconfiguration, or has no quorum.
         healed_in: the last attempt in which the state came from a source, or None.
         num_deferred: attempts beside the open one that may still commit.
@@ -52,11 +53,11 @@ class StepStatus(NamedTuple):
         failed_quorums, commit_failures: attempts in a row that had no quorum, or that did not commit.
         is_left_out: as a straggler; no quorum comes.
         by_strategy: a strategy decides when state is exchanged.
-        wishes: somebody wishes that this replica leaves.
+        wishes: a leave of this replica is wished.
         left: it has left; no step begins any more.
         leave_reason: one phrase.
-        losses: what has broken the quorum that is held; empty while it stands.
-        standing: where this rank stands with its quorum: whether the next step asks the lighthouse.
+        losses: the notices that have broken the held quorum; empty while it stands.
+        standing: the rank's state in its quorum: whether the next step asks the lighthouse.
     """
 
     step: int
@@ -103,7 +104,7 @@ class StepStatus(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether an attempt is open."""
+        """Return whether an attempt is open."""
         return self.phase is not Phase.IDLE
 
     @property
@@ -113,14 +114,17 @@ class StepStatus(NamedTuple):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the open attempt is as it was begun: nothing reduced, nothing failed, nothing voted."""
+        """Return whether the open attempt is as it was begun: nothing reduced, nothing failed, nothing voted."""
         is_open = self.phase is Phase.ASKED or self.phase is Phase.PLANNED
         return is_open and not self.errors and self.broken is None and not self.has_reduced
 
     @property
     def speaks_first(self) -> bool:
-        """Whether this rank sends its word of the round before it takes the state that it needs, in the midst of its
-        attempt: else all would wait at their ends for that transfer. The shell tells `WordAsked` when it may."""
+        """Return whether this rank sends its word of the round before it takes the state that it needs.
+
+        Otherwise all members would wait at their ends for that transfer. The shell reports `WordAsked` when the word
+        may go.
+        """
         plan = self.plan
         if plan is None or plan.lease_ms is None or self.num_deferred or self.exchanged:
             return False
@@ -134,9 +138,9 @@ class StepStatus(NamedTuple):
         return None
 
     def own_state(self) -> dict[str, Any]:
-        """Return this rank's own part of what a replica that heals receives.
+        """Return this rank's own part of the state that a healing replica receives.
 
-        It fits a plan whose reference is this rank's own step and lineage. To be asked where the lineage is known.
+        It fits a plan whose reference is this rank's own step and lineage. The lineage must be known.
         """
         assert self.lineage is not None, "the state of a boundary without a lineage"
         return own_state(self.step, self.lineage, self.batches_committed, self.check)
@@ -146,7 +150,7 @@ class StepStatus(NamedTuple):
         state: dict[str, int | str] = {"step": self.step, "batches_committed": self.batches_committed}
         lineage = self.lineage
         if self.check is not None and lineage == self.check.after:
-            lineage = self.check.before  # whoever loads it compares anew, at this very step
+            lineage = self.check.before  # a replica that loads it compares anew, at this very step
         if lineage is not None:
             state["lineage"] = f"{lineage:016x}"
         return state

@@ -1,4 +1,4 @@
-"""What goes wrong, whoever tells it: errors of an attempt, losses of members, the loss of this group.
+"""Failures, from any source: errors of an attempt, losses of members, the loss of this group.
 
 Law of this file: which attempt an error counts for, and what a loss breaks.
 """
@@ -16,7 +16,7 @@ from tft_coord.core.step.values import Phase, StepName
 
 @final
 class Troubles:
-    """The errors and losses that one rank is told.
+    """The errors and losses that one rank hears of.
 
     Args:
         books: what the rank knows.
@@ -29,7 +29,8 @@ class Troubles:
         return self._noted(event.error, event.name)
 
     def user_reported_error(self, event: on.UserReportedError, now_ms: int) -> Effects:
-        """An error between two steps fails none; a shutdown before the next one is then no finish."""
+        """Note an error that the user reports. One between two steps fails no step, but makes a shutdown before the
+        next one unclean."""
         self._books.failed_between = self._books.flights.phase is Phase.IDLE
         return self._noted(event.error, None)
 

@@ -1,4 +1,4 @@
-"""The values that the step speaks about: its phases, its names, its settings.
+"""The values of the step: its phases, its names, its settings.
 
 Law of this file: frozen values without behaviour beyond comparing and printing themselves.
 """
@@ -13,16 +13,16 @@ from tft_coord.timeouts import Timeouts
 
 
 class Phase(enum.Enum):
-    """Where the open attempt is."""
+    """The phase of the open attempt."""
 
     IDLE = "idle"  # no attempt is open: before the first start, and after a verdict
     ASKED = "asked"  # a quorum was asked for
     PLANNED = "planned"  # the plan is known
-    FAILED = "failed"  # there is no quorum for this attempt
+    FAILED = "failed"  # this attempt has no quorum
 
 
 class Healing(enum.Enum):
-    """How far this attempt's recovery is."""
+    """The stage of this attempt's recovery."""
 
     NONE = "none"
     FETCHING = "fetching"
@@ -34,14 +34,14 @@ class Stage(enum.Enum):
     """The stages of a recovery, in their order."""
 
     FETCH = "fetch"  # the state is fetched from a source
-    SPREAD = "spread"  # an island's rank 0 has given it to the other ranks
+    SPREAD = "spread"  # rank 0 of a rank0-only group has given it to the other ranks
     MATCH = "match"  # this rank's own state says where the fetched parts belong
     LOAD = "load"  # the user's functions have applied it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """What the decisions depend on; the same on every rank of a group, but for `rank` and `stands_by`.
+    """The settings that the decisions depend on; the same on every rank of a group, except `rank` and `stands_by`.
 
     Args:
         replica_id, rank, world_size: of this process; for sentences, and for whether a group has to agree.
@@ -49,9 +49,9 @@ class StepSettings:
         check_every: committed steps between two comparisons of the user's state; 0: none.
         heals_divergence: a replica whose state differs heals once before it stops.
         is_island: rank 0 fetches, serves and reduces for all ranks of this group.
-        stands_by: another rank of this island does so for this one.
-        lease_ms: how long this rank goes on in a standing quorum without hearing from the lighthouse; 0: it speaks the
-            word of a round and asks in every step; None: it speaks no word.
+        stands_by: another rank does so for this one.
+        lease_ms: how long this rank goes on in a standing quorum without hearing from the lighthouse. 0: it exchanges
+            the word of a round and asks in every step. None: it exchanges no word.
         timeouts: of the job.
     """
 
@@ -74,11 +74,11 @@ class StepSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """What a reduction, an error and a vote belong to.
+    """The name to which a reduction, an error and a vote belong.
 
     Args:
         attempt: counts the starts; makes the name unique even where there was no quorum. 0: no attempt's.
-        step: committed steps before it, those that are in flight before it counted as if they were.
+        step: committed steps before it; attempts in flight before it count as committed.
         key: of the quorum; None until there is one.
     """
 
@@ -92,10 +92,10 @@ class StepName:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What the last comparison of the user's state did to the lineage, here or at the source of a recovery.
+    """The effect of the last comparison of the user's state on the lineage, here or at the source of a recovery.
 
     Args:
-        step: at which it was.
+        step: of the comparison.
         before, after: the lineage.
     """
 
