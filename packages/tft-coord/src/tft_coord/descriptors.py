@@ -1,9 +1,9 @@
-"""How many files this process may open, and a word before it may open none.
+"""The limit of open files of this process, and a warning before it is reached.
 
-Each connection is a descriptor. A process that has none left accepts no connection, opens no log and dials nobody, so
-its limit is raised as far as the system lets it, and the operator hears before it is reached.
+Each connection is a descriptor. A process without free descriptors accepts no connection, opens no log and dials no
+server. Its limit is therefore raised as far as the system allows, and the operator is warned before it is reached.
 
-Law of this file: the limit and how near it is; who opens what is not known here.
+Law of this file: the limit and the distance to it; other code opens the files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, final
 
 logger = logging.getLogger(__name__)
 
-MOST: Final = 1 << 20  # where the limit says "any number"
+MOST: Final = 1 << 20  # for a limit of "any number"
 NEAR: Final = 0.9  # of the limit
 LOOK_EVERY_S: Final = 5.0
 AGAIN_S: Final = 60.0
@@ -29,23 +29,23 @@ def raise_limit() -> int:
     most = MOST if hard == resource.RLIM_INFINITY else hard
     if soft == resource.RLIM_INFINITY or soft >= most:
         return limit()
-    with suppress(OSError, ValueError):  # this system has a limit besides
+    with suppress(OSError, ValueError):  # this system has another limit as well
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return limit()
 
 
 def limit() -> int:
-    """How many files this process may open."""
+    """Return how many files this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
 @final
 class DescriptorWatch:
-    """Warns while few descriptors are left. To be used on one loop only.
+    """A watch that warns while few descriptors are left. It runs on one loop only.
 
     Args:
-        server: that needs them, for the message.
+        server: its user, for the message.
     """
 
     def __init__(self, server: str) -> None:
@@ -55,7 +55,7 @@ class DescriptorWatch:
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop the watch."""
         self._timer.cancel()
 
     def _look(self) -> None:
@@ -73,7 +73,7 @@ class DescriptorWatch:
 
 
 def _lowest_free() -> int:
-    """The number that the next file gets: so many are open, or a few more."""
+    """Return the number that the next file gets: as many files are open, or a few more."""
     try:
         free = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -24,15 +24,16 @@ class SettingError(CoordinationError, ValueError):
 
 
 class ProtocolError(CoordinationError, ValueError):
-    """A peer sent what the protocol does not allow: it speaks another version, or its frame was damaged."""
+    """A peer sent a message that the protocol does not allow: it speaks another version, or its frame was damaged."""
 
 
 class UnknownCall(ProtocolError):
-    """The server does not know this call, as torchft's lighthouse knows none of ours: do without, or start ours."""
+    """The server does not know this call, as torchft's lighthouse knows none of this project's: do without it, or start
+    tft-lighthouse."""
 
 
 class DeadlinePassed(CoordinationError, TimeoutError):
-    """Nobody answered in time: ask again, or look at what the message says it waited for."""
+    """No answer came in time: ask again, or look at what the message says it waited for."""
 
 
 class Unreachable(CoordinationError, ConnectionError):
@@ -52,8 +53,10 @@ class Refused(CoordinationError, RuntimeError):
 
 
 class JobOver(Refused):
-    """The job has ended at a later step than this replica is at, and nobody is left from whom it could heal: use the
-    result of that step, or start a new run."""
+    """The job has ended at a later step than this replica's, and no replica is left from which it could heal.
+
+    Use the result of that step, or start a new run.
+    """
 
 
 class StaleQuorum(CoordinationError, RuntimeError):

@@ -1,15 +1,15 @@
-"""What a forked child keeps of this process: nothing that says that its parent lives.
+"""Forked children of this process: they keep nothing that shows that their parent lives.
 
-A user's process forks whenever it likes (the workers of a DataLoader, `multiprocessing`, `os.fork`). The child gets a
-copy of every descriptor. A connection ends only when its last descriptor is closed, so others would learn of this
-process's death only after the child's. The child therefore lets go of ours as its first act.
+A user's process may fork at any time (the workers of a DataLoader, `multiprocessing`, `os.fork`). The child gets a copy
+of every descriptor. A connection ends only when its last descriptor is closed, so peers would learn of this process's
+death only after the child's. The child therefore releases this package's descriptors as its first act.
 
-It does not close a descriptor but puts the null device in its place: grpc still knows the number and may close it once
-more. It never shuts a connection down, because that ends the connection for the parent too. It destroys nothing of
-grpc's or asyncio's, because that would wait for threads that the child does not have, and take sockets out of an epoll
-that it shares with the parent.
+The child does not close a descriptor but puts the null device in its place, because grpc still knows the number and may
+close it once more. The child never shuts a connection down, because that ends the connection for the parent too. It
+destroys no object of grpc or asyncio. That would wait for threads that the child does not have, and take sockets out of
+an epoll that it shares with the parent.
 
-Law of this file: what happens in the child; each owner says what is its own.
+Law of this file: the actions in the child; each owner names its own descriptors.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What a forked child has a copy of.
+    """The descriptors and objects of which a forked child has a copy.
 
     Args:
-        descriptors: the child lets go of these; negative ones are none.
-        ports: and of sockets that listen at these ports, or were accepted there.
-        places: and of connections to these numeric addresses, each at its port.
+        descriptors: the child releases these; negative ones are ignored.
+        ports: the child also releases sockets that listen at these ports, or were accepted there.
+        places: the child also releases connections to these numeric addresses, each at its port.
         kept: objects that the child must never destroy.
     """
 
@@ -48,10 +48,10 @@ class Inheritance:
 
 
 class Owner(Protocol):
-    """What owns descriptors or threads that a child must not keep."""
+    """An owner of descriptors or threads that a child must not keep."""
 
     def forked(self) -> Inheritance:
-        """Become of no use, in the child; called there once, by its only thread."""
+        """Make the owner useless in the child; called there once, by its only thread."""
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
@@ -60,7 +60,7 @@ _hooked = False
 
 
 def let_go_in_child(owner: Owner) -> None:
-    """From now on each forked child asks this owner what to let go of; the owner is held weakly."""
+    """Register an owner, which each forked child asks what to release; the reference to the owner is weak."""
     global _hooked
     with _hooking:
         _owners.add(owner)
@@ -91,10 +91,10 @@ def _in_child() -> None:
 
 
 def _sockets_at(ports: Collection[int], places: Collection[tuple[str, int]]) -> set[int]:
-    """The descriptors of the TCP sockets at one of these local ports, or connected to one of these places.
+    """Return the descriptors of the TCP sockets at one of these local ports, or connected to one of these places.
 
-    Only for a process of one thread: a time-out that is the default for new sockets is taken away meanwhile, or each
-    look would make its socket non-blocking, for the parent too.
+    Only a process with one thread may call this. The default timeout for new sockets is removed meanwhile, because it
+    would make each inspected socket non-blocking, for the parent too.
     """
     found = set()
     timeout = socket.getdefaulttimeout()
@@ -116,7 +116,7 @@ def _sockets_at(ports: Collection[int], places: Collection[tuple[str, int]]) -> 
                             found.add(descriptor)
                 finally:
                     look.detach()
-    except FileNotFoundError:  # no Linux: such a child lets go of what we have descriptors of
+    except FileNotFoundError:  # without Linux's /proc the child releases only the known descriptors
         return found
     finally:
         socket.setdefaulttimeout(timeout)

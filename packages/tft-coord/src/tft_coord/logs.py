@@ -1,6 +1,6 @@
-"""How the logs of the servers look to people: one format, and short replica ids.
+"""The format of the servers' logs for people: one format, and short replica ids.
 
-Law of this file: text of log lines; whole ids stay in the records' own fields, for machines.
+Law of this file: text of log lines; the records' own fields keep whole ids, for machines.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def logger_for_people(name: str) -> logging.Logger:
-    """The logger of that name; its lines have short replica ids."""
+    """Return the logger of that name; its lines have short replica ids."""
     logger = logging.getLogger(name)
-    logger.addFilter(_short_ids)  # the same one is added once
+    logger.addFilter(_short_ids)  # a repeated call adds nothing
     return logger
 
 
 def configure_process(level: int) -> None:
-    """For a process that is ours alone: lines of that level and above on standard error, with the time."""
+    """Configure a process of this package's own: log lines of that level and above on standard error, with the time."""
     logging.basicConfig(stream=sys.stderr, level=level, format=FORMAT)
 
 

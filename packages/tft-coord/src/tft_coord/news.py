@@ -1,6 +1,6 @@
-"""What a rank is told without having asked.
+"""The messages that a rank gets without a request.
 
-Law of this file: one name for all of it.
+Law of this file: one name for all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the kernel says of a process on this host: whether it is stopped.
+"""The kernel's view of a process on this host: whether it is stopped.
 
-Linux alone tells it in a file; elsewhere nobody is ever found stopped.
+Only Linux shows this in a file; on other systems no process is ever found stopped.
 
-Law of this file: reading /proc; who is looked at, and what it means, is decided elsewhere.
+Law of this file: reading /proc; other files decide which processes to look at, and what the result means.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STOPPED: Final = frozenset(b"Tt")  # by a signal, or by a debugger
 
 
 def this_process() -> LocalProcess | None:
-    """Return how this process is named to others; None where the kernel does not tell."""
+    """Return the identity of this process for others; None where the kernel does not show it."""
     place = _place(os.getpid())
     stat = _stat(os.getpid())
     return None if place is None or stat is None else LocalProcess(os.getpid(), stat[1], *place)
@@ -34,17 +34,17 @@ def _place(_pid: int) -> tuple[str, int] | None:  # a forked child may be in ano
 
 
 def is_stopped(process: LocalProcess) -> bool:
-    """Return whether a process of this host is stopped now; False: it runs, has ended, or nothing can be told."""
+    """Return whether a process of this host is stopped now; False: it runs, has ended, or its state is unknown."""
     stat = _stat(process.pid)
     return stat is not None and stat[1] == process.started and stat[0] in _STOPPED
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
-    """Return the state of a process, one letter, and when it started."""
+    """Return the state of a process, one letter, and its start time."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             line = file.read(4096)
-        # The name in brackets may have anything in it, brackets too. Field 3 is the state, field 22 the start.
+        # The name in brackets may contain anything, even brackets. Field 3 is the state, field 22 the start time.
         fields = line[line.rindex(b")") + 2 :].split()
         return fields[0][0], int(fields[19])
     except (OSError, ValueError, IndexError):

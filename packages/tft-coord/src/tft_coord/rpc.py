@@ -1,11 +1,14 @@
 """grpc, imported so that a process that forks does not crash in it.
 
-grpc's C library runs handlers of its own around each fork of a process that has imported it. Where another thread is
-inside grpc at that moment, and ours always is, they log a line, and now and then they crash the child or the parent.
-The library reads `GRPC_ENABLE_FORK_SUPPORT` once, while `grpc` is imported, so it is set for the length of that import
-and then put back: programs that this process starts do not inherit it. A user who has set the variable has decided.
+grpc's C library runs its own handlers around each fork of a process that has imported it. If another thread is inside
+grpc at that moment, as this package's threads always are, the handlers log a line. Now and then they crash the child or
+the parent.
 
-This is our one module whose import does something. The law of this file: every other module imports grpc from here.
+The library reads `GRPC_ENABLE_FORK_SUPPORT` once, while `grpc` is imported. This module sets the variable for that
+import only and then restores it, so that programs that this process starts do not inherit it. A variable that the user
+has set stays.
+
+This is the only module whose import has an effect. The law of this file: every other module imports grpc from here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One shared secret per job: who shows it may speak, nobody else.
+"""One shared secret for each job: only a caller that shows it is served.
 
-The secret travels as gRPC metadata `authorization: Bearer ...` on every call, and a server that has one answers
-nothing without it. One call of a stranger can end a replica or give the whole job other weights, so a server without a
-secret serves this machine alone, unless it is told to be insecure.
+The secret travels as gRPC metadata `authorization: Bearer ...` on every call, and a server with a secret answers
+nothing without it. One call of a stranger can end a replica or give the whole job other weights. A server without a
+secret therefore serves only this machine, unless it is told to be insecure.
 
-Law of this file: the secret, where it comes from, the comparison, and what is served without one; no sockets.
+Law of this file: the secret, its source, its comparison, and the rules without one; no sockets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tft_coord.errors import SettingError
 from tft_coord.transport.address import interface_of, is_loopback
 
 MAX_TOKEN_BYTES = 4096
-_MAX_FILE_BYTES = MAX_TOKEN_BYTES + 16  # with the ends of its line
+_MAX_FILE_BYTES = MAX_TOKEN_BYTES + 16  # with line endings
 METADATA_KEY = "authorization"
 INSECURE = "TFT_INSECURE"
 HOW_TO_SERVE_OTHERS = (
@@ -29,7 +29,7 @@ _PREFIX = "Bearer "
 
 
 def read_token(environment: Mapping[str, str]) -> str | None:
-    """The secret that the environment names, or None.
+    """Return the secret that the environment names, or None.
 
     Args:
         environment: TFT_TOKEN is the secret itself, TFT_TOKEN_FILE the file that holds it.
@@ -56,8 +56,8 @@ def read_token(environment: Mapping[str, str]) -> str | None:
 
 
 def _read_file(path: str) -> bytes:
-    """What the file holds, if that may be a secret. Raises: OSError, ValueError: it can't be."""
-    # Without O_NONBLOCK a pipe that nobody writes to would be waited for, for ever.
+    """Return the contents of the file if they may be a secret. Raises: OSError, ValueError: they can't be."""
+    # Without O_NONBLOCK the open call would wait for ever for the writer of a pipe.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("it is no regular file")
@@ -68,7 +68,8 @@ def _read_file(path: str) -> bytes:
 
 
 def read_insecure(environment: Mapping[str, str]) -> bool:
-    """Whether TFT_INSECURE asks to serve everybody without a secret. Raises: SettingError: it is neither 0 nor 1."""
+    """Return whether TFT_INSECURE asks to serve everybody without a secret. Raises: SettingError: it is neither 0 nor
+    1."""
     text = environment.get(INSECURE) or "0"
     if text not in ("0", "1"):
         raise SettingError(f"{INSECURE} is {text[:64]!r}; give 0 or 1")
@@ -76,10 +77,10 @@ def read_insecure(environment: Mapping[str, str]) -> bool:
 
 
 def bind_without_secret(bind: str) -> str:
-    """Where a server without a secret listens: at loopback only.
+    """Return where a server without a secret listens: at loopback only.
 
     Args:
-        bind: `host:port` that was asked for. All interfaces become `localhost`.
+        bind: the requested `host:port`. All interfaces become `localhost`.
     Raises: SettingError: it names an interface that other machines reach.
     """
     host = interface_of(bind)
@@ -91,7 +92,7 @@ def bind_without_secret(bind: str) -> str:
 
 
 def check_host_without_secret(name: str, host: str) -> None:
-    """Whether a server that serves this machine alone may be told of under that host.
+    """Check that a server without a secret may use that host as its name.
 
     Args:
         name: of the setting.
@@ -106,7 +107,10 @@ def check_host_without_secret(name: str, host: str) -> None:
 
 
 def check_token(token: str) -> str:
-    """The token itself. Raises: SettingError: it is empty, too long, or has characters that a header can't carry."""
+    """Return the token if it is valid.
+
+    Raises: SettingError: it is empty, too long, or has characters that a header can't carry.
+    """
     if not 0 < len(token) <= MAX_TOKEN_BYTES or not all("!" <= character <= "~" for character in token):
         raise SettingError(
             f"the shared secret must be 1 to {MAX_TOKEN_BYTES} printable ASCII characters without spaces; "
@@ -116,12 +120,12 @@ def check_token(token: str) -> str:
 
 
 def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """What a client sends with every call."""
+    """Return the metadata that a client sends with every call."""
     return () if token is None else ((METADATA_KEY, _PREFIX + token),)
 
 
 def admits(token: str | None, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-    """Whether a call with that metadata may be answered."""
+    """Return whether a call with that metadata may be answered."""
     if token is None:
         return True
     expected = (_PREFIX + token).encode()

@@ -1,4 +1,4 @@
-"""Waiting for a thread of ours that was told to end, for some seconds at most.
+"""Joining a thread of this package that was told to end, with a time limit.
 
 Law of this file: one wait.
 """
@@ -17,7 +17,8 @@ _WITHIN_S: Final = 10.0
 
 
 def join_within(thread: threading.Thread, within_s: float = _WITHIN_S) -> bool:
-    """Wait until the thread has ended; returns whether it has. One that has not is a daemon, and is left alone."""
+    """Wait until the thread has ended; return whether it has. A thread that has not ended is a daemon and keeps
+    running."""
     thread.join(within_s)
     if thread.is_alive():
         logger.warning(

@@ -1,7 +1,8 @@
-"""All waiting times in one value, a few numbers from which the rest follow.
+"""All timeouts in one value: a few numbers from which the others follow.
 
-Waiting times clash in ways that nobody sees until a machine dies: a heartbeat time-out below the beat interval takes
-the living for dead. So they are checked together, once, and the message names the two that clash.
+Timeouts can contradict each other in ways that stay hidden until a machine dies. For example, a heartbeat timeout below
+the beat interval declares living replicas lost. The numbers are therefore checked together, once, and the message names
+the two that clash.
 
 Law of this file: numbers and the order between them; nothing here waits.
 """
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 from tft_coord.errors import SettingError
 
-_DERIVED: Final[Any] = None  # not said: it follows from the others
+_DERIVED: Final[Any] = None  # the default of a number that follows from the others
 ROUND_TRIPS_TO_BE_BACK: Final = 3
 LONGEST_MS: Final = 7 * 24 * 3_600_000
 LEASE_BEATS_LEAST: Final = 4
@@ -21,7 +22,7 @@ LEASE_BEATS_LEAST: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Waiting times of one job, in milliseconds. A few are said, the others follow from them where they are not.
+    """The timeouts of one job, in milliseconds. A few have plain defaults; the defaults of the others follow from them.
 
     Args:
         timeout_ms: one reduction, one vote, one step's worth of waiting inside the group.
@@ -29,20 +30,20 @@ class Timeouts:
         join_timeout_ms: how long a quorum waits for healthy replicas that have not asked.
         connect_timeout_ms: from a trainer's start until it reaches its manager server and store.
         quorum_timeout_ms: a trainer's wait for the next quorum; also how long a lighthouse may be away. Default: a
-            minute, or more where `timeout_ms`, or the waiting for stragglers and then for the silent, takes longer;
-            70 s where the others are left as they are.
-        heal_timeout_ms: how long a member that heals, and whose bytes arrive, is waited for. Default: ten minutes, or
-            ten times `timeout_ms` if that is longer.
+            minute, or more where `timeout_ms`, or the wait for stragglers and then for silent replicas, takes longer;
+            70 s with the other defaults.
+        heal_timeout_ms: how long others wait for a healing member whose bytes arrive. Default: ten minutes, or ten
+            times `timeout_ms` if that is longer.
         slowest_step_ms: a trainer that is busy with its own part of a step for longer hangs; the first step after a
-            start, a healing or a reconfiguration may take any time. 0: nobody ever hangs.
-        beat_interval_ms: between signs of life on a stream. Default: a second, at most half of `heartbeat_timeout_ms`
-            and at most `slowest_step_ms`.
-        reconnect_grace_ms: a broken stream that is back within it was never broken. Default: 300, at most
+            start, a healing or a reconfiguration may take any time. 0: no trainer ever counts as hung.
+        beat_interval_ms: between heartbeats on a stream. Default: a second, at most half of `heartbeat_timeout_ms` and
+            at most `slowest_step_ms`.
+        reconnect_grace_ms: a broken stream that is back within this time counts as never broken. Default: 300, at most
             `heartbeat_timeout_ms`.
         quorum_tick_ms: how often the lighthouse looks at the clock. Default: 100, at most `heartbeat_timeout_ms`.
-        lease_ms: how long a replica that speaks the word of a round goes on in a standing quorum without hearing from
-            the lighthouse. 0: it asks in every step. The smallest of a quorum's members counts. Default: a minute, or
-            four times `beat_interval_ms` if that is longer.
+        lease_ms: how long a replica that exchanges the word of a round goes on in a standing quorum without hearing
+            from the lighthouse. 0: it asks in every step. The smallest of a quorum's members counts. Default: a minute,
+            or four times `beat_interval_ms` if that is longer.
     Raises: SettingError: a number is out of its range, or two of them clash; both are named.
     """
 
@@ -65,20 +66,20 @@ class Timeouts:
         for name, value in self._derived().items():
             if getattr(self, name) is _DERIVED:
                 object.__setattr__(self, name, value)
-        # A replica may miss one beat without being taken for dead.
+        # A replica may miss one beat without being declared lost.
         self._check("beat_interval_ms", 2, "heartbeat_timeout_ms")
         self._check("quorum_tick_ms", 1, "heartbeat_timeout_ms")
-        # A redial must come back before silence is judged.
+        # A redial must succeed before silence is judged.
         self._check("reconnect_grace_ms", 1, "heartbeat_timeout_ms")
-        # Beats tell who hangs; a step that is shorter than one can't be told from the next.
+        # Beats show which trainer hangs, and can't tell a step that is shorter than their interval from the next one.
         if self.slowest_step_ms:
             self._check("beat_interval_ms", 1, "slowest_step_ms")
-        # Answers to beats renew the lease. With fewer beats in it one late answer would stop the job.
+        # Answers to beats renew the lease. With fewer beats in it, one late answer would stop the job.
         if self.lease_ms:
             self._check("beat_interval_ms", LEASE_BEATS_LEAST, "lease_ms")
 
     def _derived(self) -> dict[str, int]:
-        # Stragglers are waited for, and then whoever has gone silent in the meantime is found out.
+        # A quorum waits for stragglers, and then for replicas that have gone silent in the meantime.
         waits_ms = self.join_timeout_ms + 2 * self.heartbeat_timeout_ms
         default_beat_ms = max(1, min(1_000, self.heartbeat_timeout_ms // 2, self.slowest_step_ms or 1_000))
         beat_ms = default_beat_ms if self.beat_interval_ms is _DERIVED else self.beat_interval_ms
@@ -93,8 +94,11 @@ class Timeouts:
 
     @property
     def first_byte_ms(self) -> int:
-        """How long a healing replica that waits for its state may have received nothing: a source needs a while to take
-        its state, and to compute the checksums of a large one, before the first byte goes out."""
+        """Return how long a healing replica may wait without receiving a byte.
+
+        A source needs some time to take a snapshot, and to compute the checksums of a large one, before it sends the
+        first byte.
+        """
         return max(self.heartbeat_timeout_ms, self.join_timeout_ms // 4)
 
     def _check_range(self, name: str) -> None:
@@ -114,7 +118,7 @@ class Timeouts:
             )
 
     def doubts(self) -> tuple[str, ...]:
-        """Orders that work, and that hardly anybody wants: what each does, and its remedy, one sentence each."""
+        """Return warnings about valid but doubtful settings: the effect and the remedy, one sentence each."""
         found = []
         if self.quorum_timeout_ms <= self.join_timeout_ms:
             found.append(
@@ -136,9 +140,10 @@ class Timeouts:
         return tuple(found)
 
     def too_far(self, round_trip_ms: int) -> str:
-        """Say what a lighthouse that answers only after so long does to these, and what to set; empty: nothing.
+        """Return a warning about a lighthouse that answers only after so long, with the settings to change; "": none is
+        needed.
 
-        A stream that breaks is made anew in two round trips, and its first words take half of one.
+        A broken stream reconnects in two round trips, and its first message takes half of one.
         """
         needed_ms = ROUND_TRIPS_TO_BE_BACK * round_trip_ms
         if needed_ms <= self.heartbeat_timeout_ms:
@@ -151,10 +156,10 @@ class Timeouts:
         )
 
     def beside(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> Timeouts:
-        """These, with a lighthouse's own where it is the lighthouse that waits.
+        """Return these timeouts with the lighthouse's own numbers for the waits of the lighthouse.
 
         Args:
-            heartbeat_timeout_ms, join_timeout_ms: as it says; out of range counts as the nearest number in it.
+            heartbeat_timeout_ms, join_timeout_ms: the lighthouse's; out of range counts as the nearest number in it.
         """
         heartbeat_timeout_ms = min(max(heartbeat_timeout_ms, 2), LONGEST_MS)
         return replace(
@@ -167,7 +172,8 @@ class Timeouts:
         )
 
     def silence_after_lease_ms(self, lease_ms: int) -> int:
-        """How long a member must have been silent before nobody waits for the quorum in which it may go on by itself.
+        """Return how long a member must be silent before the others stop waiting for its quorum, which it may continue
+        alone.
 
         Clock rates differ by a few percent at most, and a round that began at the end of the lease takes a moment.
         """
@@ -175,15 +181,16 @@ class Timeouts:
 
     @property
     def forget_after_ms(self) -> int:
-        """The lighthouse forgets a lost replica after this."""
+        """Return the time after which the lighthouse forgets a lost replica."""
         return 10 * self.heartbeat_timeout_ms
 
     @property
     def redial_fast_for_ms(self) -> int:
-        """For so long after a break a client redials every 50 to 100 ms."""
+        """Return for how long after a break a client redials every 50 to 100 ms."""
         return 1_000
 
     @property
     def flap_window_ms(self) -> int:
-        """Three losses by stream alone within it, and the replica is judged by heartbeat_timeout_ms."""
+        """Return the window in which three losses by stream alone make heartbeat_timeout_ms the only judge of a
+        replica."""
         return 600_000

@@ -1,6 +1,6 @@
-"""Answers in the shape that torchft's users know: same names, same attributes.
+"""Answers in torchft's shape: same names, same attributes.
 
-Law of this file: frozen values and their making from the core's; nothing that talks.
+Law of this file: frozen values and their construction from the core's; no I/O.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Timestamp:
 
 @dataclass(frozen=True, slots=True)
 class QuorumMember:
-    """One replica group in a quorum. `data` is the user's own, or None."""
+    """One replica group in a quorum. `data` is the user's, or None."""
 
     replica_id: str
     address: str
@@ -45,7 +45,7 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True)
 class DescribedJob:
-    """One job of a lighthouse: its newest quorum (id 0: none yet), what its next one waits for, and what is wrong."""
+    """One job of a lighthouse: its newest quorum (id 0: none yet), what its next one waits for, and its warnings."""
 
     name: str
     quorum_id: int
@@ -56,18 +56,19 @@ class DescribedJob:
 
 @dataclass(frozen=True, slots=True)
 class LighthouseDescription:
-    """What a lighthouse says of itself.
+    """A lighthouse's description of itself.
 
     Args:
         version: of tft-lighthouse.
         started_ms, now_ms: its clock, milliseconds since 1970.
-        cluster_id: of the lighthouses that stand in for each other.
+        cluster_id: of the lighthouses that replace each other.
         min_replicas: smallest quorum.
-        join_timeout_ms, heartbeat_timeout_ms, quorum_tick_ms: its time-outs.
-        jobs: those it has heard of.
+        join_timeout_ms, heartbeat_timeout_ms, quorum_tick_ms: its timeouts.
+        jobs: the known ones.
         torchft: of torchft's members, while one of them lives.
-        lost_state_timeout_ms: how long a job waits for a state whose holders fell silent; 0: an older one, not said.
-        stragglers: what it does about them, and when, one phrase; "": an older one, not said.
+        lost_state_timeout_ms: how long a job waits for a state whose holders fell silent; 0: an older version that does
+            not say.
+        stragglers: its policy, one phrase; "": an older version that does not say.
     """
 
     version: str
@@ -86,17 +87,17 @@ class LighthouseDescription:
 
 @dataclass(frozen=True, slots=True)
 class QuorumResult:
-    """What a group rank does in a quorum, with torchft's field names.
+    """A group rank's part in a quorum, with torchft's field names.
 
     Args:
         quorum_id: rises with every change of the members.
         replica_rank, replica_world_size: this group's place, and the number of groups.
-        recover_src_manager_address, recover_src_replica_rank: whom to heal from; "" and None without a need.
+        recover_src_manager_address, recover_src_replica_rank: of the source to heal from; "" and None without a need.
         recover_dst_replica_ranks: groups that heal from this one first.
         store_address: of this rank's rendezvous store.
         max_step: the step that this step's reduction starts from.
         max_replica_rank: this group's place among those whose gradients count, or None.
-        max_world_size: how many those are.
+        max_world_size: the number of those.
         heal: this group fetches its state first.
         replica_ids: of all groups, by replica rank.
         commit_failures: failed commits in a row, the maximum over the groups.
@@ -120,7 +121,7 @@ class QuorumResult:
 
 
 def quorum_view(quorum: types.Quorum) -> Quorum:
-    """The quorum as torchft's users know it. Raises: ProtocolError: a member's data is not a JSON object."""
+    """Return the quorum in torchft's shape. Raises: ProtocolError: a member's data is not a JSON object."""
     seconds, milliseconds = divmod(quorum.created_ms, 1000)
     return Quorum(
         quorum.key.quorum_id,
@@ -130,7 +131,7 @@ def quorum_view(quorum: types.Quorum) -> Quorum:
 
 
 def result_view(plan: types.Plan) -> QuorumResult:
-    """The plan as torchft's users know it."""
+    """Return the plan in torchft's shape."""
     first = plan.sources[0] if plan.sources else None
     return QuorumResult(
         quorum_id=plan.key.quorum_id,

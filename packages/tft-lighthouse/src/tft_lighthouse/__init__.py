@@ -1,6 +1,6 @@
 """The server that decides membership for fault-tolerant training.
 
-Names are imported when they are first used, so that importing the package costs nothing.
+Names are imported on first use, so that importing the package costs nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `tft-lighthouse`.
 
-Law of this file: words to settings, signals to an end. What serves is imported after the words are understood, so that
---help and a wrong flag are answered at once.
+Law of this file: command-line arguments to settings, signals to an end. The server is imported after the arguments are
+parsed, so that --help and a wrong flag get an answer at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENDED_BY: Final = (signal.SIGINT, signal.SIGTERM)
 # Each replica group holds a connection, and so does each of torchft's.
 FEW_DESCRIPTORS: Final = 4096
 DESCRIPTORS_OF_ONE: Final = 2  # a replica's stream, and its socket
-OTHER_DESCRIPTORS: Final = 64  # logs, the listening sockets, what grpc waits with
+OTHER_DESCRIPTORS: Final = 64  # logs, the listening sockets, grpc's own
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,19 +32,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: 0 after a signal, 2 when a setting is wrong or the port is in use.
     """
     settings = _parser().parse_args(arguments)
-    # Blocked, in every thread that starts from here on too, until `sigwait` takes one. A handler would run when the
-    # interpreter next looks for signals: not at all, if this thread has looked just now and is about to wait.
+    # The signals are blocked, in every thread that starts from here on too, until `sigwait` takes one. A handler would
+    # run when the interpreter next checks for signals. It would not run at all if this thread has just checked and is
+    # about to wait.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDED_BY)
     try:
         return _serve(settings)
     finally:
-        while signal.sigpending() & set(ENDED_BY):  # it ends already
+        while signal.sigpending() & set(ENDED_BY):  # the process is ending already
             signal.sigwait(ENDED_BY)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(settings: argparse.Namespace) -> int:
-    # grpc's own words about a port in use or a client that went away would stand beside ours.
+    # grpc's own log lines about a port in use or a disconnected client would repeat this program's.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
     from tft_coord.descriptors import raise_limit
@@ -92,7 +93,7 @@ def _serve(settings: argparse.Namespace) -> int:
 @final
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One sentence; argparse would print the usage before it."""
+        """Print one sentence and exit; argparse would print the usage before it."""
         self.exit(USAGE_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

@@ -1,4 +1,4 @@
-"""What the lighthouse tells its operator: one line for each new quorum, for each reason, for each loss.
+"""The lighthouse's log for its operator: one line for each new quorum, for each reason, for each loss.
 
 Law of this file: sentences from the core's effects, given to the logger; nothing is configured here.
 """
@@ -23,21 +23,21 @@ REFUSALS_KEPT: Final = 1_000
 
 @final
 class Refusals:
-    """One line for each refusal: whoever is refused dials again within a moment, and is refused in the same words.
+    """One line for each refusal: a refused client redials at once, and gets the same refusal.
 
     Args:
-        seconds: tells the time.
+        seconds: returns the time.
     """
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._said_s: dict[str, float] = {}  # when, the oldest first
+        self._said_s: dict[str, float] = {}  # line -> time, the oldest first
 
     def say(self, what: str, refusal: Refusal, message: str) -> None:
-        """Once, and again when that is a minute ago.
+        """Log a refusal once, and again after a minute.
 
         Args:
-            what: is refused.
+            what: the refused stream, request or call.
         """
         line = f"{what} is refused ({refusal.value}): {message}"
         now_s = self._seconds()
@@ -52,13 +52,13 @@ class Refusals:
 
 @final
 class Failures:
-    """One traceback for each error of a look at a job: the next tick raises the same one."""
+    """One traceback for each error in the handling of a job: the next tick raises the same one."""
 
     def __init__(self) -> None:
         self._said: dict[tuple[str, str], None] = {}  # the oldest first
 
     def say(self, failed: JobFailed) -> None:
-        """Log it, if it is another one than before."""
+        """Log a failure if it is a new one."""
         which = (failed.job, repr(failed.error))
         if which in self._said:
             return
@@ -76,7 +76,8 @@ class Failures:
 
 
 def stands_in() -> None:
-    """One line: it was sent to by replicas that had a newer one, for so long that this must be gone."""
+    """Log that this lighthouse replaces the newer one, because replicas have come here for so long that it must be
+    gone."""
     logger.warning(
         "the newer lighthouse of this cluster is gone: this one stands in for it, as if it was started now, with no "
         "memory of any job"
@@ -84,7 +85,7 @@ def stands_in() -> None:
 
 
 def taken_over(job: str, quorum: Quorum, replica_id: str) -> None:
-    """One line: a quorum that was formed before this lighthouse knew the job."""
+    """Log the takeover of a quorum that formed before this lighthouse knew the job."""
     logger.info(
         "quorum %d of job %s stands, with %d members: replica %s holds it, and this lighthouse had no memory of it",
         quorum.key.quorum_id,
@@ -96,7 +97,7 @@ def taken_over(job: str, quorum: Quorum, replica_id: str) -> None:
 
 
 def quorum_formed(formed: QuorumFormed) -> None:
-    """Two lines: the new quorum with its members, and why its id rose."""
+    """Log the new quorum with its members, and why its id rose: two lines."""
     quorum_id = formed.quorum.key.quorum_id
     job = formed.job or "of clients without a stream"
     last = "the first" if formed.previous is None else f"{formed.age_ms / 1000:.1f} s after the last"
@@ -123,7 +124,7 @@ def quorum_formed(formed: QuorumFormed) -> None:
 
 
 def replica_lost(lost: ReplicaLost) -> None:
-    """One line: who is lost, and why."""
+    """Log a lost replica with the reason."""
     logger.info(
         "lost replica %s of job %s: %s",
         lost.replica_id,
@@ -134,7 +135,7 @@ def replica_lost(lost: ReplicaLost) -> None:
 
 
 def replica_left(left: ReplicaLeft) -> None:
-    """One line: who has left, and why."""
+    """Log a replica that has left, with the reason."""
     logger.info(
         "replica %s of job %s has left: %s",
         left.replica_id,
@@ -145,7 +146,7 @@ def replica_left(left: ReplicaLeft) -> None:
 
 
 def wait(noticed: WaitNoticed) -> None:
-    """One line: who waits for whom, or that the wait is over."""
+    """Log which replicas wait for which, or that the wait is over."""
     if noticed.is_over:
         logger.info("job %s: the wait is over after %d s (%s)", noticed.job, noticed.seconds, noticed.sentence)
     else:
@@ -153,7 +154,7 @@ def wait(noticed: WaitNoticed) -> None:
 
 
 def pace_changed(changed: PaceChanged) -> None:
-    """One line: who holds the others at its pace, or does so no more."""
+    """Log that a replica slows the others down, or no longer does."""
     news = changed.news
     is_well = news.kind in (PaceKind.KEEPS_UP, PaceKind.LET_BACK)
     logger.log(
@@ -173,7 +174,7 @@ def pace_changed(changed: PaceChanged) -> None:
 
 
 def job_ended(ended: JobEnded) -> None:
-    """One line: at which step a job has ended, and who finished there."""
+    """Log the step at which a job has ended, and the replicas that finished there."""
     logger.info(
         "job %s ended at step %d: finished by %s",
         ended.job,

@@ -26,13 +26,15 @@ logger = logging.getLogger("tft_lighthouse")
 
 @final
 class Address(str):
-    """An address that may be called: scripts written for torchft say `lighthouse.address()`, ours say
-    `lighthouse.address`, and both get the same string."""
+    """An address that is also callable.
+
+    torchft's scripts use `lighthouse.address()`, this project's use `lighthouse.address`, and both get the same string.
+    """
 
     __slots__ = ()
 
     def __call__(self) -> str:
-        """The address itself."""
+        """Return the address itself."""
         return str(self)
 
 
@@ -46,18 +48,18 @@ class LighthouseServer:
         join_timeout_ms: how long a quorum waits for healthy replicas that have not asked.
         quorum_tick_ms: how often the lighthouse looks at the clock.
         heartbeat_timeout_ms: silence after which a replica is lost.
-        on_lost_state: "wait": where all holders of the newest state fell silent, and are not known to be dead, the job
-            waits for them before it goes on from before that state. "restart": it waits for heartbeat_timeout_ms only.
+        on_lost_state: "wait": if all holders of the newest state fell silent, and are not known to be dead, the job
+            waits for them before it goes on from an older state. "restart": it waits for heartbeat_timeout_ms only.
         lost_state_timeout_ms: how long it waits; the longer of this and heartbeat_timeout_ms counts.
-        hostname: under which others reach this machine; None takes the host of `bind`, or this machine's name when
-            that is all interfaces.
+        hostname: other machines reach this machine under this name; None takes the host of `bind`, or this machine's
+            name when that is all interfaces.
         cluster_id: one name for all lighthouses whose addresses a job is given, 1 to 256 bytes; None takes a random
             one, of this lighthouse alone.
         token: shared secret, or None; with one, nothing is answered without it. Without one only this machine is
             served: `[::]` means loopback then.
         insecure: serve everybody without a secret.
-        stragglers: when a replica holds the others at its pace, and what is done about it; None: a warning.
-    Raises: SettingError: an argument can't be, two of them clash, or the address can't be bound.
+        stragglers: the policy for a replica that slows the others down; None: a warning.
+    Raises: SettingError: an argument is invalid, two of them clash, or the address can't be bound.
     """
 
     def __init__(
@@ -140,11 +142,11 @@ class LighthouseServer:
 
     @property
     def address(self) -> Address:
-        """`http://host:port`, for the managers. May be called too, as torchft's is."""
+        """Return `http://host:port`, for the managers. It is also callable, as torchft's is."""
         return self._address
 
     def shutdown(self) -> None:
-        """End: nothing is answered after it, on no connection; port and thread are free. Idempotent."""
+        """Shut down: nothing is answered any more, on any connection; port and thread are free. Idempotent."""
         shell, self._shell = self._shell, None
         if shell is not None and not self._share.inherited:
             self._share.run(shell.stop())
@@ -167,7 +169,7 @@ class LighthouseServer:
 
 
 def _host_of(bind: str) -> str:
-    """The host that `bind` names, or "" for all interfaces. Raises: SettingError: it is no `host:port`."""
+    """Return the host that `bind` names, or "" for all interfaces. Raises: SettingError: it is no `host:port`."""
     host, colon, port = bind.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise SettingError(f"bind is {bind!r}; give host:port, such as [::]:29510")
@@ -177,7 +179,7 @@ def _host_of(bind: str) -> str:
 
 
 def _this_machine() -> str:
-    """This machine's name if it can be resolved here, else localhost."""
+    """Return this machine's name if it can be resolved here, else localhost."""
     name = socket.gethostname()
     try:
         socket.getaddrinfo(name, None)

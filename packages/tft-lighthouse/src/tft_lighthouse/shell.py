@@ -1,7 +1,7 @@
-"""The lighthouse itself: its cores behind grpc, on whatever loop it is started.
+"""The lighthouse itself: its cores behind grpc, on the loop that starts it.
 
-Manager servers hold a stream each; torchft's clients beat and ask by unary calls. What happens is told to the core it
-concerns, what that decides is performed. A quorum is encoded once and its bytes are given to everybody in it.
+Each manager server holds a stream. torchft's clients beat and ask by unary calls. The core of each kind gets the
+events, and this shell performs its decisions. A quorum is encoded once, and all its members get the same bytes.
 
 Law of this file: one `match`, one line a decision; no rule of the protocol lives here.
 """
@@ -46,11 +46,11 @@ _T = TypeVar("_T")
 
 @final
 class LighthouseShell:
-    """One lighthouse. To be used on one loop only.
+    """One lighthouse. It runs on one loop only.
 
     Args:
-        config: limits and time-outs.
-        cluster_id: of the lighthouses that stand for each other, or None for one alone.
+        config: limits and timeouts.
+        cluster_id: of the lighthouses that replace each other, or None for one alone.
         token: shared secret, or None.
     """
 
@@ -58,8 +58,8 @@ class LighthouseShell:
         self._loop = asyncio.get_running_loop()
         self._tick_s = config.timeouts.quorum_tick_ms / 1000
         self._grace_s = config.timeouts.reconnect_grace_ms / 1000
-        # A connection whose other host says nothing ends after heartbeat_timeout, by pings or by what it does not
-        # acknowledge. So one that was heard a moment before its end was closed by that host.
+        # A connection whose other host is silent ends after heartbeat_timeout, by pings or by missing acknowledgements.
+        # A stream that was heard a moment before its end was therefore closed by that host.
         self._told_within_s = config.timeouts.heartbeat_timeout_ms / 2000
         self._config = config
         self._serves_since_ms = self._wall_ms()
@@ -79,13 +79,14 @@ class LighthouseShell:
         )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
-        self._heard_s: dict[int, float] = {}  # when each stream was heard last; not those that are ended from here
-        self._was_asked: set[int] = set()  # streams that are to say the quorum that they hold
+        self._heard_s: dict[int, float] = {}  # stream -> time of its last message; without streams that this side ends
+        self._was_asked: set[int] = set()  # streams that were asked for the quorum that they hold
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode_quorum = _Last(codec.encode_quorum)
         self._pack_quorum = _Last(codec.pack_quorum)
-        self._framed: tuple[int, bytes, bytes] = (0, b"", b"")  # the last answer: request, quorum, and around it
-        self._unpacks: set[int] = set()  # streams whose other end reads a packed quorum
+        # the last answer: request, quorum, and the framed message
+        self._framed: tuple[int, bytes, bytes] = (0, b"", b"")
+        self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
         self._encode_notice: _Last[LossNotice] = _Last(
             lambda notice: codec.encode_from_lighthouse(effects.NotifyLoss(0, notice))
         )
@@ -127,11 +128,11 @@ class LighthouseShell:
         return port
 
     async def stop(self) -> None:
-        """End: nothing is answered from now on, on no connection, and the port is free."""
+        """Stop: nothing is answered from now on, on any connection, and the port is free."""
         for timer in (self._timer, *self._graces):
             if timer is not None:
                 timer.cancel()
-        # Who waits is told, and every stream ended, before the connections close: a clean end, not a broken one.
+        # Waiting callers get an answer, and every stream ends, before the connections close: a clean end, not a break.
         for outbox in self._streams.values():
             outbox.close()
         for call in list(self._calls):
@@ -148,7 +149,7 @@ class LighthouseShell:
             self._perform(self._core.look_at_waits(self._now_ms()))
 
     def _look_after_grace(self) -> None:
-        """A stream broke: judge it when its grace ends, for the next tick may come a good part of that later."""
+        """Judge a broken stream when its grace ends, because the next tick may come much later."""
         if self._timer is None or self._timer.cancelled():
             return  # this lighthouse ends
 
@@ -156,7 +157,7 @@ class LighthouseShell:
             self._graces.discard(timer)
             self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
 
-        ends_s = self._loop.time() + self._grace_s + 0.001  # the core's milliseconds are whole
+        ends_s = self._loop.time() + self._grace_s + 0.001  # the core's milliseconds are whole numbers
         if self._last_look_s < ends_s:
             self._last_look_s = ends_s + LOOKS_APART_S
             timer = self._loop.call_at(self._last_look_s, look)
@@ -193,7 +194,7 @@ class LighthouseShell:
                     self._put(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
                 case effects.RefuseRequest(stream, _, refusal, message):
-                    if refusal not in (Refusal.LOST, Refusal.LEFT):  # of these there is a line already
+                    if refusal not in (Refusal.LOST, Refusal.LEFT):  # these have a log line already
                         self._refusals.say("a request", refusal, message)
                     self._put(stream, codec.encode_from_lighthouse(decision))
                 case effects.AskForQuorum(stream):
@@ -226,7 +227,8 @@ class LighthouseShell:
                     self._put(decision.stream, codec.encode_from_lighthouse(decision))
 
     def _frame_answer(self, request: int, quorum: Quorum, *, packs: bool) -> bytes:
-        """Replicas that started together ask by the same numbers, and are given the same bytes."""
+        """Return the framed answer; replicas that started together use the same request numbers, and get the same
+        bytes."""
         encoded = self._encode_quorum(quorum)
         packs = packs and len(encoded) >= codec.PACKED_FROM_BYTES
         if packs:
@@ -285,7 +287,7 @@ class LighthouseShell:
             self._look_after_grace()
 
     async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
-        """Hear the stream until its manager server closes its side, breaks, or talks nonsense."""
+        """Read the stream until its manager server closes its side, the stream breaks, or a message is invalid."""
         said: Member | None = None
 
         def heard(message: bytes) -> None:
@@ -376,7 +378,7 @@ class LighthouseShell:
             self._handle_unary(events.UnaryQuorumRequested(call, member))
             answer = await waiting
         except asyncio.CancelledError:
-            # The caller went away or its deadline passed: it is no member of what comes.
+            # The caller disconnected or its deadline passed: it is no member of later quorums.
             self._handle_unary(events.UnaryRequestWithdrawn(call))
             raise
         finally:
@@ -390,7 +392,7 @@ class LighthouseShell:
 
 @final
 class _Last(Generic[_T]):
-    """Encodes a value, and gives the same bytes again while it is asked for the same value."""
+    """An encoder that returns the same bytes again while the value stays the same object."""
 
     def __init__(self, encode: Callable[[_T], bytes]) -> None:
         self._encode = encode

@@ -1,7 +1,7 @@
-"""A replica group's agent to the lighthouse: `ManagerServer`.
+"""A replica group's agent at the lighthouse: `ManagerServer`.
 
-Law of this folder: `config` is what it is told, `shell` the server on a loop, `link` its stream to the lighthouse,
-`child` the process that it runs in, `server` the object that the trainer holds.
+Law of this folder: `config` has the settings, `shell` the server on a loop, `link` its stream to the lighthouse,
+`child` its process, `server` the trainer's object.
 """
 
 from tft_coord.manager_server.config import ManagerServerConfig

@@ -1,11 +1,11 @@
 """The manager server's own process: a trainer that holds the interpreter lock for seconds must not look dead.
 
-It ends when its parent does. It learns of that from the pipe on which it was given its settings, and from the kernel
-where that tells of a process's end (Linux): a process that the parent has forked may hold the pipe open. A signal at a
-parent's death won't do, because it fires already when the thread that started the child ends. Before it goes it tells
-the lighthouse.
+The process ends when its parent does. It learns of that end from the pipe on which it got its settings. On Linux it
+also learns it from the kernel, because another process that the parent has forked may hold the pipe open. A signal at a
+parent's death does not work, because it fires when the thread that started the child ends. Before its end the process
+tells the lighthouse.
 
-Law of this file: the life of this process, from settings to end; the server itself is the shell's.
+Law of this file: the life of this process, from settings to end; the server itself is in the shell.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(settings: str, report_fd: int, parent_pid: int) -> None:
         report_fd: a pipe for one line of JSON: the address, or the error that kept the server from starting.
         parent_pid: of the process that started this one.
     """
-    # Whoever ends the trainers of a machine often signals all processes: the parent's end is the only one that counts.
+    # A tool that ends the trainers of a machine often signals all processes; only the parent's end counts.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_process(logging.WARNING)
@@ -59,7 +59,7 @@ async def _serve(settings: str, report_fd: int, parent_pid: int) -> None:
         words = _last_words_of(parent_pid)
         with suppress(RuntimeError):  # the loop is closed: the server is ending already
             loop.call_soon_threadsafe(parent_ends, words == GOODBYE)
-        # A process without its parent must not stay, whatever its loop is busy with.
+        # A process without its parent must not stay, even if its loop is busy.
         threading.Event().wait(END_BY_FORCE_S)
         os._exit(1)
 
@@ -75,16 +75,16 @@ async def _serve(settings: str, report_fd: int, parent_pid: int) -> None:
     if shell is not None and "address" in report:
         left = await parent_ended
         await shell.stop("it was shut down" if left else "its process ended", left=left)
-    # Nothing is left to be tidied up, and a thread that waits on the pipe would be waited for.
+    # Nothing is left to clean up, and a normal exit would wait for the thread that waits on the pipe.
     sys.stderr.flush()
     os._exit(0)
 
 
 def _last_words_of(parent_pid: int) -> bytes:
-    """Wait until the parent has said its last line, which this returns, or has ended without one."""
-    with suppress(AttributeError, OSError):  # a kernel, or a system, that does not tell of a process's end
+    """Wait until the parent has written its last line, and return it; b"" if the parent has ended without one."""
+    with suppress(AttributeError, OSError):  # some kernels and systems do not report a process's end
         parent = os.pidfd_open(parent_pid)
-        if os.getppid() != parent_pid:  # it had ended before, and its number is another's
+        if os.getppid() != parent_pid:  # the parent had ended before, and another process has its number
             return b""
         poll = select.poll()
         poll.register(sys.stdin, select.POLLIN)

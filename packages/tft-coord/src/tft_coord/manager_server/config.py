@@ -1,4 +1,4 @@
-"""What a manager server is told, in a form that can be handed to another process.
+"""The settings of a manager server, in a form for another process.
 
 Law of this file: one frozen value that checks itself, and its JSON.
 """
@@ -17,21 +17,21 @@ from tft_coord.wire.limits import MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_WORLD_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerServerConfig:
-    """One replica group's manager server.
+    """The settings of one replica group's manager server.
 
     Args:
         replica_id: of the group, 1 to 256 bytes.
         lighthouse_addr: `host:port` or `http://host:port`; several of one cluster with commas between them.
-        hostname: under which the ranks and the other groups reach this server.
+        hostname: the ranks and the other groups reach this server under this name.
         bind: `host:port` to listen at; port 0 takes a free one.
         store_addr: of the group's rendezvous store.
         world_size: ranks in the group.
-        job: that the group belongs to.
+        job: of the group.
         replaces: replica id of the group's predecessor, or "".
         token: shared secret of the job, or None.
         timeouts: of the job.
-        insecure: serve everybody without a secret. Else a server without one listens at loopback only.
-    Raises: SettingError: one of them can't be; the message names it.
+        insecure: serve everybody without a secret. Otherwise a server without one listens at loopback only.
+    Raises: SettingError: one of them is invalid; the message names it.
     """
 
     replica_id: str
@@ -68,22 +68,22 @@ class ManagerServerConfig:
 
     @property
     def listens_at(self) -> str:
-        """`bind`, or without a secret the loopback part of it."""
+        """Return `bind`, or without a secret the loopback part of it."""
         return self.bind if self.token is not None or self.insecure else bind_without_secret(self.bind)
 
     def cannot_listen(self) -> SettingError:
-        """What to raise when `bind` can't be had."""
+        """Return the error for a `bind` that is not available."""
         return SettingError(
             f"replica {self.replica_id} can't listen at {self.bind}: the address is taken or not of this machine; give "
             "the manager server another port (TORCHFT_MANAGER_PORT), or 0 for a free one"
         )
 
     def to_json(self) -> str:
-        """One line; `from_json` gives the value back."""
+        """Return the value as one line, for `from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, line: str) -> ManagerServerConfig:
-        """The value that `to_json` wrote. Raises: SettingError: it can't be."""
+        """Return the value that `to_json` wrote. Raises: SettingError: it is invalid."""
         fields = json.loads(line)
         return cls(**{**fields, "timeouts": Timeouts(**fields["timeouts"])})

@@ -1,7 +1,7 @@
 """A channel to torchft's lighthouse: one unary call that waits for a quorum, and one that beats.
 
-`ForeignCore` decides what is called and what an answer means. A call that fails ends the channel, as a stream that
-breaks does; on the next one what is open is asked again.
+`ForeignCore` decides which calls to make and what an answer means. A call that fails ends the channel, as a break ends
+a stream. The next channel sends the open request again.
 
 Law of this file: two calls and their time; no decision.
 """
@@ -23,19 +23,19 @@ from tft_coord.wire import codec, services
 
 logger = logger_for_people(__name__)
 
-LOOK_AGAIN_MS: Final = 50  # whether a group that had not asked for anything has, and beats
+LOOK_AGAIN_MS: Final = 50  # interval of checks whether a group has asked and must beat
 
 
 @final
 class ForeignConversation:
-    """The life of one channel. To be used on one loop only.
+    """The life of one channel. It runs on one loop only.
 
     Args:
         core: of the group; outlives the channel.
-        channel: that is connected.
-        timeouts: a beat that is not answered within heartbeat_timeout_ms ends the channel.
+        channel: a connected one.
+        timeouts: a beat without an answer within heartbeat_timeout_ms ends the channel.
         replica_id: for the log.
-        arrived: is given the answer to the group's request.
+        arrived: receives the answer to the group's request.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class ForeignConversation:
         """Converse until the channel breaks.
 
         Args:
-            open_request: what the group has asked before.
+            open_request: the group's earlier request, or None.
             session: of its manager server.
-        Raises: AioRpcError, ProtocolError: the channel has broken, or the answer makes no sense.
+        Raises: AioRpcError, ProtocolError: the channel has broken, or the answer is invalid.
         """
         beats = self._loop.create_task(self._beat())
         try:
@@ -79,7 +79,7 @@ class ForeignConversation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._broken.done():
-                self._broken.exception()  # it was looked at
+                self._broken.exception()  # marks the exception as retrieved
             else:
                 self._broken.cancel()
 
@@ -88,7 +88,7 @@ class ForeignConversation:
         self._perform(self._core.ask(request, member, held, session, self._now_ms()))
 
     def withdraw(self, request: int) -> None:
-        """Take the request back."""
+        """Withdraw the request."""
         self._perform(self._core.withdraw(request))
 
     def _perform(self, effects: Sequence[ForeignEffect]) -> None:
@@ -107,7 +107,7 @@ class ForeignConversation:
         try:
             answer = await self._quorum(codec.encode_lighthouse_request(member))
             self._perform(self._core.answered(call, codec.decode_lighthouse_response(answer)))
-        except Exception as error:  # whatever it is, it ends the channel, and is told there
+        except Exception as error:  # every error ends the channel, and is reported there
             if not self._broken.done():
                 self._broken.set_exception(error)
         finally:

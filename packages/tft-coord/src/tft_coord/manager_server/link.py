@@ -1,8 +1,8 @@
 """The manager server's stream to the lighthouse, kept up for as long as the process lives.
 
-`SessionCore` decides when to dial and what to say; this shell dials, writes, reads and keeps the time. Each dial is a
-new channel, so that no back-off of an earlier one delays it. A lighthouse that does not know our service is torchft's:
-the rest of that channel's life is `ForeignConversation`'s.
+`SessionCore` decides when to dial and what to send. This shell dials, writes, reads and keeps the time. Each dial is a
+new channel, so that no back-off of an earlier one delays it. A lighthouse that does not know this project's service is
+torchft's: `ForeignConversation` then handles the rest of that channel's life.
 
 Law of this file: one stream, its channel, its timers; no decision about quorums.
 """
@@ -72,26 +72,26 @@ logger = logger_for_people(__name__)
 
 PATIENCE_MOST = 8  # times heartbeat_timeout, for the first connection to a lighthouse
 SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
-TELL_AWAY_EVERY_MS = 2_000  # a rank's next wait begins at any time, and is said after 5 s
-LAST_WORDS_S = 0.2  # how long the end of a trainer may be held up by telling the lighthouse of it
+TELL_AWAY_EVERY_MS = 2_000  # a rank's next wait may begin at any time, and its log line comes after 5 s
+LAST_WORDS_S = 0.2  # the report to the lighthouse may delay the end of a trainer by so long
 
 
 @final
 class LighthouseLink:
-    """One replica group's way to the lighthouse. To be used on one loop only.
+    """One replica group's connection to the lighthouse. It runs on one loop only.
 
     Args:
         pid: of the trainer.
-        lighthouse_addr: where to dial, several addresses with commas between them.
+        lighthouse_addr: the address to dial; several addresses with commas between them.
         token: shared secret of the job, or None.
         timeouts: of the job.
         job, replica_id, address, replaces: as in `Hello`.
-        arrived: is given what the lighthouse answers.
-        quorum: gives the newest quorum that the group holds.
-        progress: gives, for a time of the loop's clock in milliseconds, where in its step the group is.
+        arrived: receives the lighthouse's answers and news.
+        quorum: returns the newest quorum that the group holds.
+        progress: returns the group's progress, for a time of the loop's clock in milliseconds.
         waits: the same, whether all its ranks wait.
-        stopped: the same, which of them are stopped, one phrase, and for how long.
-        is_hung: whether a rank hangs or is stopped just now; while one does, a session that was lost stays so.
+        stopped: the same, a phrase that names the stopped ranks, and for how long.
+        is_hung: whether a rank hangs or is stopped now; while one does, a lost session stays lost.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class LighthouseLink:
         pid: int = 0,
     ) -> None:
         self._targets = targets(lighthouse_addr)
-        self._target = self._targets[0]  # that was dialed last
+        self._target = self._targets[0]  # the last dialed one
         self._metadata = call_metadata(token)
         self._timeouts = timeouts
         self._replica_id = replica_id
@@ -142,38 +142,39 @@ class LighthouseLink:
         self._said_foreign = False
         self._job = job
         self._looking: set[asyncio.Task[None]] = set()
-        self._trial: asyncio.Task[None] | None = None  # of the peers, the last that was asked for
-        self._missed: frozenset[str] = frozenset()  # whom that trial did not reach
+        self._trial: asyncio.Task[None] | None = None  # the last requested trial of the peers
+        self._missed: frozenset[str] = frozenset()  # the peers that the trial did not reach
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
-        self._said: Member | None = None  # in the last request on this stream
+        self._said: Member | None = None  # the member of the last request on this stream
         self._stream: asyncio.Task[None] | None = None
         self._call: grpc.aio.StreamStreamCall[bytes, bytes] | None = None
         self._redial: asyncio.TimerHandle | None = None
         self._next_beat: asyncio.TimerHandle | None = None
         self._open_request: int | None = None
-        self._patience_ms: dict[str, int] = {}  # for a connection to a lighthouse; more where that took too long
-        self._said_far: set[str] = set()  # lighthouses of which it was said that they are far away
-        self._reached: set[str] = set()  # lighthouses to which there has been a connection
-        self._took_us: set[str] = set()  # those that have answered a hello
+        # time limits for a connection to a lighthouse; longer where an attempt took too long
+        self._patience_ms: dict[str, int] = {}
+        self._said_far: set[str] = set()  # lighthouses with a logged warning that they are far away
+        self._reached: set[str] = set()  # lighthouses that have accepted a connection
+        self._took_us: set[str] = set()  # lighthouses that have answered a hello
         self._ended = False
         self._reported_death = False
         self._away_since_ms: int | None = None
         self._said_away = False
-        self._said_lost: int | None = None  # the session of which it was said last that it was lost
+        self._said_lost: int | None = None  # the session whose loss was logged last
         self._told_away_ms: int | None = None
         self._compared = False
-        self._refusal = ""  # what the lighthouse of this conversation has said against us, or is found to be
-        self._strange: dict[str, str] = {}  # what is wrong with the lighthouse at an address, said once
-        self._troubles: dict[str, str] = {}  # of each address that was dialed since one was of use
+        self._refusal = ""  # the current lighthouse's refusal of this replica, or its fault
+        self._strange: dict[str, str] = {}  # address -> the fault of its lighthouse, logged once
+        self._troubles: dict[str, str] = {}  # address -> the failure of its last dial, since a lighthouse was of use
         self.trouble = f"the lighthouse at {self._target} has not been reached yet"
 
     def start(self) -> None:
-        """Begin to dial."""
+        """Start to dial."""
         self._perform(self._core.start(self._now_ms()))
 
     def ask(self, request: int, member: Member, held: QuorumKey | None, fingerprint: Fingerprint) -> None:
-        """Ask for the next quorum; the answer arrives by `arrived`, however often the stream breaks before."""
+        """Ask for the next quorum; `arrived` gets the answer, however often the stream breaks before."""
         refused = self._core.refused
         if refused is not None:
             self._arrived(events.RequestRefused(request, refused.code, refused.message))
@@ -184,7 +185,7 @@ class LighthouseLink:
             self._foreign.ask(request, member, held, self._core.session)
 
     def withdraw(self, request: int) -> None:
-        """Take the request back."""
+        """Withdraw the request."""
         if self._foreign is not None:
             self._foreign.withdraw(request)
         else:
@@ -192,47 +193,47 @@ class LighthouseLink:
         self._perform(self._core.withdraw(request, self._now_ms()))
 
     def healed(self, healed_bytes: int) -> None:
-        """Bytes of live state that the group's ranks have received so far; travels with the beats."""
+        """Record the bytes of live state that the group's ranks have received so far; the beats carry the number."""
         self._core.healed(healed_bytes)
 
     @property
     def hangs(self) -> bool:
-        """The session was lost while a trainer hangs; `went_on` opens the next one."""
+        """Return whether the session was lost while a trainer hangs; `went_on` opens the next one."""
         return self._core.hangs
 
     def went_on(self) -> None:
-        """The trainer that was hung goes on."""
+        """Handle a hung trainer that goes on."""
         logger.info("replica %s goes on, and joins again with a newer session", self._replica_id)
         self._perform(self._core.went_on(self._now_ms()))
 
     def leave(self, reason: str, serve_ms: int, finished_step: int | None) -> None:
-        """Say that this group has left, on every stream from now on."""
-        self._foreign_core.ended()  # who does not beat is waited for by nobody, after a while
+        """Report that this group has left, on every stream from now on."""
+        self._foreign_core.ended()  # a group that does not beat is dropped by the others after a while
         self._perform(self._core.leave(reason, serve_ms, finished_step))
 
     def say_waits(self) -> None:
-        """Say now that the group waits for others."""
+        """Report now that the group waits for other replicas."""
         self._perform(self._core.say_waits(self._progress(self._now_ms())))
 
     def report_stop(self, report: ReportStop) -> None:
-        """Say that ranks of this group are stopped; a lighthouse that asks after it is told again."""
+        """Report that ranks of this group are stopped; each probe of the lighthouse gets the report again."""
         if report.is_news:
             logger.warning("replica %s: %s", self._replica_id, report.reason)
         self._say(events.ProbeAnswered(0, report.probe, report.reason, report.stopped_ms))
 
     def report_late(self, key: QuorumKey, step: int) -> None:
-        """Say that a round of a standing quorum waits for a member for too long."""
+        """Report that a round of a standing quorum waits for a member for too long."""
         logger.info("replica %s waits in step %d of quorum %s for join_timeout", self._replica_id, step, key)
         self._say(events.LateReported(0, key, step))
 
     def report_death(self, reason: str) -> None:
-        """Say that a trainer of this group ended."""
+        """Report that a trainer of this group ended."""
         self._reported_death = True
         self._foreign_core.ended()
         self._say(events.DeathReported(0, reason))
 
     async def close(self) -> None:
-        """Say what is still to be said, for at most LAST_WORDS_S, and end."""
+        """Send what is still to be sent, for at most LAST_WORDS_S, and end."""
         self._ended = True
         for timer in (self._redial, self._next_beat):
             if timer is not None:
@@ -243,7 +244,8 @@ class LighthouseLink:
         if stream is None:
             return
         if outbox is not None:
-            # The lighthouse ends its side when ours is closed, so the end of the stream shows that it has heard all.
+            # The lighthouse closes its side when this side is closed, so the end of the stream shows that it has
+            # received all.
             outbox.close()
             await asyncio.wait([stream], timeout=LAST_WORDS_S)
         await cancelled(stream)
@@ -280,7 +282,7 @@ class LighthouseLink:
                     if self._call is not None:
                         self._call.cancel()
                 case GiveUp(code, message):
-                    # Who has reported its own end is refused as dead; that is no news.
+                    # A replica that has reported its own end is refused as dead; that is no news.
                     is_start = code in ("unauthenticated", "wrong_server")
                     if is_start:
                         logger.info("replica %s can't start: %s", self._replica_id, message)  # the trainer raises it
@@ -307,7 +309,7 @@ class LighthouseLink:
         self._stream = self._loop.create_task(self._keep_stream())
 
     async def _keep_stream(self) -> None:
-        """One dial and, if it succeeds, the life of one stream."""
+        """Dial once and, if that succeeds, run one stream until it ends."""
         self._refusal = ""
         within_ms = self._patience_ms.get(self._target, self._timeouts.heartbeat_timeout_ms)
         opened_s: float | None = None
@@ -335,7 +337,8 @@ class LighthouseLink:
             self._note_trouble(str(error))
             self._dial_failed("wrong_server")
         except Unreachable as error:
-            # A far lighthouse takes longer than heartbeat_timeout to connect. One that was reached in less is away.
+            # A far lighthouse takes longer than heartbeat_timeout to connect. A lighthouse that was reached faster
+            # before is away.
             if isinstance(error, TookTooLong) and self._target not in self._reached:
                 self._allow(2 * within_ms)
             self._note_trouble(str(error))
@@ -369,7 +372,7 @@ class LighthouseLink:
             await asyncio.wait([writer])
 
     async def _look(self, address: int) -> None:
-        """Ask another of the lighthouses what it is; one that can't be reached is nothing to us now."""
+        """Ask another lighthouse for its description; an unreachable one does not matter now."""
         within_s = self._timeouts.heartbeat_timeout_ms / 1000
         try:
             channel = await dial(self._targets[address], self._timeouts)
@@ -392,7 +395,7 @@ class LighthouseLink:
         self._perform(orders)
 
     async def _converse_by_calls(self, channel: grpc.aio.Channel) -> None:
-        """The life of a channel to a lighthouse that does not know us. Raises: AioRpcError: it has broken."""
+        """Run a channel to torchft's lighthouse until it ends. Raises: AioRpcError: it has broken."""
         self._outbox = self._call = None
         await self._check_torchfts(channel)
         self._perform(self._core.found_foreign())
@@ -419,9 +422,12 @@ class LighthouseLink:
             self._foreign = None
 
     async def _check_torchfts(self, channel: grpc.aio.Channel) -> None:
-        """Raises: ProtocolError: it does not know torchft's calls either. AioRpcError: it has broken."""
+        """Check that the server is torchft's.
+
+        Raises: ProtocolError: it does not know torchft's calls either. AioRpcError: it has broken.
+        """
         try:
-            # Without a member in it a request changes nothing there; a lighthouse refuses it.
+            # A request without a member changes nothing on the server; a lighthouse refuses it.
             within_s = self._timeouts.heartbeat_timeout_ms / 1000
             await services.call_stub(channel, services.LIGHTHOUSE_QUORUM)(b"", timeout=within_s)
         except grpc.aio.AioRpcError as error:
@@ -436,7 +442,7 @@ class LighthouseLink:
             self._arrived(event)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox) -> None:
-        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader learns of the same end
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader sees the same end
             await outbox.write_all(call.write)
             await call.done_writing()
 
@@ -462,7 +468,7 @@ class LighthouseLink:
             self._arrived(events.WaitTold(self.trouble))
 
     def _is_of_use(self) -> None:
-        """The lighthouse that was dialed takes us."""
+        """Note that the dialed lighthouse accepts this replica."""
         self._took_us.add(self._target)
         self.trouble = ""
         self._troubles.clear()
@@ -472,7 +478,7 @@ class LighthouseLink:
     # --- what the lighthouse says -----------------------------------------------------------------------------------
 
     def _received(self, message: bytes) -> None:
-        """Raises: ProtocolError: it makes no sense; the stream ends."""
+        """Handle a message of the lighthouse. Raises: ProtocolError: the message is invalid; the stream ends."""
         now_ms = self._now_ms()
         match codec.decode_from_lighthouse(message):
             case AnswerUnchanged(_, request, key):
@@ -482,21 +488,23 @@ class LighthouseLink:
                 if self._core.answered(request, quorum.key):
                     self._arrived(events.QuorumArrived(request, quorum))
             case RefuseRequest(_, request, Refusal.LOST, sentence):
-                # We live: the newer session that follows says the request again. Who is dead is refused for good.
+                # This replica lives: the newer session that follows sends the request again. A dead one is refused for
+                # good.
                 logger.info("replica %s, request %d: %s", self._replica_id, request, sentence)
             case RefuseRequest(_, request, refusal, sentence):
                 if self._core.answered(request, None):
                     self._arrived(events.RequestRefused(request, refusal.value, sentence))
             case Welcome(_, session, started_ms, cluster_id, heartbeat_timeout_ms, join_timeout_ms):
                 orders = self._core.welcomed(session, started_ms, now_ms, cluster_id, heartbeat_timeout_ms)
-                if HangUp() not in orders:  # that it takes us does not say that we take it
+                # the lighthouse accepts this replica, but the core may reject the lighthouse
+                if HangUp() not in orders:
                     self._is_of_use()
                     self._compare(heartbeat_timeout_ms, join_timeout_ms)
                     self._note_distance(heartbeat_timeout_ms, join_timeout_ms)
                 self._perform(orders)
                 self._beat()
             case TellLost(_, session, sentence):
-                if session != self._said_lost:  # while a trainer is stopped, each report of it is answered so
+                if session != self._said_lost:  # while a trainer is stopped, each report of it gets this answer
                     self._said_lost = session
                     logger.warning("replica %s: %s", self._replica_id, sentence)
                 self._perform(self._core.told_lost(session, now_ms, hung=self._is_hung()))
@@ -532,7 +540,7 @@ class LighthouseLink:
                 self._say(events.QuorumReported(0, held if held is not None and held.key == key else None))
 
     def _begin_trial(self, number: int, peers: Sequence[PeerAddresses]) -> None:
-        """Dial these peers, beside all else, and say whom we did not reach; an older trial is of no use any more."""
+        """Dial these peers in the background, and report the unreachable ones; this cancels an older trial."""
         if self._trial is not None:
             self._trial.cancel()
         self._trial = self._loop.create_task(self._try_peers(number, peers, self._outbox))
@@ -548,11 +556,11 @@ class LighthouseLink:
                 each.replica_id,
                 each.why,
             )
-        if outbox is self._outbox:  # another stream is asked anew
+        if outbox is self._outbox:  # a new stream gets a new request
             self._say(events.PeersTried(0, number, unreached))
 
     def _compare(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
-        """Say once what the lighthouse's time-outs and ours do to each other."""
+        """Warn once about conflicts between the lighthouse's timeouts and the local ones."""
         if self._compared or not heartbeat_timeout_ms:
             return
         self._compared = True
@@ -560,7 +568,7 @@ class LighthouseLink:
             logger.warning("replica %s, on the lighthouse at %s: %s", self._replica_id, self._target, doubt)
 
     def _note_distance(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
-        """Say once that a lighthouse is far away, and give the next connection to it the time that it takes."""
+        """Warn once that a lighthouse is far away, and give the next connection to it more time."""
         round_trip_ms = self._core.round_trip_ms
         if round_trip_ms is None or not heartbeat_timeout_ms:
             return
@@ -573,7 +581,8 @@ class LighthouseLink:
             logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, self._target, trouble)
 
     def _allow(self, within_ms: int) -> None:
-        """A connection to this lighthouse, and the answer to a ping on it, may take so long, within a bound."""
+        """Raise the time limit for a connection to this lighthouse, and for the answer to a ping on it, within
+        a bound."""
         most_ms = PATIENCE_MOST * self._timeouts.heartbeat_timeout_ms
         before_ms = self._patience_ms.get(self._target, 0)
         self._patience_ms[self._target] = max(before_ms, min(within_ms, most_ms))
@@ -586,5 +595,5 @@ class LighthouseLink:
             return
         now_ms = self._now_ms()
         self._perform(self._core.tick(now_ms, lambda: self._progress(now_ms), lambda: self._waits(now_ms)))
-        # Between a loss and the next welcome no beat is due however late it is; look again soon.
+        # Between a loss and the next welcome no beat is due, however late it is; the timer looks again soon.
         self._next_beat = self._loop.call_at(max(self._core.next_beat_ms, now_ms + 50) / 1000, self._beat)

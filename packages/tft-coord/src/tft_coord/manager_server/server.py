@@ -1,6 +1,6 @@
-"""`ManagerServer`: what a trainer holds of its replica group's agent.
+"""`ManagerServer`: the trainer's object for its replica group's agent.
 
-Law of this file: starting, asking after and ending the server, in a child process or on the process's loop.
+Law of this file: starting, querying and ending the server, in a child process or on the process's loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tft_coord.transport.address import host_of
 GOODBYE_WITHIN_S: Final = 3.0
 _REPORT_BYTES: Final = 64 * 1024
 
-# Isolated (-I): neither the working directory nor PYTHON* variables come before what the parent imports from.
+# Isolated (-I): neither the working directory nor PYTHON* variables come before the parent's import path.
 _BOOT: Final = """\
 import json, os, sys
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -43,23 +43,23 @@ main(boot["settings"], boot["report_fd"], boot["parent_pid"])
 
 @final
 class ManagerServer:
-    """A replica group's agent to the lighthouse; one for each group, made by its rank 0.
+    """A replica group's agent at the lighthouse; one for each group, made by its rank 0.
 
-    It runs in a child process of its own, so that a trainer that holds the interpreter lock is not taken for dead. The
-    child ends when this process does, however that ends, and tells the lighthouse. It never imports torch.
+    It runs in its own child process, so that a trainer that holds the interpreter lock does not look dead. The child
+    ends when this process does, in whatever way, and tells the lighthouse. It never imports torch.
 
     Args:
         replica_id: of the group; a new one for each life of the group (`name:uuid4`).
         lighthouse_addr: `host:port` or `http://host:port`. It need not be up yet.
-        hostname: under which the ranks and the other groups reach this server.
+        hostname: the ranks and the other groups reach this server under this name.
         bind: `host:port` to listen at, `[::]:0` for all interfaces and a free port.
         store_addr: of the group's rendezvous store, forwarded to all members.
         world_size: ranks in the group.
-        heartbeat_interval: torchft's pace of heartbeats. Streams beat by `timeouts` instead; it is checked only.
+        heartbeat_interval: torchft's pace of heartbeats. It is only checked; streams beat by `timeouts` instead.
         connect_timeout: how long the server may take to start.
-        quorum_retries: torchft's number of attempts. A stream is dialled for as long as the process lives, so that no
-            failure of the lighthouse ends a trainer before its own deadline; it is checked only.
-        job: that the group belongs to; jobs on one lighthouse never meet.
+        quorum_retries: torchft's number of attempts. It is only checked; a stream redials for as long as the process
+            lives, so that no failure of the lighthouse ends a trainer before its own deadline.
+        job: of the group; jobs on one lighthouse never meet.
         timeouts: of the job.
         replaces: replica id of this group's predecessor, which is lost from now on, or "".
         token: shared secret of the job, or None. Without one it listens at loopback only, and `hostname` must be of
@@ -67,9 +67,9 @@ class ManagerServer:
         in_process: serve on this process's loop thread instead of in a child. For tests.
         insecure: serve everybody without a secret.
         wait: return when it serves. False: return while the child starts, which takes a fraction of a second that the
-            caller has a use for; `address()` waits for it then, and raises what kept it from serving.
+            caller can use; `address()` waits for it then, and raises the error that kept it from serving.
     Raises:
-        SettingError: an argument can't be, or the address can't be bound.
+        SettingError: an argument is invalid, or the address can't be bound.
         DeadlinePassed: the child did not start within connect_timeout.
         CoordinationError: the child ended before it served.
     """
@@ -117,9 +117,10 @@ class ManagerServer:
         )
 
     def address(self) -> str:
-        """`http://host:port` of this server, when it serves.
+        """Return `http://host:port` of this server, when it serves.
 
-        Raises: Closed: it was shut down. With `wait=False` also what kept it from serving, as the constructor does.
+        Raises: Closed: it was shut down. With `wait=False` also the error that kept it from serving, as the constructor
+            does.
         """
         server = self._server
         if server is None:
@@ -127,15 +128,15 @@ class ManagerServer:
         return f"http://{server.address()}"
 
     def alive(self) -> bool:
-        """Whether it serves; False after shutdown and when its process has ended."""
+        """Return whether it serves; False after shutdown and when its process has ended."""
         return self._server is not None and self._server.alive()
 
     def was_killed(self) -> bool:
-        """Whether a signal ended its process, so that another one may well live; False while it lives."""
+        """Return whether a signal ended its process, so that a new one may work; False while it lives."""
         return isinstance(self._server, _Child) and self._server.was_killed()
 
     def kill(self) -> None:
-        """End its process by force, whatever state it is in: stopped, hung, starting. `shutdown` must follow."""
+        """Kill its process in any state: stopped, hung, starting. `shutdown` must follow."""
         if isinstance(self._server, _Child):
             self._server.kill()
 
@@ -184,7 +185,7 @@ class _InProcess:
 
 @final
 class _Child:
-    """The child process, and the pipe whose end tells it of ours."""
+    """The child process, and the pipe whose end shows it the end of this process."""
 
     def __init__(self, config: ManagerServerConfig, start_within_s: float, *, wait: bool) -> None:
         if not sys.executable:
@@ -205,7 +206,8 @@ class _Child:
                 stdin=orders_fd,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[childs_fd],
-                # A session of its own: Ctrl-C in the parent's terminal reaches the parent, and this only through it.
+                # The child has a session of its own: Ctrl-C in the terminal reaches the parent, and the child only
+                # through it.
                 start_new_session=True,
             )
         except BaseException:
@@ -228,9 +230,10 @@ class _Child:
                 "parent_pid": self._owner_pid,
             }
             pipe.write(json.dumps(boot).encode() + b"\n")
-            # Who starts a server is its client next, and what that needs takes as long to import as the child to start.
+            # The starter of a server becomes its client next. The client's imports take as long as the child's start.
             importlib.import_module("tft_coord.client.manager")
-            importlib.import_module("tft_coord.transport.loop").end_at_exit()  # before the end of whoever owns both
+            # before the end of the object that owns both
+            importlib.import_module("tft_coord.transport.loop").end_at_exit()
             if wait:
                 self.address()
         except BaseException:
@@ -272,25 +275,25 @@ class _Child:
             self._process.kill()
 
     def forked(self) -> Inheritance:
-        """In a child: nothing of the parent's server's is held."""
+        """Return what a forked child inherits: only the pipe with the server's report."""
         return Inheritance([-1 if self._report_pipe.closed else self._report_pipe.fileno()])
 
     def shutdown(self) -> None:
         self._end()
-        if os.getpid() == self._owner_pid:  # a forked child's copy of the lock may never be let go
+        if os.getpid() == self._owner_pid:  # a forked child's copy of the lock may never be released
             with self._reading:  # the child has ended, and with it the wait for its report
                 self._close_report()
 
 
 def _check_free(config: ManagerServerConfig) -> None:
-    """A port that is taken is told at once, and not when the child has found out, which has the last word.
+    """Check at once that the port is free; the child checks it again later.
 
-    Raises: SettingError: somebody listens there.
+    Raises: SettingError: the port is in use.
     """
     host, port = host_of(config.listens_at), config.listens_at.rpartition(":")[2]
     if not port.isdecimal() or int(port) == 0:
         return
-    with suppress(OSError):  # what else is wrong with it, the child says
+    with suppress(OSError):  # the child reports other faults of the address
         for family, kind, protocol, _, place in socket.getaddrinfo(
             host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
@@ -305,7 +308,7 @@ def _check_free(config: ManagerServerConfig) -> None:
 
 
 def _read_line(fd: int, within_s: float) -> bytes | None:
-    """A line from the pipe; b"" when it ends before, None when it takes too long."""
+    """Return a line from the pipe; b"" when it ends before, None when it takes too long."""
     line = b""
     give_up_at = time.monotonic() + within_s
     with selectors.DefaultSelector() as selector:
@@ -322,18 +325,20 @@ def _read_line(fd: int, within_s: float) -> bytes | None:
 
 @final
 class _Pipe:
-    """Our end of the pipe to a child. Its closing, by us or by our end, is what ends the child."""
+    """The parent's end of the pipe to a child. The child ends when the pipe closes, by a call or by this
+    process's end."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         let_go_in_child(self)
 
     def forked(self) -> Inheritance:
-        """In a child: a data loader's worker, say, must not keep the manager server alive after its parent's end."""
+        """Return the descriptor for a forked child to release: a data loader's worker must not keep the server
+        alive."""
         return Inheritance([self._fd])
 
     def write(self, data: bytes) -> None:
-        with suppress(BrokenPipeError):  # the child has ended; its report, or its exit code, tells
+        with suppress(BrokenPipeError):  # the child has ended; its report, or its exit code, shows why
             while data:
                 data = data[os.write(self._fd, data) :]
 
@@ -344,14 +349,14 @@ class _Pipe:
 
 
 def _end(process: subprocess.Popen[bytes], pipe: _Pipe, owner_pid: int) -> None:
-    """Say goodbye, close the pipe, and wait for the child's end; by force if it does not come."""
+    """Say goodbye, close the pipe, and wait for the child's end; kill the child if it does not end."""
     if os.getpid() != owner_pid:
-        return  # a forked child of the trainer holds a copy of the object; the server is not its own
+        return  # a forked child of the trainer has a copy of the object; the server belongs to the trainer
     pipe.write(b"goodbye\n")
     pipe.close()
     try:
         process.wait(GOODBYE_WITHIN_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        with suppress(subprocess.TimeoutExpired):  # the kernel does not let go of it: its own affair
+        with suppress(subprocess.TimeoutExpired):  # the kernel does not end the process; nothing more can be done
             process.wait(GOODBYE_WITHIN_S)

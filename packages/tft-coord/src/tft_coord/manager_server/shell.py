@@ -1,7 +1,7 @@
-"""The manager server itself: the group's core behind grpc, on whatever loop it is started.
+"""The manager server itself: the group's core behind grpc, on the loop that starts it.
 
-Ranks come in by unary calls and by a stream that shows that they live; one stream goes out to the lighthouse. What
-happens is told to `GroupCore`, what it decides is performed.
+Ranks come in by unary calls and by a stream that shows that they live; one stream goes out to the lighthouse.
+`GroupCore` gets the events, and this shell performs its decisions.
 
 Law of this file: one `match`, one line a decision; no rule of the protocol lives here.
 """
@@ -31,8 +31,9 @@ from tft_coord.wire.services import Context
 
 logger = logger_for_people(__name__)
 
-# The answer to a deadline must reach the caller before its own clock ends the call. Who asks on a stream waits a little
-# longer than it says; a call of its own is ended by grpc to the millisecond, and a busy machine needs longer than that.
+# The answer at a deadline must reach the caller before the caller's own clock ends the call. A caller on a stream waits
+# slightly longer than its deadline. grpc ends a separate call to the millisecond, and a busy machine needs more time
+# than that.
 ANSWER_EARLIER_MS = 50
 UNARY_EARLIER_MS = 250
 LAST_ANSWERS_S = 0.1
@@ -44,10 +45,10 @@ Answer: TypeAlias = Plan | QuorumKey | Verdict | rank_codec.Failure
 
 @final
 class ManagerServerShell:
-    """One replica group's manager server. To be used on one loop only.
+    """One replica group's manager server. It runs on one loop only.
 
     Args:
-        config: who the group is, and where the lighthouse.
+        config: the group and the lighthouse.
         trainer_pid: of the process that started this server, for warnings.
     """
 
@@ -81,7 +82,7 @@ class ManagerServerShell:
         self._link: LighthouseLink
 
     async def start(self) -> str:
-        """Listen, and begin to dial the lighthouse.
+        """Listen, and start to dial the lighthouse.
 
         Returns: `host:port` under which the ranks reach this server.
         Raises: SettingError: the address can't be bound.
@@ -120,10 +121,11 @@ class ManagerServerShell:
         return address
 
     async def stop(self, last_words: str, *, left: bool) -> None:
-        """Tell ranks and lighthouse that the group ends, and why; then end. Takes a fraction of a second at most.
+        """Tell the ranks and the lighthouse that the group ends, and why; then end. It takes a fraction of a second at
+        most.
 
         Args:
-            last_words: why.
+            last_words: the reason.
             left: rank 0 said goodbye; its process did not die.
         """
         self._handle(events.RankDied(0, last_words, left))
@@ -208,7 +210,7 @@ class ManagerServerShell:
             reply(answer)
 
     def _watch_the_clock(self) -> None:
-        """Have `tick` called when the core has something to do next. A timer that comes too early does no harm."""
+        """Schedule `tick` for the core's next deadline. A timer that fires too early does no harm."""
         deadline_ms = self._core.next_deadline_ms()
         if deadline_ms is None:
             return
@@ -220,7 +222,7 @@ class ManagerServerShell:
         self._timer = self._loop.call_at(when, self._tick)
 
     def _look_at_ranks(self) -> None:
-        """Look which ranks on this host are stopped; again a little later, for as long as the core wants it."""
+        """Check which ranks on this host are stopped; repeat it for as long as the core needs it."""
         self._next_look = None
         if self._ended:
             return
@@ -234,7 +236,7 @@ class ManagerServerShell:
         return {rank: is_stopped(process) for rank, process in self._processes.items()}
 
     def _is_hung(self) -> bool:
-        """Whether a rank hangs or is stopped just now, whatever was known of it before."""
+        """Return whether a rank hangs or is stopped now, by a new look."""
         if self._processes:
             self._handle(events.RanksLookedAt(self._stops_now()))
         return self._core.is_hung(self._now_ms())
@@ -285,7 +287,7 @@ class ManagerServerShell:
         return rank_codec.encode_metadata(metadata)
 
     async def _answer_kill(self, request: bytes, context: Context) -> bytes:
-        """Each rank ends itself when it hears of it; the answer does not wait for that."""
+        """Handle a kill: each rank ends itself when it hears of it, and the answer does not wait for that."""
         try:
             message = rank_codec.decode_kill(request)
         except ProtocolError as error:
@@ -302,7 +304,7 @@ class ManagerServerShell:
                 context, Refusal.MALFORMED.value, "missing timeout: give the call a deadline, the grpc-timeout header"
             )
         if any(stream.rank == asked.group_rank for stream in self._ranks):
-            # Without a secret anybody could ask in its name, and say where its state is to be fetched.
+            # Without a secret any caller could ask in its name, and say where to fetch its state.
             sentence = (
                 f"rank {asked.group_rank} of replica {self._config.replica_id} has a session, and asks and votes on it "
                 "alone; give each process of the group its own RANK"
@@ -329,7 +331,7 @@ class ManagerServerShell:
     # --- calls of either kind ----------------------------------------------------------------------------------------
 
     def _ask(self, asked: Asked, remaining_ms: int, reply: Callable[[Answer], None]) -> int:
-        """Tell the core of it; `reply` is called once, now or later, unless the call is withdrawn."""
+        """Pass the call to the core; `reply` is called once, now or later, unless the call is withdrawn."""
         call, rank = next(self._numbers), asked.group_rank
         self._waiting[call] = reply
         deadline_ms = self._now_ms() + remaining_ms - min(ANSWER_EARLIER_MS, remaining_ms // 10)
@@ -383,7 +385,7 @@ class ManagerServerShell:
                 self._handle(events.RankDisconnected(rank.rank, rank.stream, rank.left))
 
     async def _read(self, rank: _RankStream, context: Context) -> None:
-        """Hear the stream until the rank closes its side, breaks, or talks nonsense."""
+        """Read the stream until the rank closes its side, the stream breaks, or a message is invalid."""
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
                 self._heard(rank, rank_codec.decode_from_rank(message))
@@ -397,7 +399,7 @@ class ManagerServerShell:
             rank.outbox.close()
 
     def _heard(self, rank: _RankStream, message: rank_codec.FromRank) -> None:
-        """Raises: ProtocolError: it makes no sense here; the stream ends."""
+        """Handle a message of the rank. Raises: ProtocolError: it is invalid here; the stream ends."""
         match message:
             case rank_codec.RankHello() if rank.rank >= 0:
                 raise ProtocolError("a rank's stream has one hello; open another stream")
@@ -409,7 +411,7 @@ class ManagerServerShell:
                     )
                 rank.rank = group_rank
                 self._handle(events.RankConnected(group_rank, rank.stream, session))
-                rank.say(rank_codec.RankWelcome(session))  # not after a refusal, which closes the outbox
+                rank.say(rank_codec.RankWelcome(session))  # a refusal closes the outbox, so this is dropped after one
             case _ if rank.rank < 0:
                 raise ProtocolError("a rank's stream must begin with a hello")
             case rank_codec.RankCall(number, timeout_ms, asked):
@@ -434,7 +436,7 @@ class ManagerServerShell:
                 rank.left = True
 
     def _called(self, rank: _RankStream, number: int, timeout_ms: int, asked: Asked) -> None:
-        """A call on a rank's stream. Raises: ProtocolError: it speaks for another rank."""
+        """Handle a call on a rank's stream. Raises: ProtocolError: it names another rank."""
         if asked.group_rank != rank.rank:
             raise ProtocolError(f"the stream of rank {rank.rank} asks for rank {asked.group_rank}")
 
@@ -449,7 +451,7 @@ class ManagerServerShell:
 
 @final
 class _RankStream:
-    """One stream of one rank: its number here, and the calls on it that wait, by the rank's numbers."""
+    """One stream of one rank: its number here, and the waiting calls on it, by the rank's numbers."""
 
     def __init__(self, stream: int, overflows: Callable[[_RankStream], None]) -> None:
         self.stream = stream

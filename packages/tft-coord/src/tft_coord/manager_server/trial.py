@@ -1,10 +1,10 @@
-"""A newcomer's trial: whether this host reaches the ports that its peers have published.
+"""A newcomer's trial: whether this host reaches the published ports of its peers.
 
 A port that refuses a connection answers, so its host is reached: the server behind it may be down, which is not the
-newcomer's trouble. A port that does not answer, or a name that is unknown, is not reached. What is no `host:port`, or a
-name whose look-up takes too long, can't be tried, and says nothing.
+newcomer's fault. A port that does not answer, or an unknown name, is unreachable. An address that is no `host:port`, or
+whose look-up takes too long, can't be tried, and proves nothing.
 
-Law of this file: connecting, nothing said; every wait has a deadline.
+Law of this file: connecting, without a message; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tft_coord.errors import SettingError
 from tft_coord.transport.address import host_of, target
 
 LOOK_UP_WITHIN_S: Final = 1.4
-DIAL_WITHIN_S: Final = 2.5  # of which a packet that was lost takes a second: it is sent again after that
+DIAL_WITHIN_S: Final = 2.5  # includes a second for a lost packet, which is sent again after that
 ALL_WITHIN_S: Final = 4.0
 
 _Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
@@ -34,7 +34,7 @@ async def try_peers(peers: Sequence[PeerAddresses]) -> tuple[Unreached, ...]:
     known = [(replica_id, address, *parts) for replica_id, address, parts in parted if parts is not None]
     if not known:
         return ()
-    # Each name once: a resolver has few threads, and the members of one host have one name.
+    # Each name is looked up once: a resolver has few threads, and the members of one host share its name.
     look_ups = {host: asyncio.create_task(_look_up(host)) for host in {host for _, _, host, _ in known}}
     dials = {
         asyncio.create_task(_why_unreached(look_ups[host], port)): (replica_id, address)
@@ -62,7 +62,7 @@ def _parted(address: str) -> tuple[str, int] | None:
 
 
 async def _look_up(host: str) -> list[_Place] | str:
-    """Give where a name leads, or why it leads nowhere; nothing where that takes too long."""
+    """Return the places of a name, or why it has none; [] if the look-up takes too long."""
     try:
         found = await asyncio.wait_for(
             asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM), LOOK_UP_WITHIN_S
@@ -75,7 +75,7 @@ async def _look_up(host: str) -> list[_Place] | str:
 
 
 async def _why_unreached(look_up: asyncio.Task[list[_Place] | str], port: int) -> str:
-    """Say why nothing answers at a port; "" where something does, or where that can't be tried."""
+    """Return why no server answers at a port; "" if one does, or if the port can't be tried."""
     found = await look_up
     if isinstance(found, str):
         return found
@@ -86,7 +86,7 @@ async def _why_unreached(look_up: asyncio.Task[list[_Place] | str], port: int) -
             done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
             if any(call.result() is None for call in done):
                 return ""
-        # Refused at one of several addresses and silent at another: the server is at the silent one.
+        # If one of several addresses refuses and another is silent, the server is at the silent one.
         return next((why for call in calls if (why := call.result())), "")
     finally:
         for call in calls:
@@ -94,7 +94,7 @@ async def _why_unreached(look_up: asyncio.Task[list[_Place] | str], port: int) -
 
 
 async def _dial(family: socket.AddressFamily, place: tuple[Any, ...]) -> str | None:
-    """Say why nothing answers at one place; "" where it refuses, None where it listens."""
+    """Return why no server answers at one place; "" if the place refuses, None if a server listens there."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as caller:
             caller.setblocking(False)

@@ -1,9 +1,9 @@
-"""Test a core, or what you build on one, without a cluster.
+"""Tools to test a core, or code built on one, without a cluster.
 
-- `snapshots`: what an object holds as a value to compare, and as a copy that goes its own way.
-- `torchft_like`: torchft's quorum rule, told plainly: an oracle, and the core of a fake lighthouse.
+- `snapshots`: an object's contents as a value to compare, and as an independent copy.
+- `torchft_like`: torchft's quorum rule in plain form: an oracle, and the core of a fake lighthouse.
 
-A whole cluster in virtual time, with invariants, is a package of its own: tft-sim.
+The package tft-sim simulates a whole cluster in virtual time, with invariants.
 
 Law of this folder: standard library and tft_coord's core only; no clock, thread or socket.
 """

@@ -1,7 +1,7 @@
-"""A world as a value and as a copy: what a search does millions of times, so that it is fast.
+"""A world as a value and as a copy. A search takes both millions of times, so they are fast.
 
-What never changes (numbers, strings, enums, frozen dataclasses) is shared and compared as it is. All else is taken
-apart: dictionaries, sets, lists and tuples by what they hold, objects by their attributes, each object once.
+Objects that never change (numbers, strings, enums, frozen dataclasses) are shared and compared as they are. All others
+are taken apart: dictionaries, sets, lists and tuples by their contents, objects by their attributes, each object once.
 
 Law of this file: it works on any object that is made of these; the attributes of a class are those of its first object.
 """
@@ -24,18 +24,19 @@ _key_of: Final = itemgetter(0)
 
 
 def frozen(value: Any) -> object:
-    """A value as nested tuples: equal for equal worlds, and hashable if all that never changes is.
+    """Return a value as nested tuples: equal for equal worlds, and hashable if all that never changes is.
 
-    Dictionaries and sets are in an order of their own. An object that is met again is told by its number, so two worlds
-    differ if one shares what the other has twice. Functions and bound methods count for nothing.
+    Dictionaries are sorted, and sets become frozensets. A repeated object becomes its number, so two worlds differ if
+    one shares an object that the other has twice. Functions and bound methods are ignored.
     """
     return _frozen(value, {})
 
 
 def copied(value: AnyValue) -> AnyValue:
-    """A world of its own: what never changes is shared, all else is copied, each object once.
+    """Return an independent copy of a world: objects that never change are shared, all others are copied, each object
+    once.
 
-    Raises: TypeError: there is something that can't be copied, as a function that remembers its surroundings.
+    Raises: TypeError: an object can't be copied, such as a function with a closure.
     """
     return cast("AnyValue", _copied(value, {}))
 
@@ -84,7 +85,7 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
         for key, each in there_is.items():
             pairs[key] = each if type(each) in _NEVER_CHANGES else _copied(each, known)
         return pairs
-    if kind is set:  # of what never changes: all else has no hash
+    if kind is set:  # its elements never change, because all others have no hash
         known[id(value)] = taken = value.copy()
         return taken
     if kind is list:
@@ -100,16 +101,16 @@ def _copied(value: Any, known: dict[int, Any]) -> Any:
     names, get = _SHAPES[kind]
     copy = known[id(value)] = kind.__new__(kind)
     values = get(value)
-    for at, name in enumerate(names):  # compiled it is faster than to take both together
+    for at, name in enumerate(names):  # compiled code is faster this way than with zip
         each = values[at]
         setattr(copy, name, each if type(each) in _NEVER_CHANGES else _copied(each, known))
     return copy
 
 
 def _look_at(kind: Any, value: object) -> bool:
-    """A class that is met first. Returns: this object is shared, not copied.
+    """Register a class at its first object. Returns: whether this object is shared, not copied.
 
-    Raises: TypeError: it can't be told what it is made of.
+    Raises: TypeError: its contents are unknown.
     """
     if kind is FunctionType and getattr(value, "__closure__") is None:  # noqa: B009
         return True
@@ -124,7 +125,7 @@ def _look_at(kind: Any, value: object) -> bool:
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[object], tuple[Any, ...]]:
-    """Gets all of them at once, always as a tuple."""
+    """Return a function that gets all attributes at once, always as a tuple."""
     if len(names) > 1:
         return cast("Callable[[object], tuple[Any, ...]]", attrgetter(*names))
     return lambda value: tuple([getattr(value, name) for name in names])

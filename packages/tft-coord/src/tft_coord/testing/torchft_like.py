@@ -1,9 +1,9 @@
-"""torchft's lighthouse without its network: what it hears of a member, and its quorum rule, with its faults.
+"""torchft's lighthouse without its network: its view of a member, and its quorum rule, with its faults.
 
-It knows nothing of ours: it drops our fields, hands on `data`, counts its quorums from 1, and keeps a caller that went
-away as a participant of the next one.
+It drops the fields that torchft does not know, passes on `data`, counts its quorums from 1, and keeps a disconnected
+caller as a participant of the next quorum.
 
-Law of this file: torchft's rule (wire.md section 12), told as plainly as can be; no clock, no I/O.
+Law of this file: torchft's rule (wire.md section 12), as plainly as possible; no clock, no I/O.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tft_coord.timeouts import Timeouts
 
 
 def stripped(member: Member) -> Member:
-    """What arrives of a member at a lighthouse that knows torchft's fields only."""
+    """Return the part of a member that arrives at a lighthouse with torchft's fields only."""
     return Member(
         member.replica_id,
         address=member.address,
@@ -35,8 +35,8 @@ class TorchftLike:
     """torchft's quorum rule.
 
     Args:
-        min_replicas: smallest quorum, but on the fast path.
-        timeouts: join and heartbeat time-outs.
+        min_replicas: smallest quorum, except on the fast path.
+        timeouts: join and heartbeat timeouts.
     """
 
     def __init__(self, min_replicas: int, timeouts: Timeouts) -> None:
@@ -49,19 +49,20 @@ class TorchftLike:
         self._last_id = 0
 
     def beat(self, replica_id: str, now_ms: int) -> None:
-        """A heartbeat."""
+        """Record a heartbeat."""
         self._beats[replica_id] = now_ms
 
     def ask(self, member: Member, now_ms: int) -> None:
-        """A request; the newest of a replica counts, whether or not its caller is still there."""
+        """Record a request; a replica's newest one counts, whether or not its caller is still connected."""
         self._beats[member.replica_id] = now_ms
         self._participants[member.replica_id] = (member, now_ms)
 
     def tick(self, now_ms: int, wall_ms: int, *, callers: Collection[str]) -> Quorum | None:
-        """A quorum if it is time for one; it goes to all that are in it. An empty one counts, and reaches nobody.
+        """Return a quorum if it is time for one; it goes to all its members. An empty one counts, and reaches no
+        member.
 
         Args:
-            callers: whose calls are still there: they ask anew when they are not in it.
+            callers: replicas whose calls are still open: they ask anew when they are not in the quorum.
         """
         healthy = {name for name, at in self._beats.items() if now_ms - at < self._timeouts.heartbeat_timeout_ms}
         waiting = {name: each for name, each in self._participants.items() if name in healthy}

@@ -1,4 +1,4 @@
-"""What the shells of this family share: the process's loop, grpc's settings, one writer a stream.
+"""The common parts of the shells: the process's loop, grpc's settings, one writer for each stream.
 
-Law of this folder: how to talk, never what to say or decide.
+Law of this folder: the transport of messages, never their content or a decision.
 """

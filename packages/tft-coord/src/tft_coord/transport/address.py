@@ -1,6 +1,6 @@
-"""How users write the address of a server.
+"""The address of a server as users write it.
 
-Law of this file: text alone; it imports no grpc, so that settings are checked before that is needed.
+Law of this file: text alone; it imports no grpc, so that settings are checked before grpc is needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tft_coord.wire.limits import MAX_ADDRESS_BYTES
 
 
 def target(address: str) -> str:
-    """What grpc dials for an address as users write it: `host:port`, `http://host:port`, `[::1]:29510`.
+    """Return grpc's form of an address as users write it: `host:port`, `http://host:port`, `[::1]:29510`.
 
     Raises: SettingError: there is no host or no port in it.
     """
@@ -33,15 +33,15 @@ def target(address: str) -> str:
 
 
 def targets(addresses: str) -> tuple[str, ...]:
-    """What grpc dials for one address or several with commas between them, in order, each once.
+    """Return grpc's form of one address or several with commas between them, in order, each once.
 
-    Raises: SettingError: one of them is none, or there is none.
+    Raises: SettingError: one of them is invalid, or there is none.
     """
     return tuple(dict.fromkeys(target(address) for address in addresses.split(",")))
 
 
 def check_host(name: str, host: str) -> None:
-    """Whether `target` takes that host with a port behind it.
+    """Check that `target` accepts that host with a port behind it.
 
     Args:
         name: of the setting.
@@ -50,7 +50,7 @@ def check_host(name: str, host: str) -> None:
     """
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
-        if ":" in bare or bare != host:  # brackets hide from `target` that a port stands behind a name
+        if ":" in bare or bare != host:  # brackets would hide a port behind a name from `target`
             ipaddress.IPv6Address(bare)
         target(f"http://{join_host_port(host, 65535)}")
     except (SettingError, ValueError):
@@ -61,12 +61,12 @@ def check_host(name: str, host: str) -> None:
 
 
 def host_of(address: str) -> str:
-    """The host of an address as `target` gives it, without an IPv6 address's brackets."""
+    """Return the host of an address as `target` gives it, without an IPv6 address's brackets."""
     return address.rpartition(":")[0].strip("[]")
 
 
 def interface_of(bind: str) -> str:
-    """The host that `host:port` listens at, or "" for all interfaces, however they are written."""
+    """Return the host that `host:port` listens at, or "" for all interfaces, however they are written."""
     host = host_of(bind)
     with suppress(ValueError):
         return "" if ipaddress.ip_address(host).is_unspecified else host
@@ -74,7 +74,7 @@ def interface_of(bind: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether that name or address means this machine to whoever reads it."""
+    """Return whether that name or address means the local machine on every machine."""
     if host in ("localhost", "localhost.localdomain", "ip6-localhost"):
         return True
     with suppress(ValueError):
@@ -83,10 +83,10 @@ def is_loopback(host: str) -> bool:
 
 
 def join_host_port(host: str, port: int) -> str:
-    """`host:port`, with an IPv6 address in brackets."""
+    """Return `host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def peer_address(peer: str) -> str:
-    """Where a call comes from, as `host:port`: what gRPC says is `ipv6:%5B::1%5D:35658`."""
+    """Return the address of a caller as `host:port`; gRPC's form is `ipv6:%5B::1%5D:35658`."""
     return unquote(peer.removeprefix("ipv4:").removeprefix("ipv6:"))

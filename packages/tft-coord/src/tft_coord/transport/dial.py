@@ -1,6 +1,6 @@
-"""One attempt to reach a server; whoever wants more attempts makes them.
+"""One attempt to reach a server; callers make further attempts.
 
-Law of this file: connecting, nothing said.
+Law of this file: connecting, without a message.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ POLL_S: Final = 0.01
 
 
 class TookTooLong(Unreachable):
-    """No connection came about within the time of one attempt; a longer attempt may do."""
+    """The time limit of one attempt passed without a connection; a longer attempt may succeed."""
 
 
 async def dial(
     address: str, timeouts: Timeouts, *, to_lighthouse: bool = False, within_ms: int | None = None
 ) -> grpc.aio.Channel:
-    """A new channel that is connected.
+    """Return a new channel that is connected.
 
     Args:
         address: as `target` gives it.
         timeouts: of the job.
-        to_lighthouse: which has thousands of channels, so that this one is pinged more seldom.
-        within_ms: an attempt takes so long at most; None: heartbeat_timeout_ms.
-    Raises: Unreachable: the attempt failed; TookTooLong, if it took too long. ProtocolError: another kind of server
-        answers there. Nothing is left open.
+        to_lighthouse: a lighthouse has thousands of channels, so the pings on this one are rarer.
+        within_ms: time limit of the attempt; None: heartbeat_timeout_ms.
+    Raises: Unreachable: the attempt failed; TookTooLong, if it timed out. ProtocolError: another kind of server
+        answered. Nothing is left open.
     """
     within_ms = timeouts.heartbeat_timeout_ms if within_ms is None else within_ms
     options = channel_options(timeouts, to_lighthouse=to_lighthouse, within_ms=within_ms)
@@ -50,7 +50,8 @@ async def dial(
         if not is_connected:
             raise await why_unreachable(address)
         give_up_at = time.monotonic() + AGAIN_AFTER_S
-        while not resolved.is_set() and time.monotonic() < give_up_at:  # grpc has resolved it, so it is soon
+        # grpc has resolved it already, so this wait is short
+        while not resolved.is_set() and time.monotonic() < give_up_at:
             await asyncio.sleep(POLL_S)
     except BaseException as error:
         with contextlib.suppress(asyncio.CancelledError):
@@ -74,8 +75,8 @@ async def _connected(channel: grpc.aio.Channel) -> bool:
 async def cancelled(task: asyncio.Task[None]) -> None:
     """Cancel a task that dials, and wait until it has ended.
 
-    A cancellation that comes while a channel of a failed dial is being closed gets lost, in `dial` above as in what it
-    calls, and the task would dial on for ever: it is cancelled again until it has ended.
+    A cancellation can get lost while the channel of a failed dial closes, in `dial` above as in the code that it calls.
+    The task would then dial for ever. This function therefore cancels it again until it has ended.
     """
     while not task.done():
         task.cancel()
@@ -94,7 +95,7 @@ class _Dialed:
         let_go_in_child(self)
 
     def forked(self) -> Inheritance:
-        """In a child: the connections are the parent's."""
+        """Return what a forked child inherits; the connections belong to the parent."""
         addresses = dict(self._addresses)
         self._addresses.clear()
         places = {place for address in addresses.values() for place in names.places(address)}

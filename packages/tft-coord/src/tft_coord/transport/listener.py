@@ -1,11 +1,11 @@
-"""What listens at an address where no gRPC connection could be made.
+"""The listener at an address where no gRPC connection succeeded.
 
-grpc says only that a connection failed. A user needs to know whether nobody listens, the name is unknown, or another
-kind of server answers: the first two may mend themselves, the last one never does. So after a failed dial one plain
-connection asks with the first words of HTTP/2, and the first bytes of the answer tell.
+grpc says only that a connection failed. A user needs to know whether the port refuses connections, the name is unknown,
+or another kind of server answers. The first two may recover, the last one never does. After a failed dial one plain
+connection therefore sends the first bytes of HTTP/2, and the first bytes of the answer decide.
 
-Law of this file: short connections, and what their answers mean; at most `_FIRST_BYTES` are read of each. The sentences
-that a trainer and the clients of a server share stand here as well.
+Law of this file: short connections, and what their answers mean; at most `_FIRST_BYTES` are read of each. The common
+sentences of a trainer and a server's clients are here as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FRAME_HEAD_BYTES: Final = 9  # of HTTP/2: length, type, flags, stream
 _FIRST_FRAMES: Final = (4, 7)  # SETTINGS; GOAWAY, from a server that ends
 _TLS: Final = (b"\x15\x03", b"\x16\x03")
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] (\d{3})\b")
-_NOT_YET: Final = ("502", "503", "504")  # of a proxy: the server behind it can't be reached, is not ready, is slow
+_NOT_YET: Final = ("502", "503", "504")  # of a proxy: the server behind it is unreachable, not ready, or slow
 _WITHIN_S: Final = 1.0
 _LOOK_WITHIN_S: Final = 3 * _WITHIN_S  # two connections and a name that is slow to resolve
 
@@ -35,12 +35,12 @@ OF_ANOTHER_KIND: Final = "a gRPC server of another kind answers there; check the
 
 
 def no_peer(peer: str, why: Unreachable | ProtocolError, *, within: str = "") -> str:
-    """Say what is wrong with a server, to stand behind its name and address.
+    """Return what is wrong with a server, as the end of a sentence that begins with its name and address.
 
     Args:
-        peer: what should listen there, in words.
+        peer: the expected server, in words.
         why: as `why_unreachable` gives it.
-        within: how long it was tried, in words.
+        within: the time limit of the attempts, in words.
     """
     if isinstance(why, Unreachable):
         return f"can't be reached{within}: {why}; check the address, and that the server runs"
@@ -48,7 +48,7 @@ def no_peer(peer: str, why: Unreachable | ProtocolError, *, within: str = "") ->
 
 
 def secret_refused(details: str, *, shown: bool) -> str:
-    """Say that a server refuses the secret that this process has shown, or that it has shown none."""
+    """Return the phrase that a server refuses this process's secret, or a process without one."""
     what = "this process's secret" if shown else "this process, which has no secret"
     return f"refuses {what}: {details}"
 
@@ -60,7 +60,7 @@ def look(address: str) -> Unreachable | ProtocolError:
     async def ask() -> None:
         found.append(await why_unreachable(address))
 
-    # On a thread: there may be a loop that runs in this one.
+    # The look runs on a thread of its own, because a loop may run in this one.
     thread = threading.Thread(target=asyncio.run, args=(ask(),), name="tft-look", daemon=True)
     thread.start()
     thread.join(_LOOK_WITHIN_S)
@@ -68,13 +68,12 @@ def look(address: str) -> Unreachable | ProtocolError:
 
 
 async def why_unreachable(address: str) -> Unreachable | ProtocolError:
-    """Look at who listens there.
+    """Find out what listens at the address.
 
     Args:
-        address: `host:port`, as `target` gives it; no gRPC connection to it could be made just now.
-    Returns: Unreachable: nobody listens, the name is unknown, or the server may be one of ours that starts or ends,
-        maybe behind a proxy.
-        ProtocolError: another kind of server answers there.
+        address: `host:port`, as `target` gives it; no gRPC connection to it succeeded just now.
+    Returns: Unreachable: the port refuses connections, the name is unknown, or the server may be the right one while it
+        starts or ends, maybe behind a proxy. ProtocolError: another kind of server answers there.
     """
     try:
         answer = await _first_bytes(address, None)
@@ -90,7 +89,7 @@ async def why_unreachable(address: str) -> Unreachable | ProtocolError:
 
 
 def _verdict(answer: bytes | None) -> Unreachable | ProtocolError:
-    """What the first bytes of an answer say; None: there were none in time, b"": the connection was ended."""
+    """Return the meaning of an answer's first bytes; None: none came in time, b"": the server closed the connection."""
     if answer is None:
         return Unreachable(f"a server takes the connection and says nothing within {_WITHIN_S:g} s")
     if not answer:
@@ -109,23 +108,23 @@ def _verdict(answer: bytes | None) -> Unreachable | ProtocolError:
 
 
 def _may_be_http2(answer: bytes) -> bool:
-    """Whether an HTTP/2 server's answer may begin so."""
+    """Return whether an HTTP/2 server's answer may begin with these bytes."""
     if len(answer) < _FRAME_HEAD_BYTES:
-        return answer.startswith(b"\x00")  # of the length of a frame; no other protocol's banner begins so
+        return answer.startswith(b"\x00")  # from the length of a frame; no other protocol's banner begins with it
     return answer[3] in _FIRST_FRAMES and int.from_bytes(answer[5:9], "big") & 0x7FFFFFFF == 0
 
 
 def _is_enough(answer: bytes) -> bool:
-    """Whether more bytes would not change the verdict."""
+    """Return whether more bytes would not change the verdict."""
     if answer.startswith(_TLS):
         return True
     return len(answer) >= (_FIRST_BYTES if answer.startswith(b"HTTP/") else _FRAME_HEAD_BYTES)
 
 
 async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None:
-    """Read until the verdict is clear, the connection ends, or time is over. It may come byte by byte.
+    """Read until the verdict is clear, the connection ends, or the time is over. The answer may come byte by byte.
 
-    Returns: None: there was no byte in time.
+    Returns: None: no byte came in time.
     Raises: OSError: no connection.
     """
     host, port = host_of(address), int(address.rpartition(":")[2])
@@ -133,7 +132,8 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
     answer = b""
 
     async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        # One after the other, so that the error is that of one attempt: all at once have one of their own.
+        # The attempts run one after the other, so that the error is that of one attempt. Concurrent attempts raise a
+        # joint error.
         places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         failure: OSError | None = None
         for _, _, _, _, place in places:
@@ -159,7 +159,7 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
 
     asking = asyncio.ensure_future(ask())
     try:
-        await asyncio.wait([asking], timeout=_WITHIN_S)  # not wait_for, which may swallow that this is cancelled
+        await asyncio.wait([asking], timeout=_WITHIN_S)  # not wait_for, which may swallow a cancellation
         if asking.done():
             return asking.result()
         if writer is None:
@@ -172,7 +172,7 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
 
 
 async def _speaks_tls(address: str) -> bool:
-    """Whether who ended a plain connection without a word takes one by TLS."""
+    """Return whether a server that closed a plain connection without an answer accepts a TLS connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,8 +1,8 @@
-"""The one asyncio loop of a process, on a thread of its own.
+"""The one asyncio loop of a process, on its own thread.
 
-All grpc.aio objects of a process share one completion queue inside grpc, and two loops that listen to it wake each
-other for nothing and log errors about it. So whoever needs one takes a share of the same loop: the first share starts
-the thread, the last one to be given back ends it.
+All grpc.aio objects of a process share one completion queue inside grpc. Two loops that listen to it wake each other
+needlessly and log errors about it. All users of a loop therefore take a share of the same one. The first share starts
+the thread, and the last one to be given back ends it.
 
 Law of this file: the thread and its shares; it knows nothing of what runs on it.
 """
@@ -37,7 +37,7 @@ class LoopShare:
     """A share of the process's loop, taken at construction.
 
     Args:
-        owner: whose share this is, for messages.
+        owner: of this share, for messages.
         at_exit: ends the owner; called when the interpreter exits and the share was not given back.
     """
 
@@ -48,23 +48,23 @@ class LoopShare:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop. Raises: Closed: this share was given back."""
+        """Return the loop. Raises: Closed: this share was given back."""
         if self._thread is None or self.inherited:
             raise Closed(f"{self._owner} was shut down; make a new one")
         return self._thread.loop
 
     @property
     def inherited(self) -> bool:
-        """Whether this is the copy that a forked child has of its parent's share: there is no thread behind it."""
+        """Return whether this is a forked child's copy of its parent's share, without a thread behind it."""
         return self._thread is not None and self._thread.pid != os.getpid()
 
     @property
     def given_back(self) -> bool:
-        """Whether this share was given back."""
+        """Return whether this share was given back."""
         return self._thread is None
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run it on the loop and wait for its result. Raises: Closed: this share was given back."""
+        """Run the coroutine on the loop and wait for its result. Raises: Closed: this share was given back."""
         try:
             loop = self.loop
         except Closed:
@@ -73,15 +73,15 @@ class LoopShare:
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
     def run_last(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """As `run`, for what ends the owner: after some seconds it is left alone, and a warning is logged."""
+        """Run a coroutine that ends the owner, as `run` does; after some seconds stop waiting, and log a warning."""
         loop = self.loop
         try:
             asyncio.run_coroutine_threadsafe(coroutine, loop).result(ENDS_WITHIN_S)
-        except concurrent.futures.TimeoutError:  # Python 3.10's is a class of its own
+        except concurrent.futures.TimeoutError:  # Python 3.10's is another class than TimeoutError
             logger.warning("%s did not end within %g s and is left alone", self._owner, ENDS_WITHIN_S)
 
     def give_back(self) -> None:
-        """Give the share back; the last one ends the thread and waits for its end. Does nothing the second time."""
+        """Give the share back; the last one ends the thread and waits for its end. A second call does nothing."""
         thread, self._thread = self._thread, None
         if thread is not None:
             _give_back(thread, self)
@@ -101,10 +101,10 @@ class _LoopThread:
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
-            # Whatever its owner did not wait for ends here, so that no task outlives its loop.
+            # Tasks that their owner did not wait for end here, so that no task outlives its loop.
             left = asyncio.all_tasks(self.loop)
             if left:
-                # grpc's own tasks end by themselves once their connections have; cancelled, they print a traceback.
+                # grpc's own tasks end by themselves after their connections; a cancelled one prints a traceback.
                 _, left = self.loop.run_until_complete(asyncio.wait(left, timeout=TASKS_END_WITHIN_S))
             for task in left:
                 task.cancel()
@@ -118,22 +118,23 @@ class _LoopThread:
         join_within(self.thread)
 
     def forked(self) -> Inheritance:
-        """In a child: neither the loop nor a task of its is ended or destroyed; both wait for the parent's sockets."""
+        """Keep the loop and its tasks alive in a forked child: the end of either would wait for the parent's
+        sockets."""
         return Inheritance(kept=[self, *asyncio.all_tasks(self.loop)])
 
 
 _lock = threading.Lock()
 _current: _LoopThread | None = None
-_inherited: _LoopThread | None = None  # in a forked child, the parent's
+_inherited: _LoopThread | None = None  # in a forked child, the parent's thread object
 _hooked = False
 _warned = False
 
 
 def end_at_exit() -> None:
-    """Register the end of the shares that nobody gives back, for the interpreter's exit. Idempotent.
+    """Register the end of unreturned shares for the interpreter's exit. Idempotent.
 
-    The interpreter runs first what was registered last. An owner whose own end needs its shares calls this before it
-    registers that end.
+    The interpreter runs the functions that were registered last first. An owner whose own end needs its shares calls
+    this before it registers that end.
     """
     global _hooked
     with _lock:
@@ -162,14 +163,14 @@ def _give_back(thread: _LoopThread, share: LoopShare) -> None:
         if thread.shares:
             return
         _current = None
-        # Under the lock: the next share must not start a second loop beside one that is ending.
+        # The lock is held: the next share must not start a second loop beside one that is ending.
         thread.end()
 
 
 def _forget() -> None:
-    # In a forked child the thread does not exist, and the lock may have been held by another thread.
+    # In a forked child the thread does not exist, and another thread may have held the lock.
     global _current, _inherited, _lock
-    _current, _inherited = None, _current  # which must not be destroyed before it was asked what it leaves
+    _current, _inherited = None, _current  # it must not be destroyed before it was asked what the child inherits
     _lock = threading.Lock()
 
 
@@ -181,8 +182,8 @@ def _warn_once() -> None:
 
 
 def _end_at_exit() -> None:
-    # Shares that nobody gave back: a thread that runs into a dying interpreter crashes it. The youngest ends first, for
-    # it may need an older one; the last of them ends the thread.
+    # These shares were not given back: a thread that runs into a dying interpreter crashes it. The youngest ends first,
+    # because it may need an older one. The last of them ends the thread.
     thread = _current
     if thread is not None and thread.pid == os.getpid():
         for share in reversed(thread.shares.copy()):

@@ -1,6 +1,6 @@
-"""The addresses behind the names of servers, by which a forked child knows this process's connections.
+"""The addresses behind the names of servers, by which a forked child recognizes this process's connections.
 
-grpc resolves a name itself and does not say what it has found. So this process resolves each name too, on a thread
+grpc resolves a name itself and does not show the result. This process therefore resolves each name too, on a thread
 beside grpc, because a resolver may be slow. All results are kept: a connection may be older than the last look-up.
 
 Law of this file: names are resolved and remembered; nothing is connected.
@@ -24,18 +24,18 @@ LOOPBACK: Final = frozenset({"127.0.0.1", "::1"})
 
 @final
 class Names:
-    """What the names of servers have resolved to in this process."""
+    """The addresses that the names of servers have resolved to in this process."""
 
     def __init__(self) -> None:
         self._found: dict[str, frozenset[str]] = {}
-        # In a forked child the thread of a look-up is missing, so its own have other keys.
+        # In a forked child the thread of a look-up is missing, so the child's look-ups have other keys.
         self._under_way: dict[tuple[int, str], threading.Event] = {}
         self._ended_s: dict[str, float] = {}
 
     def look_up(self, target: str) -> threading.Event:
         """Resolve the host of `host:port` in the background, at most once a second.
 
-        Returns: is set when that is done; at once if the host is an address.
+        Returns: an event that is set when the look-up is done; at once if the host is an address.
         """
         host = host_of(target)
         done = threading.Event()
@@ -44,7 +44,7 @@ class Names:
             return running
         is_new = time.monotonic() - self._ended_s.get(host, -AGAIN_AFTER_S) >= AGAIN_AFTER_S
         if _numeric(host) is None and is_new:
-            with suppress(RuntimeError):  # no more threads; what is not resolved is not let go of in a child
+            with suppress(RuntimeError):  # no more threads: a child can't release an unresolved connection
                 threading.Thread(target=self._resolve, args=(host, done), name="tft-names", daemon=True).start()
                 return done
         del self._under_way[os.getpid(), host]
@@ -72,7 +72,7 @@ class Names:
 
 
 def plain(address: str) -> str:
-    """Return an address as a socket's own end is compared: without a scope, IPv4 as IPv4."""
+    """Return an address in the form for comparisons with a socket's end: without a scope, IPv4 as IPv4."""
     return address.partition("%")[0].removeprefix("::ffff:")
 
 

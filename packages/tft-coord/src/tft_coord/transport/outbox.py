@@ -1,10 +1,10 @@
 """One writer for each stream.
 
-grpc takes one message of a stream at a time, so whoever has something to say puts it here, at once and without
-waiting, and one task writes it, in order. A peer that does not read must not cost memory for ever: when more waits for
-it than any quorum needs, its stream ends.
+grpc takes one message of a stream at a time. Callers therefore put messages here, at once and without waiting, and one
+task writes them in order. A peer that does not read must not use up memory: a stream ends when more data waits for it
+than any quorum needs.
 
-Law of this file: a queue and its end; it knows nothing of what is written.
+Law of this file: a queue and its end; it knows nothing of the messages.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ MOST_WAITING_BYTES: Final = 16 << 20
 
 @final
 class Outbox:
-    """Messages that wait to be written. To be used on one loop only.
+    """The messages that wait to be written. It runs on one loop only.
 
     Args:
-        overflows: called once, when too much waits; it ends the stream. Nothing is taken after it.
-        most_bytes: that may wait; one message may always.
+        overflows: called once, when too much waits; it ends the stream. No message is accepted after it.
+        most_bytes: the limit for waiting messages; one message may always wait.
     """
 
     def __init__(self, overflows: Callable[[], object], *, most_bytes: int = MOST_WAITING_BYTES) -> None:
@@ -31,11 +31,11 @@ class Outbox:
         self._waiting_bytes = 0
         self._overflows = overflows
         self._most_bytes = most_bytes
-        self.closed = False  # nothing more is taken
+        self.closed = False  # no more messages are accepted
         self._idle: asyncio.Future[None] | None = None
 
     def put(self, message: bytes) -> None:
-        """Say it after all that was said before; dropped when the outbox is closed."""
+        """Append a message; it is dropped when the outbox is closed."""
         if self.closed:
             return
         if self._messages and self._waiting_bytes + len(message) > self._most_bytes:
@@ -48,7 +48,7 @@ class Outbox:
         self._wake()
 
     def close(self) -> None:
-        """Say what is here still, then end."""
+        """Accept no more messages; the waiting ones are still written."""
         self.closed = True
         self._wake()
 

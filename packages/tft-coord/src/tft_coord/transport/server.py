@@ -1,11 +1,11 @@
-"""A grpc server whose port goes on answering.
+"""A grpc server whose port keeps answering.
 
-grpc's asyncio server can end its listening, for good, when a stranger calls a method whose name is no text. Nobody
-needs a secret for that. What is open then goes on, but nobody new gets in, and nothing tells the owner. A
-`SteadyServer` is not ended so. Where grpc's version does not offer what that one takes, what such an end leaves behind
-is heard of here, and another server takes the port; who arrives in that moment may have to come again.
+A stranger can end the listening of grpc's asyncio server, for good and without a secret, by a call to a method whose
+name is no text. Open calls then go on, but no new connection gets in, and the owner hears nothing of it. A
+`SteadyServer` does not end in this way. Where grpc's version lacks what `SteadyServer` needs, this file detects such an
+end, and another server takes the port. A client that connects in that moment may have to retry.
 
-Law of this file: listening, and listening again; it knows nothing of what is answered.
+Law of this file: listening, and listening again; it knows nothing of the answers.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ logger = logging.getLogger(__name__)
 GrpcServer: TypeAlias = "SteadyServer | grpc.aio.Server"
 AGAIN_EVERY_S: Final = 0.02
 AGAIN_FOR_S: Final = 1.0
-_CALL_HAS_ENDED: Final = 'Failed "execute_batch"'  # grpc's words; where it was asked for what can't be they are others
+_CALL_HAS_ENDED: Final = 'Failed "execute_batch"'  # grpc's words; other errors of the call have other words
 
 
 @final
 class Server:
-    """Listens at one port. To be used on one loop only.
+    """A server that listens at one port. It runs on one loop only.
 
     Args:
         options: of grpc.
-        services: what it answers.
+        services: the calls that it answers.
     """
 
     def __init__(self, options: Options, services: Services) -> None:
@@ -49,23 +49,23 @@ class Server:
         self._again: asyncio.Task[None] | None = None
         self._server = self._make()
         self._watch: DescriptorWatch | None = None
-        self._before: dict[GrpcServer, asyncio.Task[None]] = {}  # that have ended, and still have open calls
+        self._before: dict[GrpcServer, asyncio.Task[None]] = {}  # servers that have ended, and still have open calls
         let_go_in_child(self)
 
     def bind(self, address: str) -> int:
-        """Take the port. Returns: its number. Raises: RuntimeError: the address can't be bound."""
+        """Bind the port. Returns: its number. Raises: RuntimeError: the address can't be bound."""
         port = self._server.add_insecure_port(address)
         self._bind = join_host_port(host_of(address), port)
         return port
 
     async def start(self) -> None:
-        """Answer."""
+        """Start to answer."""
         await self._server.start()
         self._watch = DescriptorWatch(f"the server at {self._bind}")
         _hear_of_ends(asyncio.get_running_loop(), self)
 
     async def stop(self, grace_s: float) -> None:
-        """End; open calls have so long."""
+        """Stop; open calls get so long to end."""
         self._stopped = True
         if self._watch is not None:
             self._watch.end()
@@ -78,17 +78,17 @@ class Server:
             await asyncio.wait(outlived)
 
     def forked(self) -> Inheritance:
-        """In a child: the port and its connections are the parent's."""
+        """Return what a forked child inherits; the port and its connections belong to the parent."""
         ports = {int(self._bind.rpartition(":")[2])} if self._bind and not self._stopped else ()
         return Inheritance(ports=ports, kept=[self._server, *self._before])
 
     def look(self) -> None:
-        """A server of this loop has ended: listen again if it was this one."""
+        """Check after the end of a server of this loop; listen again if it was this one."""
         if not self._stopped and (self._again is None or self._again.done()):
             self._again = asyncio.get_running_loop().create_task(self._listen_again())
 
     async def _listen_again(self) -> None:
-        """As long as another server of ours has the port, there is nothing to do."""
+        """Listen again, unless another server of this process still has the port."""
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + AGAIN_FOR_S
         server = self._make()
@@ -110,11 +110,11 @@ class Server:
                 await server.stop(0)
 
     async def _outlive(self, before: GrpcServer) -> None:
-        """Keep it until its last call has ended."""
+        """Keep the ended server until its last call has ended."""
         try:
-            with suppress(UnicodeDecodeError):  # what has ended it; known
+            with suppress(UnicodeDecodeError):  # the known error that has ended it
                 await before.wait_for_termination()
-            await before.stop(None)  # grpc's own stop of it broke off half of the way, and left its memory taken
+            await before.stop(None)  # grpc's own stop of it broke off half-way, and kept its memory
         finally:
             self._before.pop(before, None)
 
@@ -125,8 +125,11 @@ class Server:
 
 
 def _is_worth_saying(record: logging.LogRecord) -> bool:
-    """To grpc two things are worth a traceback, each time that a stranger likes: a name that is no text, and a call
-    that has ended, by its own deadline most often, in the very moment in which it is answered."""
+    """Return whether a log record of grpc matters.
+
+    grpc logs a traceback for two events that a stranger can repeat at will. One is a name that is no text. The other is
+    a call that has ended, most often by its own deadline, at the very moment of its answer.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, UnicodeDecodeError) or isinstance(record.msg, UnicodeDecodeError):
         return False
@@ -137,8 +140,9 @@ _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[S
 
 
 def _hear_of_ends(loop: asyncio.AbstractEventLoop, server: Server) -> None:
-    """Only grpc knows the task that listens; when it has failed, the loop's handler of lost exceptions is told."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_saying)  # the same one is added once
+    """Watch for ended servers: only grpc knows the task that listens, and its failure reaches the loop's exception
+    handler."""
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_saying)  # a repeated call adds nothing
     if loop in _servers:
         _servers[loop].add(server)
         return

@@ -1,10 +1,11 @@
 """A grpc server that a method whose name is no text can't end.
 
-From version 1.84 on, grpc's asyncio server decodes the name of a method outside of the call's own task; one stranger's
-name that is no text ends its listening. It does so only with methods that it was not told of in advance. So it is told
-of ours, and all others are answered here, without a look at the name: such a call is unimplemented, whatever it names.
+From version 1.84 on, grpc's asyncio server decodes the name of a method outside of the call's own task. One stranger's
+name that is no text ends its listening. This happens only with methods that are not registered in advance. This server
+therefore registers all known methods. It answers all other calls itself, without a look at the name: they are
+unimplemented, whatever they name.
 
-Law of this file: all that we use of grpc's private parts, and nothing else; whoever uses it has another way.
+Law of this file: all uses of grpc's private parts, and nothing else; its user has a fallback.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Final, final
 from tft_coord.transport.settings import Options
 from tft_coord.wire.services import Services
 
-_NEEDED: Final = {  # what is called or replaced here, as versions from 1.84 on have it
+_NEEDED: Final = {  # the methods that are called or replaced here, as in versions from 1.84 on
     "AioServer._make_request_call_future": ["self", "method_bytes"],
     "AioServer._request_call": ["self"],
     "AioServer._request_registered_call": ["self", "method"],
@@ -31,11 +32,11 @@ _NEEDED: Final = {  # what is called or replaced here, as versions from 1.84 on 
 
 @final
 class SteadyServer:
-    """What is used of a `grpc.aio.Server`, under the same names.
+    """The used part of a `grpc.aio.Server`, under the same names.
 
     Args:
         options: of grpc.
-        services: what it answers.
+        services: the calls that it answers.
     """
 
     def __init__(self, options: Options, services: Services) -> None:
@@ -43,28 +44,29 @@ class SteadyServer:
         self._server.answer_with(services)
 
     def add_insecure_port(self, address: str) -> int:
-        """Returns: the port's number. Raises: RuntimeError: the address can't be bound."""
+        """Bind the port. Returns: the port's number. Raises: RuntimeError: the address can't be bound."""
         port: int = self._server.add_insecure_port(address.encode())
         if port == 0:
             raise RuntimeError(f"the address {address} can't be bound")
         return port
 
     async def start(self) -> None:
-        """Answer."""
+        """Start to answer."""
         await self._server.start()
 
     async def stop(self, grace: float | None) -> None:
-        """End; open calls have so many seconds."""
+        """Stop; open calls get so many seconds to end."""
         await self._server.shutdown(grace)
 
     async def wait_for_termination(self) -> None:
-        """Returns when the last call has ended. Raises: what has ended the listening, if anything has."""
+        """Wait until the last call has ended. Raises: the error that has ended the listening, if any."""
         await self._server.wait_for_termination(None)
 
 
 @functools.cache
 def is_offered() -> bool:
-    """Has this version of grpc the parts that this takes? Those before 1.84 have not, nor the fault."""
+    """Return whether this version of grpc has the needed parts. Versions before 1.84 have neither the parts nor the
+    fault."""
     for name, parameters in _NEEDED.items():
         part: Any = _cygrpc()
         for each in name.split("."):
@@ -80,7 +82,7 @@ def _cygrpc() -> Any:
 
 @final
 class _Resolver:
-    """Says to grpc who answers a call."""
+    """The object that tells grpc the handler of a call."""
 
     def __init__(self, service: Callable[[Any], Any]) -> None:
         self.resolve_handler = service
@@ -88,12 +90,15 @@ class _Resolver:
 
 @functools.cache
 def _server_class() -> Any:
-    """Made when it is first needed: not every version of grpc has what it stands on."""
+    """Return the server class, made on first use: not every version of grpc has the base class's parts."""
     cygrpc = _cygrpc()
 
     class Server(cygrpc.AioServer):  # type: ignore[misc, name-defined] # of a module without types
-        """Takes all calls itself. What grpc's own loop waits for, the next call, is here an endless task that takes
-        one call after the other; so that loop is left with nothing but the end of the listening."""
+        """A server that accepts all calls itself.
+
+        grpc's own loop waits for the next call. Here that wait is an endless task that accepts one call after the
+        other, so only the end of the listening reaches grpc's loop.
+        """
 
         def answer_with(self, services: Services) -> None:
             self._loop_of_calls = asyncio.get_running_loop()
@@ -105,7 +110,7 @@ def _server_class() -> Any:
             return self._loop_of_calls.create_task(self._take(method_bytes))
 
         async def _take(self, method: bytes | None) -> None:
-            """Calls of that method; of those that grpc was not told of if None. Ends by an error of grpc's only."""
+            """Accept calls of that method; None: calls of unregistered methods. Only an error of grpc ends this."""
             loop, name = self._loop_of_calls, "" if method is None else method.decode()
             while True:
                 state = await (self._request_call() if method is None else self._request_registered_call(method))
@@ -113,6 +118,6 @@ def _server_class() -> Any:
                 call = loop.create_task(cygrpc._schedule_rpc_coro(answer, state, loop, name))
                 self._calls.add(call)
                 call.add_done_callback(self._calls.discard)
-                del state, answer, call  # while it waits for the next one
+                del state, answer, call  # no reference must stay while it waits for the next call
 
     return Server

@@ -1,2 +1,4 @@
-"""The wire: one .proto, its generated messages, and between them and the core's values two codecs, the lighthouse's
-(`codec`) and the ranks' (`rank_codec`), with what both are made of (`fields`). Nothing else."""
+"""The wire: one .proto, its generated messages, and two codecs between them and the core's values.
+
+The lighthouse's codec is `codec`, the ranks' is `rank_codec`, and `fields` has their common parts.
+"""

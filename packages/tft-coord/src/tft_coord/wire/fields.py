@@ -1,6 +1,6 @@
-"""Numbers, names and other parts of messages, each looked at before it is used.
+"""Numbers, names and other parts of messages, each checked before use.
 
-Law of this file: one part of a message at a time; which message it stands in is the codecs' matter.
+Law of this file: one part of a message at a time; the codecs know the message around it.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def parse(kind: type[_M], data: bytes) -> _M:
 
 
 def checked_text(field: str, text: str, most_bytes: int) -> str:
-    # A character has at least one byte and at most four, so most texts need not be encoded to be measured.
+    # A character has at least one byte and at most four, so most texts need no encoding for this check.
     if len(text) > most_bytes or (4 * len(text) > most_bytes and len(text.encode()) > most_bytes):
         raise ProtocolError(f"{field} is longer than {most_bytes} bytes; shorten it")
     return text
@@ -251,28 +251,28 @@ def checked_address(field: str, text: str) -> str:
 
 
 def checked_printable(field: str, text: str, most_bytes: int) -> str:
-    # Names and addresses stand in everybody's logs, where a line break would forge a line.
+    # Names and addresses appear in the logs of all peers, where a line break would forge a line.
     if not checked_text(field, text, most_bytes).isprintable():
         raise ProtocolError(f"{field} is {text[:80]!r}; give printable characters only, without line breaks")
     return text
 
 
 def checked_sentence(field: str, text: str) -> str:
-    """A peer's sentence, for our logs: on one line, whatever it has in it."""
+    """Return a peer's sentence for the local logs: on one line, whatever it contains."""
     if not text.isprintable():
         text = "".join(character if character.isprintable() else " " for character in text)
     return checked_text(field, text, MAX_SENTENCE_BYTES)
 
 
 def checked_handles(handles: Collection[str]) -> tuple[str, ...]:
-    # Of one member: the quorum carries them to every other, so that together they are bounded more tightly than each.
+    # These belong to one member. The quorum carries them to every other member, so their total is bounded more tightly.
     if len(handles) + sum(map(len, handles)) > MAX_HANDLES_BYTES:
         raise ProtocolError(f"the reconfigure_handles are longer than {MAX_HANDLES_BYTES} bytes together; shorten them")
     return tuple(checked_text("reconfigure_handle", handle, MAX_METADATA_BYTES) for handle in handles)
 
 
 def checked_poor_sources(names: Collection[str]) -> tuple[str, ...]:
-    """Replica ids, few of them. Raises: ProtocolError."""
+    """Return replica ids, few of them. Raises: ProtocolError."""
     if len(names) > POOR_SOURCES_MOST:
         raise ProtocolError(f"poor_sources names {len(names)} replicas, above the limit of {POOR_SOURCES_MOST}")
     return tuple(checked_name("poor_sources", name) for name in names)

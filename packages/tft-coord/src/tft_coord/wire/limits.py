@@ -1,6 +1,6 @@
-"""How long or large a part of a message may be at most.
+"""The maximum sizes of the parts of a message.
 
-Law of this file: numbers, which both the codecs and the checks of settings go by; it imports no codec.
+Law of this file: numbers for the codecs and the checks of settings; it imports no codec.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from tft_coord.core.types import MAX_INT64
 
 MAX_NAME_BYTES = 256  # replica ids and jobs
 MAX_ADDRESS_BYTES = 512
-ADDRESSES_MOST = 4  # of one peer that is to be tried
+ADDRESSES_MOST = 4  # of one peer in a trial
 MAX_DATA_BYTES = 64 * 1024
 MAX_METADATA_BYTES = 4096  # checkpoint metadata, and reconfigure handles
-MAX_HANDLES_BYTES = 256 * 1024  # of one member, together
+MAX_HANDLES_BYTES = 256 * 1024  # of one member, in total
 MAX_SENTENCE_BYTES = 4096
 MAX_MEMBERS = 100_000
 MAX_JOBS_DESCRIBED = 1_000

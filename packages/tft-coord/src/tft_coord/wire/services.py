@@ -1,9 +1,9 @@
-"""Names of the calls, and handlers and stubs for them over grpc's generic interface.
+"""The names of the calls, and handlers and stubs for them over grpc's generic interface.
 
-Everything is bytes at this border: a codec makes values of them inside the handlers, where a damaged message can be
-refused with a sentence, and one encoded answer can be given to many.
+Everything is bytes at this border. A codec makes values of them inside the handlers. A handler can refuse a damaged
+message with a sentence, and give one encoded answer to many callers.
 
-Law of this file: what grpc has to be told about our services; nothing that decides.
+Law of this file: grpc's view of the services; no decisions.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LIGHTHOUSE_DRAIN = "/torchft.TftLighthouseService/Drain"
 LIGHTHOUSE_SESSION = "/torchft.TftLighthouseService/Session"
 MANAGER_SESSION = "/torchft.TftManagerService/Session"
 
-# A refused call costs this process as much as a call of a member, and a stranger can make thousands a second. So above
-# a few a second their answers are late, and a connection has but so many calls: its rate falls to MAX_STREAMS by
-# LATE_S. No more than MOST_LATE wait, each with its twenty kilobytes.
+# A refused call costs this process as much as a member's call, and a stranger can make thousands a second. Above a few
+# a second their answers are therefore delayed. A connection has a limited number of calls, so its rate falls to
+# MAX_STREAMS per LATE_S. No more than MOST_LATE calls wait, each with its twenty kilobytes.
 AT_ONCE_A_SECOND: Final = 16
 LATE_S: Final = 4.0
 MOST_LATE: Final = 2048
 
-# Quoted: grpc's classes take type arguments in their stubs only.
+# These are quoted, because grpc's classes take type arguments in their stubs only.
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 UnaryStub: TypeAlias = "grpc.UnaryUnaryMultiCallable[bytes, bytes]"
 CallStub: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
@@ -49,8 +49,8 @@ class Services(grpc.GenericRpcHandler):
     Args:
         unary: handlers of calls with one message each way, by full name of the method.
         streams: handlers of calls with a stream each way; they read and write through the context.
-        token: the job's shared secret, or None. A call that does not show it is refused by its headers: no message of
-            it is read, so that it costs no memory.
+        token: the job's shared secret, or None. The server refuses a call without it by its headers. It reads no
+            message of such a call, so the call costs no memory.
     """
 
     def __init__(
@@ -63,30 +63,30 @@ class Services(grpc.GenericRpcHandler):
         for name, stream_handler in streams.items():
             handlers[name] = grpc.stream_stream_rpc_method_handler(stream_handler)
         self._handlers = handlers
-        # Before a handler of one request is called grpc reads the request, up to the largest that the server takes.
-        # A handler of a stream of requests reads for itself, and on the wire the two kinds are the same.
+        # Before grpc calls a handler of one request, it reads the request, up to the server's maximum. A handler of a
+        # stream of requests reads for itself, and on the wire the two kinds are the same.
         refusal: Any = grpc.stream_unary_rpc_method_handler(_Refusals().refuse)
         self._refusals = dict.fromkeys(handlers, refusal)
 
     @property
     def methods(self) -> Collection[str]:
-        """Full names of what it answers."""
+        """Return the full names of the answered methods."""
         return self._handlers.keys()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """The handler of that call, or None for a method that is not ours. grpc asks once for each call."""
+        """Return the handler of that call, or None for an unknown method. grpc asks once for each call."""
         allowed = admits(self._token, handler_call_details.invocation_metadata)
         return (self._handlers if allowed else self._refusals).get(handler_call_details.method)
 
 
 @final
 class _Refusals:
-    """Refuses calls that do not show the secret: a few at once, a flood late."""
+    """The refusal of calls that do not show the secret: a few at once, a flood with a delay."""
 
     def __init__(self) -> None:
         self._second = 0
         self._refused = 0  # in this second
-        self._late = 0  # that wait
+        self._late = 0  # refusals that wait
 
     async def refuse(self, _messages: object, context: Context) -> bytes:
         if self._is_flood() and self._late < MOST_LATE:
@@ -111,15 +111,15 @@ class _Refusals:
 
 
 def unary_stub(channel: grpc.Channel, method: str) -> UnaryStub:
-    """A blocking stub of bytes for that method."""
+    """Return a blocking stub of bytes for that method."""
     return channel.unary_unary(method, request_serializer=None, response_deserializer=None)
 
 
 def call_stub(channel: grpc.aio.Channel, method: str) -> CallStub:
-    """An asyncio stub of bytes for that method with one message each way."""
+    """Return an asyncio stub of bytes for that method with one message each way."""
     return channel.unary_unary(method, request_serializer=None, response_deserializer=None)
 
 
 def stream_stub(channel: grpc.aio.Channel, method: str) -> StreamStub:
-    """An asyncio stub of bytes for that method."""
+    """Return an asyncio stub of bytes for that method with a stream each way."""
     return channel.stream_stream(method, request_serializer=None, response_deserializer=None)

@@ -53,7 +53,7 @@ class Asking:
             raise UsageError(
                 "start_quorum was called in a step that is open, beside others that are in flight; call defer() first"
             )
-        books.failed_between = True  # until the attempt has begun, whatever is raised before that
+        books.failed_between = True  # an error before the attempt has begun counts as one between steps
         return ()
 
     def attempt_settled(self, event: on.AttemptSettled, now_ms: int) -> Effects:
