@@ -4,10 +4,10 @@ A user's process may fork at any time (the workers of a DataLoader, `multiproces
 of every descriptor. A connection ends only when its last descriptor is closed, so peers would learn of this process's
 death only after the child's. The child therefore releases this package's descriptors as its first act.
 
-The child does not close a descriptor but puts the null device in its place, because grpc still knows the number and may
-close it once more. The child never shuts a connection down, because that ends the connection for the parent too. It
-destroys no object of grpc or asyncio. That would wait for threads that the child does not have, and take sockets out of
-an epoll that it shares with the parent.
+The child does not close a descriptor but puts the null device in its place. grpc still knows the number and may close
+it once more. The child never shuts a connection down, because that ends the connection for the parent too. It destroys
+no object of grpc or asyncio. That would wait for threads that the child does not have, and take sockets out of an epoll
+that it shares with the parent.
 
 Law of this file: the actions in the child; each owner names its own descriptors.
 """

@@ -48,8 +48,8 @@ class LighthouseServer:
         join_timeout_ms: how long a quorum waits for healthy replicas that have not asked.
         quorum_tick_ms: how often the lighthouse looks at the clock.
         heartbeat_timeout_ms: silence after which a replica is lost.
-        on_lost_state: "wait": if all holders of the newest state fell silent, and are not known to be dead, the job
-            waits for them before it goes on from an older state. "restart": it waits for heartbeat_timeout_ms only.
+        on_lost_state: "wait": if all holders of the newest state fell silent and may live, the job waits for them
+            before it goes on from an older state. "restart": it waits for heartbeat_timeout_ms only.
         lost_state_timeout_ms: how long it waits; the longer of this and heartbeat_timeout_ms counts.
         hostname: other machines reach this machine under this name; None takes the host of `bind`, or this machine's
             name when that is all interfaces.

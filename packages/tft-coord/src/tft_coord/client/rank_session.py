@@ -344,8 +344,8 @@ class RankSession:
     async def _beat(self, outbox: Outbox) -> None:
         """Report this rank's progress and the received bytes of live state, if there is anything to report.
 
-        The method reports once a beat, and once when a wait for other replicas has lasted for a moment, because one of
-        them may be gone.
+        The method reports once a beat. It also reports once when a wait for other replicas has lasted for a moment,
+        because one of them may be gone.
         """
         told, wait, loop = 0, LongWait(), asyncio.get_running_loop()
         while True:

@@ -30,7 +30,10 @@ from tft_coord.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Tell the stream that its session is accepted, by which lighthouse, and with which timeouts; 0: not said."""
+    """The order to tell the stream that its session is accepted, by which lighthouse, and with which timeouts.
+
+    A timeout of 0 is not said.
+    """
 
     stream: int
     session: int
@@ -42,7 +45,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class RefuseSession:
-    """Tell the stream why it is refused, then end it.
+    """The order to tell the stream why it is refused, then end it.
 
     `silent_ms`: for how long the process that keeps its place has been silent, if there is one.
     """
@@ -55,7 +58,7 @@ class RefuseSession:
 
 @dataclass(frozen=True, slots=True)
 class TellLost:
-    """Tell the stream that its session was declared lost; it may open a newer one on the same stream."""
+    """The order to tell the stream that its session was declared lost; it may open a newer one on the same stream."""
 
     stream: int
     session: int
@@ -64,7 +67,7 @@ class TellLost:
 
 @dataclass(frozen=True, slots=True)
 class NotifyLoss:
-    """Tell the stream at once that a member of its quorum was lost."""
+    """The order to tell the stream at once that a member of its quorum was lost."""
 
     stream: int
     notice: LossNotice
@@ -72,8 +75,8 @@ class NotifyLoss:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceNewcomer:
-    """Tell the stream that a newcomer asks that will heal in the next quorum, so that its trainer may take a snapshot
-    early."""
+    """The order to tell the stream about a newcomer that will heal in the next quorum, so that its trainer may take a
+    snapshot early."""
 
     stream: int
     replica_id: str
@@ -81,7 +84,8 @@ class AnnounceNewcomer:
 
 @dataclass(frozen=True, slots=True)
 class TryPeers:
-    """Ask the stream's manager server whether it reaches these members; `PeersTried` has the same number."""
+    """The order to ask the stream's manager server whether it reaches these members; `PeersTried` has the same
+    number."""
 
     stream: int
     number: int
@@ -90,14 +94,14 @@ class TryPeers:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """End a stream that a newer one of the same replica has replaced."""
+    """The order to end a stream that a newer one of the same replica has replaced."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class AskForQuorum:
-    """Ask the stream for the members of the quorum that its hello named."""
+    """The order to ask the stream for the members of the quorum that its hello named."""
 
     stream: int
     key: QuorumKey
@@ -105,7 +109,7 @@ class AskForQuorum:
 
 @dataclass(frozen=True, slots=True)
 class AnswerQuorum:
-    """Give the whole quorum as the answer to the stream's request."""
+    """The order to give the whole quorum as the answer to the stream's request."""
 
     stream: int
     request: int
@@ -114,7 +118,7 @@ class AnswerQuorum:
 
 @dataclass(frozen=True, slots=True)
 class AnswerUnchanged:
-    """Give the short answer to the stream's request."""
+    """The order to give the short answer to the stream's request."""
 
     stream: int
     request: int
@@ -123,7 +127,7 @@ class AnswerUnchanged:
 
 @dataclass(frozen=True, slots=True)
 class RefuseRequest:
-    """Fail the stream's request."""
+    """The order to fail the stream's request."""
 
     stream: int
     request: int
@@ -133,7 +137,7 @@ class RefuseRequest:
 
 @dataclass(frozen=True, slots=True)
 class AskToLeave:
-    """Ask the group on the stream to leave after its running step."""
+    """The order to ask the group on the stream to leave after its running step."""
 
     stream: int
     reason: str
@@ -142,14 +146,14 @@ class AskToLeave:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Tell the stream of a group that has left that no replica heals from it any more."""
+    """The order to tell the stream of a group that has left that no replica heals from it any more."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Probe the manager server on the stream; it answers with that number."""
+    """The order to probe the manager server on the stream; it answers with that number."""
 
     stream: int
     number: int
@@ -157,7 +161,8 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class TellNewest:
-    """Tell the stream which quorum is the newest: as the answer to a beat, or at once when its members are recalled."""
+    """The order to tell the stream which quorum is the newest: as the answer to a beat, or at once when its members are
+    recalled."""
 
     stream: int
     news: QuorumNews
@@ -165,7 +170,7 @@ class TellNewest:
 
 @dataclass(frozen=True, slots=True)
 class TellWait:
-    """Tell the stream which replicas its replica waits for, or with `warns` a warning for its user.
+    """The order to tell the stream which replicas its replica waits for, or with `warns` a warning for its user.
 
     No decision depends on it.
     """
@@ -177,7 +182,7 @@ class TellWait:
 
 @dataclass(frozen=True, slots=True)
 class TellStraggler:
-    """Tell the stream what has changed in its replica's pace."""
+    """The order to tell the stream what has changed in its replica's pace."""
 
     stream: int
     news: StragglerNews
@@ -185,7 +190,7 @@ class TellStraggler:
 
 @dataclass(frozen=True, slots=True)
 class PaceChanged:
-    """Log and publish that a replica became a straggler, or stopped being one."""
+    """The order to log and publish that a replica became a straggler, or stopped being one."""
 
     job: str
     news: StragglerNews
@@ -193,7 +198,7 @@ class PaceChanged:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Log a warning for the users of a job's replicas."""
+    """The order to log a warning for the users of a job's replicas."""
 
     job: str
     sentence: str
@@ -201,7 +206,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class JobFailed:
-    """Log an exception in the handling of that job, which is a bug of this program.
+    """The order to log an exception in the handling of that job, which is a bug of this program.
 
     No decision was made for that job; the other jobs go on.
     """
@@ -212,7 +217,7 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class WaitNoticed:
-    """Log that members of a job have waited for so many seconds, or that their wait is over."""
+    """The order to log that members of a job have waited for so many seconds, or that their wait is over."""
 
     job: str
     seconds: int
@@ -222,7 +227,7 @@ class WaitNoticed:
 
 @dataclass(frozen=True, slots=True)
 class QuorumFormed:
-    """Log and publish that the key rose.
+    """The order to log and publish that the key rose.
 
     Args:
         job: of the quorum.
@@ -241,7 +246,7 @@ class QuorumFormed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """Log and publish that a replica was declared lost."""
+    """The order to log and publish that a replica was declared lost."""
 
     job: str
     replica_id: str
@@ -251,7 +256,7 @@ class ReplicaLost:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLeft:
-    """Log and publish that a replica has left, and serves its state for `serve_ms` at most."""
+    """The order to log and publish that a replica has left, and serves its state for `serve_ms` at most."""
 
     job: str
     replica_id: str
@@ -262,7 +267,7 @@ class ReplicaLeft:
 
 @dataclass(frozen=True, slots=True)
 class JobEnded:
-    """Log and publish that no replica trains any more, and that these have finished at that step."""
+    """The order to log and publish that no replica trains any more, and that these have finished at that step."""
 
     job: str
     step: int
@@ -299,7 +304,7 @@ LighthouseEffect = (
 
 @dataclass(frozen=True, slots=True)
 class AnswerUnaryQuorum:
-    """Give the quorum to a unary caller (torchft's wire)."""
+    """The order to give the quorum to a unary caller (torchft's wire)."""
 
     call: int
     quorum: Quorum
@@ -307,7 +312,7 @@ class AnswerUnaryQuorum:
 
 @dataclass(frozen=True, slots=True)
 class RefuseUnary:
-    """Fail a unary caller."""
+    """The order to fail a unary caller."""
 
     call: int
     refusal: Refusal
@@ -321,7 +326,7 @@ UnaryEffect = AnswerUnaryQuorum | RefuseUnary | QuorumFormed
 
 @dataclass(frozen=True, slots=True)
 class AskLighthouse:
-    """Send the group's merged request. `fingerprint` is the group's new one; empty: no change."""
+    """The order to send the group's merged request. `fingerprint` is the group's new one; empty: no change."""
 
     request: int
     member: Member
@@ -331,14 +336,14 @@ class AskLighthouse:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawFromLighthouse:
-    """Withdraw the group's request."""
+    """The order to withdraw the group's request."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """Give a rank its plan, and the quorum it comes from."""
+    """The order to give a rank its plan, and the quorum it comes from."""
 
     call: int
     rank: int
@@ -348,7 +353,7 @@ class AnswerPlan:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRankUnchanged:
-    """Tell a rank that its plan of that key stands, at the step that it reported."""
+    """The order to tell a rank that its plan of that key stands, at the step that it reported."""
 
     call: int
     rank: int
@@ -357,7 +362,8 @@ class AnswerRankUnchanged:
 
 @dataclass(frozen=True, slots=True)
 class FailRank:
-    """Fail a rank's quorum request or vote. `code` is a Refusal's value, "deadline", "group_lost" or "stale"."""
+    """The order to fail a rank's quorum request or vote. `code` is a Refusal's value, "deadline", "group_lost" or
+    "stale"."""
 
     call: int
     rank: int
@@ -367,7 +373,7 @@ class FailRank:
 
 @dataclass(frozen=True, slots=True)
 class AnswerVote:
-    """Give a rank the verdict of its round."""
+    """The order to give a rank the verdict of its round."""
 
     call: int
     rank: int
@@ -376,19 +382,20 @@ class AnswerVote:
 
 @dataclass(frozen=True, slots=True)
 class ReportDeath:
-    """Tell the lighthouse that this group lost a rank."""
+    """The order to tell the lighthouse that this group lost a rank."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SayWaits:
-    """Tell the lighthouse now, ahead of the next beat, that this group waits for other replicas."""
+    """The order to tell the lighthouse now, ahead of the next beat, that this group waits for other replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReportLate:
-    """Tell the lighthouse that a round of a standing quorum waits for a member for longer than `join_timeout`."""
+    """The order to tell the lighthouse that a round of a standing quorum waits for a member for longer than
+    `join_timeout`."""
 
     key: QuorumKey
     step: int
@@ -396,10 +403,10 @@ class ReportLate:
 
 @dataclass(frozen=True, slots=True)
 class ReportStop:
-    """Tell the lighthouse that ranks of this group are stopped, and for how long at least; `is_news` is False for a
-    repeat.
+    """The order to tell the lighthouse that ranks of this group are stopped, and for how long at least.
 
-    `probe`: the number of the newest probe that came, which shows the lighthouse the maximum age of the report.
+    `is_news` is False for a repeat. `probe`: the number of the newest probe that came, which shows the lighthouse the
+    maximum age of the report.
     """
 
     reason: str
@@ -410,7 +417,7 @@ class ReportStop:
 
 @dataclass(frozen=True, slots=True)
 class NotifyRank:
-    """Tell a rank that the quorum of that key is broken."""
+    """The order to tell a rank that the quorum of that key is broken."""
 
     rank: int
     notice: LossNotice
@@ -418,7 +425,7 @@ class NotifyRank:
 
 @dataclass(frozen=True, slots=True)
 class TellNewcomer:
-    """Tell a rank that a newcomer asks that will heal."""
+    """The order to tell a rank about a newcomer that will heal."""
 
     rank: int
     replica_id: str
@@ -426,7 +433,8 @@ class TellNewcomer:
 
 @dataclass(frozen=True, slots=True)
 class TellGroupLost:
-    """Tell a rank that its own group is lost, one sentence; `left`: another rank said goodbye, and no process died."""
+    """The order to tell a rank that its own group is lost, one sentence; `left`: another rank said goodbye, and no
+    process died."""
 
     rank: int
     message: str
@@ -435,7 +443,7 @@ class TellGroupLost:
 
 @dataclass(frozen=True, slots=True)
 class LeaveJob:
-    """Tell the lighthouse that this group has left; `finished_step` as in `events.LeaveReceived`."""
+    """The order to tell the lighthouse that this group has left; `finished_step` as in `events.LeaveReceived`."""
 
     reason: str
     serve_ms: int
@@ -444,7 +452,7 @@ class LeaveJob:
 
 @dataclass(frozen=True, slots=True)
 class TellRank:
-    """Tell a rank a request, a warning or news, or that it may end."""
+    """The order to give a rank a request, a warning or news, or the release to end."""
 
     rank: int
     news: LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews | QuorumNews

@@ -404,7 +404,7 @@ class LossNoticed:
 
 @dataclass(frozen=True, slots=True)
 class NewcomerAnnounced:
-    """The lighthouse's news that a newcomer asks that will heal in the next quorum."""
+    """The lighthouse's news about a newcomer that will heal in the next quorum."""
 
     replica_id: str
 

@@ -2,8 +2,8 @@
 
 Two replicas may differ in the shapes of their parameters, or their Managers may count participants by other rules. Such
 replicas would crash each other in the first reduction, or silently train apart. Each replica therefore sends its
-fingerprint with its first request for a quorum, and a replica that differs from the present ones is refused by name. A
-part that one side lacks is not compared.
+fingerprint with its first request for a quorum. A replica that differs from the present ones is refused by name. A part
+that one side lacks is not compared.
 
 Law of this file: functions of fingerprints; bounds; no state.
 """

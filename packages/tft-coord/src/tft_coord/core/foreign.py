@@ -35,7 +35,7 @@ BEAT_INTERVAL_MS: Final = 100  # torchft's
 
 @dataclass(frozen=True, slots=True)
 class CallQuorum:
-    """Ask for a quorum by a unary call; `answered` gets the answer with this number."""
+    """The order to ask for a quorum by a unary call; `answered` gets the answer with this number."""
 
     call: int
     member: Member
@@ -43,21 +43,21 @@ class CallQuorum:
 
 @dataclass(frozen=True, slots=True)
 class CancelCall:
-    """Cancel that call."""
+    """The order to cancel that call."""
 
     call: int
 
 
 @dataclass(frozen=True, slots=True)
 class TellGroup:
-    """Answer the group's request."""
+    """The order to answer the group's request."""
 
     event: events.QuorumArrived | events.RequestRefused
 
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Log the members of the answer that are not of this job, when they change."""
+    """The order to log the members of the answer that are not of this job, when they change."""
 
     message: str
 

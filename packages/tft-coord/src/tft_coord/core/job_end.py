@@ -6,9 +6,9 @@ that step has no source to heal from. If it trained on alone, the job would get 
 
 Time tells a run from the next one. A replica belongs to the ended run if the lighthouse knew it when the first of them
 finished. So does the successor of a known replica that did not finish, and so does a state that was committed in this
-job. The time is that of the first finish and not that of the end, because a finished replica may start the next run
-while another one still saves its result. When the next run has begun, only the old run's states are late: a replica
-without one heals from the new run.
+job. The time is that of the first finish, not that of the end. A finished replica may start the next run while another
+one still saves its result. When the next run has begun, only the old run's states are late: a replica without one heals
+from the new run.
 
 Law of this file: one job's end; the caller says which replicas are members, and which can go on.
 """

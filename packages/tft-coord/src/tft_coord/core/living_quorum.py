@@ -176,7 +176,7 @@ class LivingQuorum:
             return join_timeout_ms
         return min(join_timeout_ms, BEATS_TO_ASK * self._timeouts.beat_interval_ms)
 
-    # --- nobody starts over -----------------------------------------------------------------------------------------
+    # --- a fresh start, refused --------------------------------------------------------------------------------------
 
     def waits_for(
         self,

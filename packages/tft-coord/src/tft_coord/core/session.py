@@ -24,7 +24,7 @@ UNANSWERED_MOST = 64  # beats whose send times are kept
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Open a stream at `at_ms` to the lighthouse address with that index."""
+    """The order to open a stream at `at_ms` to the lighthouse address with that index."""
 
     at_ms: int
     address: int = 0
@@ -32,15 +32,15 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class SendHello:
-    """Send the hello; always the first message of a stream and of a newer session."""
+    """The order to send the hello; always the first message of a stream and of a newer session."""
 
     hello: Hello
 
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Ask for a quorum. The first request of a session on a stream carries `fingerprint`, and so does one after a
-    change."""
+    """The order to ask for a quorum. The first request of a session on a stream carries `fingerprint`, and so does one
+    after a change."""
 
     request: int
     member: Member
@@ -50,14 +50,14 @@ class SendRequest:
 
 @dataclass(frozen=True, slots=True)
 class SendWithdraw:
-    """Withdraw a request."""
+    """The order to withdraw a request."""
 
     request: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendBeat:
-    """Send a heartbeat."""
+    """The order to send a heartbeat."""
 
     healed_bytes: int
     progress: Progress | None = None
@@ -67,7 +67,7 @@ class SendBeat:
 
 @dataclass(frozen=True, slots=True)
 class SendLeave:
-    """Report that the group has left the job; `finished_step` as in `LeaveReceived`."""
+    """The order to report that the group has left the job; `finished_step` as in `LeaveReceived`."""
 
     reason: str
     serve_ms: int
@@ -76,19 +76,20 @@ class SendLeave:
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """Close the open stream."""
+    """The order to close the open stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Ask the lighthouse at that address for its description and whether it serves this job; see `looked`."""
+    """The order to ask the lighthouse at that address for its description and whether it serves this job; see
+    `looked`."""
 
     address: int
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """Log once what is wrong with the lighthouse at that address."""
+    """The order to log once what is wrong with the lighthouse at that address."""
 
     address: int
     message: str
@@ -96,7 +97,8 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Stop for good: the lighthouse refused this replica, or the start found no lighthouse. Nothing more is sent."""
+    """The order to stop for good: the lighthouse refused this replica, or the start found no lighthouse. Nothing more
+    is sent."""
 
     code: str
     message: str
@@ -282,14 +284,13 @@ class SessionCore:
     ) -> list[SessionEffect]:
         """Handle the lighthouse's refusal of the session.
 
-        A stale session retries with a newer number, farther ahead each time, because nobody knows how far a clock was
+        A stale session retries with a newer number, farther ahead each time, because it is unknown how far a clock was
         set back. It does not retry while the trainer is `hung` (see `told_lost`): another process may have had its id
-        meanwhile, and have ended.
-        A duplicate of the replica id may be dead without the lighthouse knowing it. The duplicate lives if the
-        lighthouse heard it, `silent_ms` ago, long after this replica first asked. The elapsed time alone proves
-        nothing, because a lighthouse that was away or slow declares no losses.
-        The client leaves an older lighthouse for the next dial, and a lighthouse whose clock is far behind too. All
-        other refusals are final.
+        meanwhile, and have ended. A duplicate of the replica id may be dead without the lighthouse knowing it. The
+        duplicate lives if the lighthouse heard it, `silent_ms` ago, long after this replica first asked. The elapsed
+        time alone proves nothing, because a lighthouse that was away or slow declares no losses. The client leaves an
+        older lighthouse for the next dial, and a lighthouse whose clock is far behind too. All other refusals are
+        final.
         """
         self._welcomed = self._beats_count = False  # nothing more is sent on this stream
         if refusal in (Refusal.STALE, Refusal.LOST):
@@ -348,8 +349,7 @@ class SessionCore:
 
         Before the first lighthouse served this replica, a wrong secret or a wrong server at every address ends the
         start: the user has to change a setting. For a server that is only away the client waits. Once the replica was
-        served, it waits in all cases, because a running job must survive a proxy or a neighbour that answers for a
-        moment.
+        served, it waits in all cases: a running job must survive a proxy or a neighbour that answers for a moment.
 
         Args:
             code: "" where the address may serve later; else what is wrong with it, as in `GiveUp`.

@@ -2,9 +2,9 @@
 
 A quorum stands for a group after a round that all members committed and in which no member wished to ask. The next
 round then begins without a message. Each rank exchanges one word with all members at the end of a round. The sum of the
-words is the same for every member whose exchange completes, so all members learn in the same round that they must ask.
-A rank goes on without asking only while its lease holds. Answers to its beats renew the lease. The lease counts from
-the sending of the beat, so a late answer renews less.
+words is the same for every member whose exchange completes. All members therefore learn in the same round that they
+must ask. A rank goes on without asking only while its lease holds. Answers to its beats renew the lease. The lease
+counts from the sending of the beat, so a late answer renews less.
 
 Law of this file: the decisions of one rank. It sends nothing and aborts nothing; the caller gives the time of a
 monotonic clock.
@@ -98,8 +98,8 @@ class Ask:
 
     Args:
         why: one phrase.
-        breaks: the quorum still stood. This rank aborts its process group first, and reports in its request that it
-            can't be used, because the other members have begun the next round.
+        breaks: the quorum still stood. This rank aborts its process group first, because the other members have begun
+            the next round. Its request reports the group as unusable.
     """
 
     why: str

@@ -1,7 +1,7 @@
 """torchft's lighthouse without its network: its view of a member, and its quorum rule, with its faults.
 
-It drops the fields that torchft does not know, passes on `data`, counts its quorums from 1, and keeps a disconnected
-caller as a participant of the next quorum.
+It drops the fields that torchft does not know, and passes on `data`. It counts its quorums from 1, and keeps a
+disconnected caller as a participant of the next quorum.
 
 Law of this file: torchft's rule (wire.md section 12), as plainly as possible; no clock, no I/O.
 """

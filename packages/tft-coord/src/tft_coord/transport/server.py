@@ -1,7 +1,7 @@
 """A grpc server whose port keeps answering.
 
-A stranger can end the listening of grpc's asyncio server, for good and without a secret, by a call to a method whose
-name is no text. Open calls then go on, but no new connection gets in, and the owner hears nothing of it. A
+A call to a method whose name is no text ends the listening of grpc's asyncio server for good. A stranger needs no
+secret for that. Open calls then go on, but no new connection gets in, and the owner hears nothing of it. A
 `SteadyServer` does not end in this way. Where grpc's version lacks what `SteadyServer` needs, this file detects such an
 end, and another server takes the port. A client that connects in that moment may have to retry.
 

@@ -30,8 +30,8 @@ LATE_BEATS: Final = 5  # a late round is reported so many beats before its reduc
 def _patient(timeouts: Timeouts) -> Timeouts:
     """Return the timeouts by which a round is late.
 
-    Where the reductions of a round time out sooner than `join_timeout`, the round is late shortly before that, so that
-    the lighthouse hears of it in time.
+    If the reductions of a round time out sooner than `join_timeout`, the round is late shortly before that. The
+    lighthouse then hears of it in time.
     """
     ends_ms = max(timeouts.timeout_ms // 2, timeouts.timeout_ms - LATE_BEATS * timeouts.beat_interval_ms)
     return replace(timeouts, join_timeout_ms=min(timeouts.join_timeout_ms, ends_ms))

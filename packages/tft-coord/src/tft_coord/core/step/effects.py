@@ -23,14 +23,14 @@ Effects: TypeAlias = "tuple[Effect, ...]"
 
 @dataclass(frozen=True, slots=True)
 class EndLoop:
-    """Begin no step, because this replica has left the job."""
+    """The order to begin no step, because this replica has left the job."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseState:
-    """Tell the replicas that wait for this replica's state that they can't get it here."""
+    """The order to tell the replicas that wait for this replica's state that they can't get it here."""
 
     plan: Plan
     why: str
@@ -38,19 +38,19 @@ class RefuseState:
 
 @dataclass(frozen=True, slots=True)
 class EndFetch:
-    """End the fetch of the last attempt, if it still runs."""
+    """The order to end the fetch of the last attempt, if it still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Wait before the next request: a failure that repeats fails as fast as it is tried."""
+    """The order to wait before the next request: a failure that repeats fails as fast as it is tried."""
 
     ms: int
 
 
 @dataclass(frozen=True, slots=True)
 class CompareState:
-    """Reduce the user's state to a digest on all ranks of this group, and report `StateCompared`.
+    """The order to reduce the user's state to a digest on all ranks of this group, and to report `StateCompared`.
 
     `name`: of this comparison, a new one each time and the same on every rank.
     """
@@ -60,7 +60,7 @@ class CompareState:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send the request to the manager server, and report its answer.
+    """The order to send the request to the manager server, and report its answer.
 
     Args:
         attempt: that begins.
@@ -79,7 +79,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Begin the step in the standing quorum, without a request.
+    """The order to begin the step in the standing quorum, without a request.
 
     Args:
         looks_at_state: the shell may look at the state, to learn whether a step with a request could take it early.
@@ -95,7 +95,7 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class UsePlan:
-    """Use the plan of this attempt; tell it to all that need it."""
+    """The order to use the plan of this attempt, and to pass it to all that need it."""
 
     name: StepName
     plan: Plan
@@ -103,7 +103,7 @@ class UsePlan:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fetch the plan's reference from its sources, in the background.
+    """The order to fetch the plan's reference from its sources, in the background.
 
     After the start the shell must check the losses of the meantime (`StepStatus.losses`): a fetch that has not started
     hears of none.
@@ -115,7 +115,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """Build the process group for the plan's key, and report `GroupConfigured` or `ConfigureFailed`.
+    """The order to build the process group for the plan's key, and report `GroupConfigured` or `ConfigureFailed`.
 
     If the quorum is broken by then (`StepStatus.broken`), report that as the failure, and build nothing.
     """
@@ -126,19 +126,19 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class ForgetPace:
-    """Forget the measured pace of this rank's own part of a step."""
+    """The order to forget the measured pace of this rank's own part of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class BreakQuorum:
-    """Abort what runs in that quorum, soon; the notice says why. A fetch from the lost member ends."""
+    """The order to abort what runs in that quorum, soon; the notice says why. A fetch from the lost member ends."""
 
     notice: LossNotice
 
 
 @dataclass(frozen=True, slots=True)
 class EndQuorum:
-    """Abort what runs in that quorum, soon, because it is over. `why`: a sentence."""
+    """The order to abort what runs in that quorum, soon, because it is over. `why`: a sentence."""
 
     key: QuorumKey
     why: str
@@ -146,19 +146,19 @@ class EndQuorum:
 
 @dataclass(frozen=True, slots=True)
 class ReportLateLoss:
-    """Log a loss in a quorum that is over or still to come, where it explains a failure."""
+    """The order to log a loss in a quorum that is over or still to come, where it explains a failure."""
 
     notice: LossNotice
 
 
 @dataclass(frozen=True, slots=True)
 class BreakAll:
-    """Abort everything that runs, because this replica group is lost."""
+    """The order to abort everything that runs, because this replica group is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbortGroup:
-    """Abort the process group, so that the others do not wait for this rank."""
+    """The order to abort the process group, so that the others do not wait for this rank."""
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class AbortGroup:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Start a reduction.
+    """The order to start a reduction.
 
     Args:
         name: of the attempt that fails with it.
@@ -193,7 +193,8 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class ReduceAlone:
-    """Use the tensor as the result, because this group is the only member. With a weight of zero there is no mean."""
+    """The order to use the tensor as the result, because this group is the only member. With a weight of zero there is
+    no mean."""
 
     name: StepName
     weight: float | None
@@ -201,12 +202,13 @@ class ReduceAlone:
 
 @dataclass(frozen=True, slots=True)
 class KeepTensor:
-    """Leave the tensor as it is: another rank of this rank0-only group reduces in this one's place."""
+    """The order to leave the tensor as it is: another rank of this rank0-only group reduces in this one's place."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoseReduction:
-    """Start nothing; the result is lost. `aborts`: end the reduction for the others, which may wait in it."""
+    """The order to start nothing; the result is lost. `aborts`: end the reduction for the others, which may
+    wait in it."""
 
     aborts: bool = False
 
@@ -216,8 +218,8 @@ class LoseReduction:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Take a snapshot of the user's state and offer it to healing replicas, with `own` beside it; then report
-    `StateServed`."""
+    """The order to take a snapshot of the user's state and offer it to healing replicas, with `own` beside it; then
+    report `StateServed`."""
 
     attempt: int
     plan: Plan
@@ -226,7 +228,8 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """Wait for the fetch and check that the state fits what is registered here; report `StageEnded(FETCH)`.
+    """The order to wait for the fetch and check that the state fits what is registered here; report
+    `StageEnded(FETCH)`.
 
     `in_vain`: end the fetch instead, and report this as the error.
     """
@@ -237,7 +240,7 @@ class StageState:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """Vote in this group on a stage, and report `Agreed`."""
+    """The order to vote in this group on a stage, and report `Agreed`."""
 
     plan: Plan
     purpose: Purpose
@@ -246,7 +249,7 @@ class Agree:
 
 @dataclass(frozen=True, slots=True)
 class SpreadState:
-    """Give the state that rank 0 has fetched to the other ranks of the rank0-only group; report
+    """The order to give the state that rank 0 has fetched to the other ranks of the rank0-only group; report
     `StageEnded(SPREAD)`."""
 
     plan: Plan
@@ -254,14 +257,14 @@ class SpreadState:
 
 @dataclass(frozen=True, slots=True)
 class MatchState:
-    """Take this rank's own state to find where the fetched parts belong; report `StageEnded(MATCH)`."""
+    """The order to take this rank's own state to find where the fetched parts belong; report `StageEnded(MATCH)`."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ExplainDivergence:
-    """Log what differs between this replica's state and the source's.
+    """The order to log what differs between this replica's state and the source's.
 
     Args:
         plan: that says to heal.
@@ -276,21 +279,22 @@ class ExplainDivergence:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
-    """Apply the staged state by the user's functions; report `StageEnded(LOAD)`."""
+    """The order to apply the staged state by the user's functions; report `StageEnded(LOAD)`."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ReportHealed:
-    """Log that this rank has loaded the plan's reference."""
+    """The order to log that this rank has loaded the plan's reference."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ReportHealFailed:
-    """Log that this rank has not healed. `is_over`: the same error is raised next, so the log has no traceback."""
+    """The order to log that this rank has not healed. `is_over`: the same error is raised next, so the log has no
+    traceback."""
 
     name: StepName
     error: Exception
@@ -299,12 +303,13 @@ class ReportHealFailed:
 
 @dataclass(frozen=True, slots=True)
 class HealAgain:
-    """Log that this replica heals again, because state was registered after it had healed."""
+    """The order to log that this replica heals again, because state was registered after it had healed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarnLateState:
-    """Log that state was registered after the first step, so that nothing makes it the same on all replicas."""
+    """The order to log that state was registered after the first step, so that nothing makes it the same on all
+    replicas."""
 
 
 # --- the end of a step ------------------------------------------------------------------------------------------------
@@ -312,19 +317,19 @@ class WarnLateState:
 
 @dataclass(frozen=True, slots=True)
 class PutAside:
-    """Put the open attempt aside: it goes on beside later ones, under its number."""
+    """The order to put the open attempt aside: it goes on beside later ones, under its number."""
 
     name: StepName
 
 
 @dataclass(frozen=True, slots=True)
 class SynchronizeDevice:
-    """Wait until the device has finished the attempt's work; report `DeviceSynchronized`."""
+    """The order to wait until the device has finished the attempt's work; report `DeviceSynchronized`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendWord:
-    """Exchange the word of a round with the same rank of all members; report `WordEnded`.
+    """The order to exchange the word of a round with the same rank of all members; report `WordEnded`.
 
     Args:
         attempt: as in `EndAsked`.
@@ -347,7 +352,8 @@ class SendWord:
 
 @dataclass(frozen=True, slots=True)
 class HearWord:
-    """Wait for the sum of the words of a round, in which this rank's own was sent before; report `WordEnded`.
+    """The order to wait for the sum of the words of a round, in which this rank's own was sent before; report
+    `WordEnded`.
 
     Args:
         attempt: as in `EndAsked`.
@@ -361,12 +367,12 @@ class HearWord:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeState:
-    """Give or take state (`ExchangeAsked`), then report `VoteAsked`."""
+    """The order to give or take state (`ExchangeAsked`), then report `VoteAsked`."""
 
 
 @dataclass(frozen=True, slots=True)
 class CastVote:
-    """Vote in this group, and report `VerdictArrived`.
+    """The order to vote in this group, and report `VerdictArrived`.
 
     Args:
         attempt: as in `EndAsked`.
@@ -393,21 +399,21 @@ class CastVote:
 
 @dataclass(frozen=True, slots=True)
 class ReportTooFew:
-    """Log, once, that too few replicas take part for any step to commit."""
+    """The order to log, once, that too few replicas take part for any step to commit."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ReportAbandoned:
-    """Log that an attempt ends without a vote, because it has failed with others."""
+    """The order to log that an attempt ends without a vote, because it has failed with others."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class RecordCommit:
-    """Record the end of the attempt. `excused`: its time does not count for this rank's pace."""
+    """The order to record the end of the attempt. `excused`: its time does not count for this rank's pace."""
 
     name: StepName
     plan: Plan | None
@@ -417,7 +423,7 @@ class RecordCommit:
 
 @dataclass(frozen=True, slots=True)
 class Concluded:
-    """Tell the training loop the result.
+    """The order to tell the training loop the result.
 
     Args:
         committed: the optimizer steps.
@@ -439,7 +445,7 @@ class Concluded:
 
 @dataclass(frozen=True, slots=True)
 class ReportError:
-    """Log and record an error.
+    """The order to log and record an error.
 
     Args:
         name: of the attempt; for an error between two steps, of the last one.
@@ -456,7 +462,7 @@ class ReportError:
 
 @dataclass(frozen=True, slots=True)
 class ReportNoQuorum:
-    """Log and record that the attempt has no quorum."""
+    """The order to log and record that the attempt has no quorum."""
 
     name: StepName
     error: Exception
@@ -464,7 +470,7 @@ class ReportNoQuorum:
 
 @dataclass(frozen=True, slots=True)
 class ReportGroupLost:
-    """Log and record that this replica group is lost."""
+    """The order to log and record that this replica group is lost."""
 
     name: StepName
     error: Exception
@@ -472,7 +478,7 @@ class ReportGroupLost:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """Raise the error in the training loop. `cause`: the error that caused it."""
+    """The order to raise the error in the training loop. `cause`: the error that caused it."""
 
     error: Exception
     cause: Exception | None = None
@@ -483,14 +489,14 @@ class Raise:
 
 @dataclass(frozen=True, slots=True)
 class NumberBeat:
-    """Send the beat with that number, so that it gets an answer."""
+    """The order to send the beat with that number, so that it gets an answer."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class TellLate:
-    """Tell the manager server that the round of that step waits for a member for too long."""
+    """The order to tell the manager server that the round of that step waits for a member for too long."""
 
     key: QuorumKey
     step: int
@@ -501,14 +507,14 @@ class TellLate:
 
 @dataclass(frozen=True, slots=True)
 class ReportLeft:
-    """Log that this replica leaves."""
+    """The order to log that this replica leaves."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class TellLeaving:
-    """Tell the manager server that this group leaves.
+    """The order to tell the manager server that this group leaves.
 
     Args:
         reason: one phrase.
@@ -525,7 +531,7 @@ class TellLeaving:
 
 @dataclass(frozen=True, slots=True)
 class ServeOn:
-    """Stay until no replica heals from this group any more.
+    """The order to stay until no replica heals from this group any more.
 
     Args:
         until_ms: at the latest; in the past: none does.
