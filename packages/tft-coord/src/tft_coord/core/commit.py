@@ -112,7 +112,7 @@ class Votes:
         return answers
 
     def unseal(self) -> None:
-        """Begin another quorum, or the same one anew: all ranks get it together."""
+        """Begin another quorum, or the same one again: all ranks get it together."""
         self._sealed = None
 
     def _forget_earlier(self, name: RoundName) -> None:

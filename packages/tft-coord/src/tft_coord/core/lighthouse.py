@@ -1831,7 +1831,7 @@ class Job:
         return [effects.Warned(self.name, warning), *told]
 
     def _begin_round(self, before: Quorum | None) -> None:
-        """Begin a round: the newest quorum is another one than before, or was given anew."""
+        """Begin a round: the newest quorum is another one than before, or was given again."""
         assert self.previous is not None
         self._living.given(self.previous, before)
         self.liveness.remember(self._living.remember_ms)

@@ -2,6 +2,7 @@
 
 A broken stream is most often a death, sometimes a hiccup, and now and then a sick network or a sick lighthouse. Three
 rules follow:
+
 - A break is judged after a short grace.
 - When most streams break together, no replica is judged by its break.
 - A replica whose link flaps is judged by its silence instead.

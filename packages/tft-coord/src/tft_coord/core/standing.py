@@ -197,10 +197,10 @@ def _somebody_recovers(plan: Plan) -> bool:
 class Standing:
     """One rank's quorum, from one plan to the next.
 
-    The caller's order in a round: `next_round`; if that returns `Ask`, `asked` before the request is sent and `planned`
-    with the answer; after the reductions `word`; with the sum of all words `summed`; with the group's verdict
-    `decided`. News and beats come at any time. With syncs in flight further rounds begin before the first has ended;
-    `word`, `summed` and `decided` are about the oldest one.
+    The caller's order in a round is fixed. `next_round` comes first. If it returns `Ask`, `asked` follows before
+    the request is sent, and `planned` with the answer. After the reductions comes `word`, with the sum of all words
+    `summed`, and with the group's verdict `decided`. News and beats come at any time. With syncs in flight further
+    rounds begin before the first has ended. `word`, `summed` and `decided` are about the oldest one.
 
     Args:
         timeouts: of the job.
