@@ -1,4 +1,4 @@
-"""PyTorch process groups that are configured again and again, aborted from another thread and composed."""
+"""PyTorch process groups that can be reconfigured, aborted from another thread, and composed."""
 
 from tft_pg.backends.accelerator import AcceleratorBackend, AcceleratorProcessGroup, Communicator
 from tft_pg.backends.gloo import ProcessGroupGloo

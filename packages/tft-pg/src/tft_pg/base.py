@@ -1,24 +1,27 @@
-"""The process group that everything else here is one of.
+"""The interface and the contract of every process group in this package.
 
-A training job outlives its members, so its process group must too: the same object is configured again for every
-quorum, with another rank and another size, and lets go of an operation when somebody else knows that it can't end.
-The law of this file: the interface and its contract; no backend, no threads.
+A training job outlives its members, so its process group must too. The same object is configured again for every
+quorum, with another rank and another size. Another thread can abort an operation that can't finish.
+
+Law of this file: the interface and its contract; no backend, no threads.
 
 The contract, which `tft_pg.testing.check_process_group` checks:
 
-- `configure` blocks until the group is built, or raises and leaves none. It may be called again at any time, each
-  time under a store prefix that nobody has used; what ran before is ended.
-- `abort` may be called by any thread at any time, also before `configure` and in the middle of it. What runs raises
-  `Aborted` here and fails at the peers. `errored()` gives an error until the next `configure`.
-- A collective before `configure` raises `NotConfigured`, after `abort` `Aborted`, after `shutdown` `Closed`.
-- Once a Work has failed (its `wait` has raised, its future holds an error), or the next `configure` or `shutdown`
-  has returned, nothing of the operation is written into a tensor any more. Only a `wait(timeout)` whose own time-out
-  passes leaves the operation running: it may still write, and still end well. `errored()` stays `DeadlinePassed` all
-  the same, because the ranks may no longer agree on what was done: the group must be configured again.
-- `shutdown` is for ever, may be repeated, and leaves no thread and no descriptor.
-- `exchange_word` gives the same sum to every rank whose exchange ends well. A word of another round, of another
-  configured group, or of a rank that is gone is never in it.
-- `register` puts the group into torch's tables under a name, `unregister` takes it out; neither touches its life.
+- `configure` blocks until the group is built, or raises and leaves no group. The caller may call it at any time, each
+  time with an unused store prefix. It ends every operation of the previous configuration.
+- Any thread may call `abort` at any time, also before and during `configure`. Running operations raise `Aborted` on
+  this rank and fail on the peers. `errored()` returns an error until the next `configure`.
+- A collective raises `NotConfigured` before `configure`, `Aborted` after `abort` and `Closed` after `shutdown`.
+- A Work has failed when its `wait` has raised or its future holds an error. A failed operation writes into no tensor.
+  No operation writes into a tensor after the next `configure` or `shutdown` has returned.
+- The exception is a `wait(timeout)` whose own timeout expires. The operation keeps running: it may still write, and may
+  still succeed. `errored()` stays `DeadlinePassed` nevertheless, because the ranks may disagree about the result. The
+  group must be configured again.
+- `shutdown` is permanent, may be repeated, and leaves no thread and no descriptor.
+- `exchange_word` gives the same sum to every rank whose exchange succeeds. The sum never contains a word of another
+  round, of another configuration, or of a disconnected rank.
+- `register` adds the group to torch's tables under a name, and `unregister` removes the group. Neither changes the
+  state of the group.
 """
 
 from __future__ import annotations
@@ -44,41 +47,42 @@ __all__ = ["ProcessGroup", "check_name"]
 
 
 def check_name(name: object) -> None:
-    """Raises: InvalidSetting: a group can't be registered by this name."""
+    """Check that a group can be registered under this name. Raises: InvalidSetting: the name is invalid."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
         raise InvalidSetting(f"{name!r} can't be a group's name; use letters, digits, '_', '-' and '.'")
 
 
 class _Abstract(abc.ABCMeta, type(dist.ProcessGroup)):  # type: ignore[misc]
-    """torch's groups have a metaclass of their own, so ours is both."""
+    """A metaclass that is also the metaclass of torch's process groups."""
 
 
 @forward_collectives
 class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
-    """A `torch.distributed.ProcessGroup` that is configured again and again and aborted from another thread.
+    """A `torch.distributed.ProcessGroup` that can be reconfigured, and aborted from another thread.
 
-    Every collective of `torch.distributed.ProcessGroup` is a method, in each of torch's call forms:
-    `allreduce(tensors, opts | op)` and `(tensor, op)`, `allgather(list of lists, opts)` and `(list, tensor)`,
-    `broadcast(tensors, opts)` and `(tensor, root)`. `torch.distributed`'s functions take such a group as `group=`.
+    Every collective of `torch.distributed.ProcessGroup` is a method, in each of torch's call forms: `allreduce(tensors,
+    opts | op)` and `(tensor, op)`, `allgather(list of lists, opts)` and `(list, tensor)`, `broadcast(tensors, opts)`
+    and `(tensor, root)`. The functions of `torch.distributed` accept such a group as `group=`.
     """
 
     def __init__(self) -> None:
         missing = sorted(type(self).__abstractmethods__)
-        if missing:  # torch's metaclass makes objects by itself and does not look
+        if missing:  # torch's metaclass creates objects without this check
             raise TypeError(f"{type(self).__name__} is abstract; it lacks {', '.join(missing)}")
-        super().__init__(0, 1)  # type: ignore[call-arg]  # torch names only another form
+        super().__init__(0, 1)  # type: ignore[call-arg]  # torch's stub declares only another form
         self._registered_as: str | None = None
         self._group_name: GroupName | None = None
 
     @abc.abstractmethod
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
-        """Start a collective; called by every collective method, from any thread.
+        """Start a collective. Every collective method calls this method, from any thread.
 
         Args:
-            collective: which.
+            collective: the collective.
             args: positional arguments as the caller gave them.
-            kwargs: keywords as the caller gave them.
-        Returns: its Work.
+            kwargs: keyword arguments as the caller gave them.
+
+        Returns: the Work of the collective.
         """
 
     @abc.abstractmethod
@@ -95,71 +99,78 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
         global_ranks: Sequence[int] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """Build the group anew; blocks until it is built.
+        """Build the group again, and block until the group is built.
 
         Args:
-            store_addr: `host:port/prefix` of a running store; all ranks give the same, and a fresh prefix each time.
+            store_addr: `host:port/prefix` of a running store. All ranks give the same address, with a fresh prefix for
+                each call.
             rank: this process's rank, 0-based.
             world_size: number of ranks, at least 1.
-            replica_id: which replica this is, for messages.
-            quorum_id: which quorum this is, for messages.
+            replica_id: the id of this replica, for messages.
+            quorum_id: the id of this quorum, for messages.
             group_rank: rank inside the replica group, for messages.
             group_world_size: ranks in the replica group, for messages.
             global_ranks: the rank of each member in the whole job, for messages and records.
-            timeout: how long building may take; None: the group's own time-out, and with a quorum_id at first only
-                seconds for each of the store, the other ranks and the connections to them.
+            timeout: the limit for building the group. None means the group's own timeout. With a `quorum_id`, None at
+                first allows only seconds for each of the store, the other ranks and the connections.
+
         Raises:
-            ConfigureFailed: it was not built in time, or can't be; nothing is left of it. It names the ranks that did
-                not come, and those that can't be reached; StoreUnreachable names the store.
-            Aborted: `abort` was called meanwhile.
+            ConfigureFailed: the group was not built in time, or can't be built. Nothing remains of the group. The error
+                names the ranks that did not join and the unreachable ranks. StoreUnreachable names the store.
+            Aborted: `abort` was called during `configure`.
             Closed: the group was shut down.
-            InvalidSetting: an argument can't work (StoreAddressError for the address).
+            InvalidSetting: an argument is invalid (StoreAddressError for the address).
         """
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """End what runs, here and at the peers; returns at once. Harmless when nothing runs."""
+        """End the running operations here and at the peers, and return at once. Harmless when nothing runs."""
 
     @abc.abstractmethod
     def errored(self) -> Exception | None:
-        """Why the group can't be used until the next `configure`; None if it can, or was never configured."""
+        """Return why the group needs a new `configure`. None: the group is usable or was never configured."""
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End what runs and let go of everything, for ever. A rank that leaves calls `linger` before."""
+        """End the running operations and release all resources, permanently. A rank that leaves calls `linger` first."""
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
-        """Start to exchange a few integers with all other ranks, at the end of a round; returns at once.
+        """Start to exchange a few integers with all other ranks at the end of a round, and return at once.
 
-        Every rank of the group calls this once a round, and waits for the exchange before it starts the next one. The
-        caller guarantees that this rank's own reductions of the round have ended before, on the device too: it has
-        waited for all of their Works there. The exchange does not look at them, so that a rank whose reductions have
-        failed can still say so. The words are not ordered with collectives.
+        Every rank of the group calls this method once a round, and waits for the exchange before the next round. The
+        caller guarantees that this rank's own reductions of the round have finished, on the device too. The exchange
+        does not look at the reductions, so a rank with failed reductions can still report the failure. The exchange and
+        the collectives are not ordered.
 
-        Here it is an allreduce on the CPU, for groups that keep no connections for words; those of this package do.
+        This default is an allreduce on the CPU, for groups that keep no connections for words. The backends of this
+        package keep such connections.
 
         Args:
             words: up to `WORD_VALUES_MAX` signed 64-bit integers, as many as on the other ranks. A sum that needs more
                 than 64 bits is an error on every rank.
-            round_number: above the one before; the same on all ranks, else it is an error on those that differ. A rank
-                that is one round ahead waits for the others.
+            round_number: above the previous one, and the same on all ranks. A rank with a different number gets an
+                error. A rank that is one round ahead waits for the others.
             timeout: for the whole exchange, from now.
-        Returns: the exchange; its `wait` gives the sums. An exchange that has failed ends the words of this group:
-            abort the group and configure it again.
-        Raises: InvalidSetting: an argument can't work; nothing was sent. What `wait` raises, if it is known by now.
+
+        Returns: the exchange. The method `wait` returns the sums. After a failed exchange, abort the group and
+            configure it again.
+        Raises: InvalidSetting: an argument is invalid; nothing was sent. The errors of `wait`, if they are already
+            known.
         """
         return exchange_word_by_allreduce(self, words, round_number=round_number, timeout=timeout)
 
     def linger(self, timeout: timedelta = LINGER) -> bool:
-        """Keep the connections until the last word of this rank has passed; called by a rank that leaves.
+        """Keep the connections until the last word of this rank has been delivered. A rank that leaves calls this
+        method.
 
-        It ends as soon as every other rank has sent a word of a later round, or has ended its connection because it
-        configures its group again. `abort` and `shutdown` end it from another thread. Here, for groups that can't know
-        that, it waits for the whole time.
+        The wait ends when every other rank has sent a word of a later round, or has disconnected for its next
+        `configure`. `abort` and `shutdown` end the wait from another thread. This default can't observe the other
+        ranks, so the default waits for the whole time.
 
         Args:
-            timeout: how long at most.
-        Returns: whether all others have gone on within the time.
+            timeout: the longest wait.
+
+        Returns: whether all other ranks have gone on within the time.
         """
         if self.errored() is None and self.size() > 1:
             time.sleep(timeout.total_seconds())
@@ -168,46 +179,47 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
     @abc.abstractmethod
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of every operation that starts from now on, on the live group too.
+        """Set the timeout of every operation that starts from now on, also on the live group.
 
-        An operation that runs keeps the one that it started with; `abort` ends it.
+        A running operation keeps its timeout. `abort` ends a running operation.
 
-        Raises: InvalidSetting: not above zero.
+        Raises: InvalidSetting: the timeout is not above zero.
         """
 
     @abc.abstractmethod
     def size(self) -> int:
-        """Number of ranks. Raises: NotConfigured, Closed."""
+        """Return the number of ranks. Raises: NotConfigured, Closed."""
 
     @abc.abstractmethod
     def rank(self) -> int:
-        """This process's rank. Raises: NotConfigured, Closed."""
+        """Return this process's rank. Raises: NotConfigured, Closed."""
 
     @abc.abstractmethod
     def getBackendName(self) -> str:
-        """Name of the backend, `tft-` first."""
+        """Return the name of the backend, with the prefix `tft-`."""
 
     @abc.abstractmethod
     def __repr__(self) -> str: ...
 
     @property
     def parent(self) -> ProcessGroup | None:
-        """The group inside; None where there is none."""
+        """Return the wrapped group, or None if this group wraps none."""
         return None
 
     # --- torch's tables ----------------------------------------------------------------------------------------------
 
     def register(self, name: str) -> ProcessGroup:
-        """Have torch know this group by a name, as a DeviceMesh and functional collectives need it.
+        """Register this group with torch under a name, for DeviceMesh and functional collectives.
 
-        To torch it is a group of this process alone, whatever its size; it may be configured before or after. All
-        processes of a replica group do this, in the same order, as they make torch's own groups.
+        Torch sees a group of this process alone, whatever the real size. The group may be configured before or after.
+        All processes of a replica group register their groups in the same order, as for torch's own groups.
 
         Args:
-            name: what it is for, for messages and torch's logs: letters, digits, `_`, `-` and `.`.
+            name: the purpose of the group, for messages and torch's logs: letters, digits, `_`, `-` and `.`.
+
         Returns: this group.
-        Raises: InvalidSetting: torch's default group is not initialized, the name can't be one, or this group is
-            registered already.
+        Raises: InvalidSetting: torch's default group is not initialized, the name is invalid, or this group is already
+            registered.
         """
         check_name(name)
         if not dist.is_initialized():
@@ -223,16 +235,16 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
         return self
 
     def unregister(self) -> None:
-        """Have torch forget this group. It works on: only its name is gone, and so is what was found by it.
+        """Remove this group from torch's tables. The group keeps working, but torch can no longer find it by name.
 
-        Raises: InvalidSetting: it is not registered.
+        Raises: InvalidSetting: the group is not registered.
         """
         if self._registered_as is None:
             raise InvalidSetting(f"{self!r} is not registered; call register first")
         self._registered_as = None
         if not registry.is_entered(self):
             return  # torch has forgotten all groups together with its default group
-        # Torch shuts down what it forgets, but when this group ends is for its owner to say.
+        # Torch shuts down each group that it removes. Only the owner of this group may decide to shut it down.
         shutdowns: list[None] = []
         vars(self)["shutdown"] = lambda: shutdowns.append(None)
         try:
@@ -240,25 +252,25 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
         finally:
             del vars(self)["shutdown"]
         self._group_name = None
-        if len(shutdowns) > 1:  # another thread's came in between
+        if len(shutdowns) > 1:  # another thread called shutdown in the meantime
             self.shutdown()
 
     @property
     def group_name(self) -> GroupName:
-        """By which torch knows this group. Raises: InvalidSetting: it is not registered, or torch has forgotten it."""
+        """Return the name of this group in torch's tables. Raises: InvalidSetting: the group is not registered there."""
         known = self._group_name is not None and (
-            torch.compiler.is_compiling()  # before torch 2.13 it follows us here, and can't follow into torch's tables
-            or registry.is_known_as(self, self._group_name)
+            # before torch 2.13, the compiler traces this code and can't trace torch's tables
+            torch.compiler.is_compiling() or registry.is_known_as(self, self._group_name)
         )
         if not known or self._group_name is None:
             raise InvalidSetting(f"{self!r} has no name, because it is not registered; call register first")
         return self._group_name
 
     def _set_group_name(self, name: GroupName) -> None:
-        """Called by torch when the group is registered."""
+        """Store the name of the group. Torch calls this method when the group is registered."""
         self._group_name = name
 
-    # C++ asks for the size and the rank by these names.
+    # C++ reads the size and the rank under these names.
     def getSize(self) -> int:
         return self.size()
 

@@ -1,8 +1,9 @@
-"""What can go wrong with a process group, named by what the caller can do next.
+"""Errors of process groups, named after the caller's next action.
 
-Every error here is a `RuntimeError`, because that is what torch raises from a failed collective and what code
-written for torch catches. Each one carries its facts as fields and says in one sentence what happened, where, and
-what to do. The law of this file: errors only, no decisions about when they are raised.
+Every error here is a `RuntimeError`, because torch raises `RuntimeError` from a failed collective and existing code
+catches it. Each error carries its facts as fields. Each message is one sentence: what happened, where, and what to do.
+
+Law of this file: errors only, no decisions about when they are raised.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Where:
-    """The place of one process in one configured group; every field that is known, for messages.
+    """The place of one process in one configured group, for messages. Unknown fields keep their defaults.
 
     Args:
         rank: rank in the group, 0-based; None before the first configure.
         world_size: number of ranks in the group; None before the first configure.
-        replica_id: the replica that this process belongs to; empty if the caller named none.
-        quorum_id: the quorum that the group was configured for; None if the caller named none.
+        replica_id: the replica of this process; empty if the caller gave none.
+        quorum_id: the quorum of this configuration; None if the caller gave none.
         group_rank: rank inside the replica group, 0-based.
     """
 
@@ -58,7 +59,8 @@ class Where:
         return ", ".join(parts)
 
 
-# The UUID of a replica id: `name:uuid` or the UUID alone, with a rank behind it or not. Never one in a path.
+# The UUID of a replica id: `name:uuid` or the UUID alone, with or without a rank after it. A UUID inside a path does
+# not match.
 _REPLICA_ID: Final = re.compile(
     r"(?:(?<=[^\s:/]:)|(?<![^\s\[({'\"=,])(?<!\bjob )(?<!\bjob ['\"]))"
     r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
@@ -71,7 +73,7 @@ class ProcessGroupError(RuntimeError):
 
     Args:
         message: one sentence: what, where, what to do next.
-        where: the place in the group; None where no group is concerned.
+        where: the place in the group; None if the error concerns no group.
     """
 
     def __init__(self, message: str, *, where: Where | None = None) -> None:
@@ -79,16 +81,16 @@ class ProcessGroupError(RuntimeError):
         self.where = where
 
     def __str__(self) -> str:
-        """The message, with replica ids as people read them: `replica_1:0f3a9c1d`."""
+        """Return the message with shortened replica ids, such as `replica_1:0f3a9c1d`."""
         return _REPLICA_ID.sub(r"\1", super().__str__())
 
 
 class InvalidSetting(ProcessGroupError, ValueError):
-    """An argument can't work whatever the others do. Next: mend the program."""
+    """An argument is invalid regardless of the other ranks. Next: fix the program."""
 
 
 class StoreAddressError(InvalidSetting):
-    """A store address is not `host:port/prefix`. Next: mend the address; `address` holds it."""
+    """A store address is not `host:port/prefix`. Next: fix the address, which `address` holds."""
 
     def __init__(self, message: str, *, address: str = "") -> None:
         super().__init__(message)
@@ -96,27 +98,27 @@ class StoreAddressError(InvalidSetting):
 
 
 class Unsupported(ProcessGroupError):
-    """This kind of group does not have this operation, ever. Next: use another group."""
+    """This kind of group never supports this operation. Next: use another group."""
 
 
 class NotConfigured(ProcessGroupError):
-    """The group was used before its first `configure`. Next: configure it."""
+    """The group was used before its first `configure`. Next: configure the group."""
 
 
 class Closed(ProcessGroupError):
-    """The group was used after `shutdown()`. Next: make a new one; this one stays closed."""
+    """The group was used after `shutdown()`. Next: create a new group, because this one stays closed."""
 
 
 class Aborted(ProcessGroupError):
-    """What ran was ended by `abort()`, by a new `configure` or by `shutdown()` on this rank. Next: configure."""
+    """This rank's `abort()`, new `configure` or `shutdown()` ended the operation. Next: configure."""
 
 
 class ConfigureFailed(ProcessGroupError):
-    """A `configure` did not build a group; nothing of it is left. Next: configure again under a fresh prefix.
+    """A `configure` failed, and nothing remains of the group. Next: configure again under a fresh prefix.
 
     Args:
-        missing_ranks: the ranks that had not shown up when the deadline passed; empty if that was not the fault.
-        unreached: the ranks that had shown up, but refuse a connection or don't answer it, and why, in a few words.
+        missing_ranks: the ranks that had not joined at the deadline; empty if that was not the cause.
+        unreached: the ranks that had joined but refused or did not answer a connection, each with a short reason.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class StoreUnreachable(ConfigureFailed):
 
     Args:
         host, port: of the store.
-        why: in a few words.
+        why: a short reason.
     """
 
     def __init__(
@@ -150,11 +152,11 @@ class StoreUnreachable(ConfigureFailed):
 
 
 class PeerFailed(ProcessGroupError):
-    """A connection to another rank ended during an operation (its cause is attached). Next: configure without it.
+    """A connection to another rank ended during an operation (cause attached). Next: configure without that rank.
 
     Args:
-        unreached: the ranks that acknowledged nothing any more, and why, in a few words, where that has ended it.
-        rank: the rank whose connection has ended, where a word (`exchange_word`) has found that; else None.
+        unreached: the ranks that stopped acknowledging data, each with a short reason, if this ended the operation.
+        rank: the disconnected rank, if a word (`exchange_word`) has found it; else None.
     """
 
     def __init__(
@@ -171,11 +173,11 @@ class PeerFailed(ProcessGroupError):
 
 
 class DeadlinePassed(ProcessGroupError, TimeoutError):
-    """An operation took longer than its time-out (its cause is attached). Next: abort, then configure."""
+    """An operation exceeded its timeout (cause attached). Next: abort, then configure."""
 
 
 class OperationRefused(ProcessGroupError):
-    """The backend refused the operation itself, for example its dtype (its cause is attached). Next: mend the call.
+    """The backend refused the operation, for example its dtype (cause attached). Next: fix the call.
 
-    The group works on: nothing was exchanged.
+    The ranks exchanged no data, and the group keeps working.
     """

@@ -1,13 +1,13 @@
-"""The one forwarder: every collective of a group becomes one call of its `_run`.
+"""The single forwarder: every collective of a group becomes one call of its `_run`.
 
-A subclass of `torch.distributed.ProcessGroup` is called by its Python methods, from Python and from C++ (DDP's
-reducer, functional collectives) alike. Instead of spelling the methods out in every group and every wrapper, they
-are made here from the table in `ops`, and all lead to `_run(collective, args, kwargs)`, which a group writes once.
+Python and C++ (DDP's reducer, functional collectives) call a subclass of `torch.distributed.ProcessGroup` by its Python
+methods. This module makes the methods from the table in `ops`, so no group or wrapper spells them out. All methods call
+`_run(collective, args, kwargs)`, which each group implements once.
 
-torch.compile must leave them alone: a group is opaque to it, so that it fails where it follows one into its methods.
-The functional collectives, which it has in its graphs, come here from C++; the others break the graph.
+torch.compile must not trace these methods: a group is opaque to the compiler, so tracing fails. Functional collectives
+are part of the compiler's graphs and reach these methods from C++. All other collectives break the graph.
 
-The law of this file: no behaviour, only the way there.
+Law of this file: no behaviour, only forwarding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["RunsCollectives", "forward", "forward_collectives"]
 
 
 class RunsCollectives(Protocol):
-    """What the forwarder needs of a group."""
+    """The method that the forwarder needs of a group."""
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work: ...
 
@@ -40,12 +40,13 @@ def _method(collective: Collective, name: str) -> Callable[..., dist.Work]:
 
 
 def _leave_uncompiled(function: Callable[..., object]) -> None:
-    """What `torch.compiler.disable` does, but it costs a call nothing, and does not load the compiler."""
+    """Exclude a function from torch.compile, without the cost and the import of `torch.compiler.disable`."""
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-    except ImportError:  # these names are torch's own: where they are gone, compiled code says that it can't follow
+    # The names are private to torch. If torch removes them, compiled code reports that it can't trace this function.
+    except ImportError:
         return
-    skip = _FrameAction.SKIP  # neither its frame nor those of what it calls
+    skip = _FrameAction.SKIP  # neither this frame nor the frames that it calls
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(skip, skip))
 
 
@@ -53,7 +54,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def forward_collectives(cls: _Class) -> _Class:
-    """Class decorator: give a class one method for each name of each collective."""
+    """Decorate a class: add one method for each name of each collective."""
     for row in COLLECTIVES:
         for name in (row.name, *row.aliases):
             setattr(cls, name, _method(row, name))

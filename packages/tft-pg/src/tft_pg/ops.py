@@ -1,9 +1,10 @@
-"""The collectives as one table: what a process group can be asked to do.
+"""The collectives of a process group, as one table.
 
-Whoever forwards, fakes, swallows or times collectives reads this table instead of spelling them out, so adding one
-means adding one row. A row knows the names a collective goes by (torch 2.13 renamed some and keeps the old names),
-how its arguments are called, and which of them are filled in. What this release of torch does not have is not in it.
-The law of this file: data and pure functions on it; nothing here calls a process group.
+Code that forwards, fakes, swallows or times collectives reads this table, so a new collective is one new row. A row
+holds all names of a collective (torch 2.13 renamed some and keeps the old names). The row also holds the argument names
+and which arguments are filled in. The table omits collectives that this release of torch lacks.
+
+Law of this file: data and pure functions on it; nothing here calls a process group.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class Collective:
     """One row: an operation of `torch.distributed.ProcessGroup`.
 
     Args:
-        name: the method by which it is forwarded.
+        name: the method name used for forwarding.
         parameters: for each positional place, the keywords that torch's two call forms use for it.
         outputs: index of the parameter that is filled in; None for operations without a result.
-        inputs: index of the parameter that is read, if it is another one.
-        aliases: other method names for the same operation.
+        inputs: index of the parameter that is read, if it is a different one.
+        aliases: other method names of the same operation.
     """
 
     name: str
@@ -39,13 +40,13 @@ class Collective:
     aliases: tuple[str, ...] = ()
 
     def argument(self, index: int, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """The argument at a place, given by position or by any of its keywords; None if left out."""
+        """Return the argument at a place, given by position or by any of its keywords. None: the caller left it out."""
         if index < len(args):
             return args[index]
         return next((kwargs[key] for key in self.parameters[index] if key in kwargs), None)
 
     def reduction(self, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-        """The name of the reduction that a call asks for, as `torch.distributed.ReduceOp` has it; a sum by default."""
+        """Return the name of the requested reduction, as in `torch.distributed.ReduceOp`. The default is a sum."""
         given: object = None
         for index, keywords in enumerate(self.parameters):
             if "op" in keywords or "opts" in keywords:
@@ -53,19 +54,19 @@ class Collective:
                 if given is not None and not isinstance(given, int):
                     break
         op = getattr(given, "reduceOp", given)
-        op = getattr(op, "op", op)  # a ReduceOp, which may carry a factor, has one of the kinds
+        op = getattr(op, "op", op)  # a ReduceOp object, which may carry a factor, holds its kind in `op`
         return op.name if isinstance(op, ReduceOp.RedOpType) else "SUM"
 
     def results(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
-        """The tensors that the operation fills in, as one flat list: what its Work's future holds."""
+        """Return the tensors that the operation fills in, as one flat list. The Work's future holds this list."""
         if self.outputs is None:
             return []
         return list(_tensors(self.argument(self.outputs, args, kwargs)))
 
     def copy_to_self(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        """Do the operation in a group of one: every output becomes its only input.
+        """Run the operation in a group of one: copy every input to its output.
 
-        Raises: InvalidSetting: the outputs and inputs don't pair up, as they do in a group of one.
+        Raises: InvalidSetting: the outputs and inputs don't form pairs of equal size.
         """
         if self.outputs is None or self.inputs is None:
             return
@@ -196,9 +197,9 @@ _BY_NAME = {name: row for row in COLLECTIVES for name in (row.name, *row.aliases
 
 
 def collective(name: str) -> Collective:
-    """The row of a collective by any of its names.
+    """Return the row of a collective, by any of its names.
 
-    Raises: InvalidSetting: there is none of that name.
+    Raises: InvalidSetting: no collective has that name.
     """
     try:
         return _BY_NAME[name]

@@ -1,8 +1,9 @@
-"""What a caller gives a group besides tensors, and the sentence that says how else it is to be given.
+"""Checks of a group's settings, with errors that say how to pass each setting.
 
-Other libraries have groups with the same methods and another order of arguments. Whoever comes from there would get
-Python's error about a number of arguments, which does not say what to write instead. The law of this file: arguments
-are looked at and passed on; nothing is converted.
+Other libraries have groups with the same methods and another order of arguments. For a caller of those libraries,
+Python's error names only a number of arguments. The checks here say what to write instead.
+
+Law of this file: arguments are checked and passed on; nothing is converted.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _Self = TypeVar("_Self")
 
 
 def checked_timeout(timeout: timedelta) -> timedelta:
-    """The time-out as it is. Raises: InvalidSetting: it is no timedelta, or not above zero."""
+    """Return the timeout unchanged. Raises: InvalidSetting: it is not a timedelta, or not above zero."""
     if not isinstance(timeout, timedelta):
         raise InvalidSetting(f"a time-out is a timedelta, but this one is {timeout!r}; give timedelta(seconds=...)")
     if timeout <= timedelta(0):
@@ -30,7 +31,7 @@ def checked_timeout(timeout: timedelta) -> timedelta:
 
 
 def place_first(configure: Callable[Concatenate[_Self, _P], None]) -> Callable[Concatenate[_Self, _P], None]:
-    """Decorator of a `configure`: refuse a call in another order. Raises: InvalidSetting, as the method then does."""
+    """Decorate a `configure` to refuse arguments in another order. Raises: InvalidSetting, from the decorated method."""
 
     @functools.wraps(configure)
     def ordered(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -45,7 +46,7 @@ def place_first(configure: Callable[Concatenate[_Self, _P], None]) -> Callable[C
 
 
 def always_leaves_an_error(abort: Callable[[_Self], None]) -> Callable[[_Self], None]:
-    """Decorator of an `abort`: refuse to leave none. Raises: InvalidSetting, as the method then does."""
+    """Decorate an `abort` to refuse `errored=False`. Raises: InvalidSetting, from the decorated method."""
 
     @functools.wraps(abort)
     def marked(self: _Self, errored: bool = True) -> None:

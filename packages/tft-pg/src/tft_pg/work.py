@@ -1,7 +1,9 @@
-"""Works: the handle that a collective returns, finished already, guarded, or finished by somebody else.
+"""Works: the handles that collectives return.
 
-A Work is waited for from Python (`wait`), through its future (`get_future`), or from C++ by DDP's reducer, which
-calls the same two. The law of this file: a Work knows its own operation and nothing of the group's life.
+A Work may be finished already, guard a backend's Work, or be finished later by another thread. Python waits for a Work
+through `wait` or the future of `get_future`. DDP's reducer calls the same two methods from C++.
+
+Law of this file: a Work knows its own operation and nothing of the group's life.
 """
 
 from __future__ import annotations
@@ -28,17 +30,18 @@ _REST_S = 0.3
 _LOOK = timedelta(seconds=_LOOK_S)
 _promising = fork_safe_lock()
 
-# Who waits in shares at this moment. A daemon thread must not come back from C++ while the interpreter ends, because
-# Python ends such a thread where it stands, and C++ ends the process for that.
+# The waits that currently run in short shares. A daemon thread must not return from C++ while the interpreter ends:
+# Python ends that thread immediately, and C++ then ends the process.
 _shares: set[object] = set()
 _ending_thread: int | None = None
 _MOMENT_S = 0.001
 
 
 def let_waits_rest() -> None:
-    """The process is about to end, in this thread: from now on the others wait at one go, as torch itself does.
+    """Prepare for the end of the process, which this thread runs: other threads then wait without shares, as torch
+    does.
 
-    Blocks until nobody waits in shares any more, or 0.3 seconds.
+    Block until no thread waits in shares, for at most 0.3 seconds.
     """
     global _ending_thread
     _ending_thread = threading.get_ident()
@@ -52,8 +55,8 @@ class DummyWork(dist.Work):
     """A Work that has finished with a given result.
 
     Args:
-        result: what its future holds; for collectives the list of tensors that torch's Work would hold.
-        source: the rank that it says it has received from.
+        result: the value of the future; for collectives, the list of tensors that torch's Work holds.
+        source: the source rank that the Work reports.
     """
 
     def __init__(self, result: object, *, source: int = 0) -> None:
@@ -87,31 +90,32 @@ class DummyWork(dist.Work):
 
 
 class ConvertsErrors(Protocol):
-    """What a guarded Work needs of its group."""
+    """The methods that a guarded Work needs of its group."""
 
     def convert(self, operation: str, error: Exception) -> Exception:
-        """Note what an error says about the group, and give the error to raise for it."""
+        """Record what an error says about the group, and return the error to raise."""
         ...
 
     def forgotten(self, operation: str) -> Exception | None:
-        """The error of an operation that has not ended and never will; None as long as it may."""
+        """Return the error of an operation that will never finish, or None while the operation may still finish."""
         ...
 
     def handed_out_future(self, work: GuardedWork) -> None:
-        """Somebody waits for this work through its future: call its `give_up` if it never ends."""
+        """Note that a caller has this work's future, so `give_up` must be called if the operation never finishes."""
         ...
 
 
 @final
 class GuardedWork(dist.Work):
-    """A backend's Work, whose errors its group hears of and puts into its own words.
+    """A Work that wraps a backend's Work, reports errors to the group and converts them.
 
     Args:
-        work: the Work that does the waiting.
-        converter: the group that it belongs to.
+        work: the backend's Work.
+        converter: the group of the operation.
         operation: name of the collective.
-        in_shares: whether to look in between whether the backend has forgotten the operation. Then a wait for `work`
-            that is left early costs nothing, and it tells when it has ended; else its one wait has another way out.
+        in_shares: whether to wait in short shares, and to check between them whether the backend has forgotten the
+            operation. This requires that an interrupted wait for `work` has no side effect, and that `work` reports its
+            end. Otherwise the single wait needs another way to end.
     """
 
     def __init__(self, work: dist.Work, converter: ConvertsErrors, operation: str, *, in_shares: bool = True) -> None:
@@ -126,14 +130,15 @@ class GuardedWork(dist.Work):
         """Wait until the operation has ended.
 
         Args:
-            timeout: how long at most; None or zero: as long as the operation's own time-out allows.
-        Raises: ProcessGroupError: the operation failed; the backend's error is attached as its cause.
+            timeout: the longest wait. None or zero means the operation's own timeout.
+
+        Raises: ProcessGroupError: the operation failed; the backend's error is attached as the cause.
         """
         if not self._in_shares:
             return self._wait_at_once(timeout)
         deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
         share = object()
-        _shares.add(share)  # between two shares too: what is asked of the backend there comes back from C++ as well
+        _shares.add(share)  # kept between two shares too, because the backend calls there also return from C++
         try:
             while _ending_thread is None or _ending_thread == threading.get_ident():
                 try:
@@ -145,7 +150,7 @@ class GuardedWork(dist.Work):
                         if deadline_s is not None and time.monotonic() >= deadline_s:
                             self._fail(error)
                     else:
-                        # The share of the wait may have run out in the moment in which the operation ended well.
+                        # The share may have expired at the moment when the operation succeeded.
                         return self._wait_at_once(None)
                 forgotten = self._converter.forgotten(self._operation)
                 if forgotten is not None and not self._work.is_completed():
@@ -166,16 +171,16 @@ class GuardedWork(dist.Work):
     def _fail(self, error: RuntimeError) -> NoReturn:
         converted = self._converter.convert(self._operation, error)
         if self._work.is_completed():
-            # A backend's Work keeps connections and threads; an error that somebody keeps must not.
+            # A backend's Work keeps connections and threads. A stored error must not keep them alive.
             self._work = FailedWork(converted)
         raise converted from error
 
     def get_future(self) -> _Future:
-        """A future with the backend's result or error; the group is told of an error when it comes."""
+        """Return a future with the backend's result or error. The group learns of an error when it occurs."""
         with _promising:
             promise, made = self._promise, self._promise is None
             if promise is None:
-                future = self._work.get_future()  # raises where the backend has none
+                future = self._work.get_future()  # raises if the backend has no future
                 promise = self._promise = _Promise()
         if made:
             future.add_done_callback(self._settle)
@@ -194,7 +199,7 @@ class GuardedWork(dist.Work):
             self._promise.keep(value)
 
     def give_up(self) -> None:
-        """Fail its future, because the backend has forgotten the operation."""
+        """Fail the future if the backend has forgotten the operation."""
         forgotten = self._converter.forgotten(self._operation)
         if forgotten is not None and not self._work.is_completed():
             self._abandon(forgotten)
@@ -213,7 +218,7 @@ class GuardedWork(dist.Work):
     def source_rank(self) -> int:
         return self._work._source_rank()
 
-    _source_rank = source_rank  # torch's own functions ask by this name
+    _source_rank = source_rank  # torch's own functions use this name
 
     def synchronize(self) -> None:
         self._work.synchronize()
@@ -224,9 +229,9 @@ class GuardedWork(dist.Work):
 
 @final
 class _Promise:
-    """A future that C++ sees the error of too, and that is settled once; what comes second is ignored.
+    """A future that is settled once, with errors that C++ can see. Later results are ignored.
 
-    One that is made by `then` carries an error as such; `set_exception` would look like a result to C++.
+    A future made by `then` carries an error as an error. After `set_exception`, C++ would see a result.
     """
 
     def __init__(self) -> None:
@@ -257,13 +262,13 @@ class _Promise:
 
 
 def _share(deadline_s: float) -> timedelta:
-    """How long to wait before the next look at whether there is anything to wait for."""
+    """Return how long to wait before the next check that the operation still exists."""
     return timedelta(seconds=max(min(_LOOK_S, deadline_s - time.monotonic()), 0.001))
 
 
 @final
 class FailedWork(dist.Work):
-    """What is left of an operation that has failed."""
+    """A Work that holds only the error of a failed operation."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -290,11 +295,11 @@ class FailedWork(dist.Work):
 
 @final
 class PendingWork(dist.Work):
-    """A Work that somebody else finishes or fails, once; what comes second is ignored.
+    """A Work that another thread finishes or fails, once. Later outcomes are ignored.
 
     Args:
-        on_timeout: makes the error that a `wait` raises when its limit passes first.
-        limit: how long a `wait` without a time-out of its own waits.
+        on_timeout: returns the error that a `wait` raises when its limit expires first.
+        limit: the limit of a `wait` without its own timeout.
     """
 
     def __init__(self, *, on_timeout: Callable[[timedelta], Exception], limit: timedelta) -> None:
