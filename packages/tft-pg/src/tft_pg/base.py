@@ -132,7 +132,7 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End the running operations and release all resources, permanently. A rank that leaves calls `linger` first."""
+        """End the running operations and release all resources permanently. A rank that leaves calls `linger` first."""
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
         """Start to exchange a few integers with all other ranks at the end of a round, and return at once.
@@ -257,7 +257,7 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
     @property
     def group_name(self) -> GroupName:
-        """Return the name of this group in torch's tables. Raises: InvalidSetting: the group is not registered there."""
+        """Return this group's name in torch's tables. Raises: InvalidSetting: the group is not registered there."""
         known = self._group_name is not None and (
             # before torch 2.13, the compiler traces this code and can't trace torch's tables
             torch.compiler.is_compiling() or registry.is_known_as(self, self._group_name)

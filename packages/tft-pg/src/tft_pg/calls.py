@@ -1,10 +1,11 @@
-"""Whether addresses answer a connection, asked of the peers that a group's builder does not get connected to.
+"""Connection probes to peers that a group's builder can't reach.
 
-A builder connects to one peer after another, so from the first that does not answer it can't be told who else would.
-So each address is called here, all at the same time: a connection that is made is closed at once, and nothing is sent.
-A refused call is made a second time, because a rank that was aborted a moment ago refuses too until it listens again.
+A builder connects to one peer after another, so the first silent peer hides the state of the others. This file probes
+all addresses at the same time. It closes each connection at once and sends nothing. A refused probe is repeated,
+because a rank refuses for a moment after an abort, until it listens again.
 
-The law of this file: connections that are made and closed; who is called, and what it means, is the caller's.
+Law of this file: connections that are made and closed; the caller decides which addresses to probe and what the result
+means.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Place:
-    """An address to call.
+    """An address to probe.
 
     Args:
-        family: of the address.
-        sockaddr: as Python's socket module writes it.
+        family: the address family.
+        sockaddr: in the form of Python's socket module.
     """
 
     family: int
@@ -52,16 +53,16 @@ class _Call:
     due_s: float
     began_s: float = 0.0
     connection: socket.socket | None = field(default=None, repr=False)
-    refused: str = ""  # why the first call failed
+    refused: str = ""  # why the first probe failed
 
     def begin(self, now_s: float) -> int:
-        """Call. Returns: the error, or 0 while none is known."""
+        """Start to connect. Returns: the error, or 0 if no error is known yet."""
         self.began_s = now_s
         self.connection = socket.socket(self.place.family, socket.SOCK_STREAM)
         self.connection.setblocking(False)
         try:
             error = self.connection.connect_ex(self.place.sockaddr)
-        except OSError as failure:  # no address at all
+        except OSError as failure:  # the address is invalid
             error = max(failure.errno or 0, 0) or errno.EADDRNOTAVAIL
         return 0 if error in (errno.EINPROGRESS, errno.EAGAIN) else error
 
@@ -73,7 +74,7 @@ class _Call:
 
 @dataclass(eq=False)
 class _Open:
-    """The calls under way, for a child that is forked meanwhile."""
+    """The running probes, for a child that is forked during `call_all`."""
 
     calls: list[_Call]
 
@@ -83,13 +84,15 @@ class _Open:
 
 
 def call_all(places: Mapping[_Key, Place], *, until_s: float, goes_on: Callable[[], bool]) -> dict[_Key, str]:
-    """Call each address.
+    """Probe each address.
 
     Args:
-        places: to call.
-        until_s: on the monotonic clock; what has not answered by then does not answer.
-        goes_on: asked every few milliseconds; once it is false, nothing more is found out.
-    Returns: why, in a few words, for each that refuses two calls or does not answer; those that answer are left out.
+        places: the addresses to probe.
+        until_s: deadline on the monotonic clock. An address that has not answered by then counts as silent.
+        goes_on: called every few milliseconds. When it returns false, the probes stop.
+
+    Returns: a short reason for each address that refuses two probes or does not answer. Reachable addresses are left
+        out.
     """
     now_s = time.monotonic()
     calls = {key: _Call(place, now_s) for key, place in places.items()}
@@ -138,7 +141,7 @@ def _take_answers(calls: dict[_Key, _Call], found: dict[_Key, str]) -> None:
 
 
 def _failed(calls: dict[_Key, _Call], found: dict[_Key, str], key: _Key, error: int) -> None:
-    """The second failed call counts."""
+    """Record a failed probe. The second failure of an address counts."""
     call = calls[key]
     call.end()
     if call.refused:

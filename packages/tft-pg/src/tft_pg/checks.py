@@ -1,11 +1,17 @@
-"""What one rank can see to be wrong with a call, before anything is sent.
+"""Checks of a call that one rank can do before it sends anything.
 
-Torch's backends check most arguments on the calling thread, and some not: a tensor on another device is taken for
-nothing to do, a tensor with gaps is filled as if it had none, a view whose elements are stored conjugated or negated is
-read as stored, a rank that sends to itself ends the group, and splits that don't add up fail on a thread when the other
-ranks wait already. Here is what they leave out. What only two ranks
-together could see is not here: it would cost a message. The law of this file: pure functions from a call to a
-sentence part; one table; each operation pays for its own row only.
+Torch's backends check most arguments on the calling thread. They miss these faults:
+
+- They skip a tensor on another device.
+- They fill a non-contiguous tensor as if it were contiguous.
+- They read a conjugate or negated view as stored.
+- A rank that sends to itself breaks the group.
+- Splits with a wrong sum fail on a thread while the other ranks already wait.
+
+This file contains the missing checks. It omits checks that need two ranks, because those cost a message.
+
+Law of this file: pure functions from a call to a part of a sentence; one table; each operation pays for its own row
+only.
 """
 
 from __future__ import annotations
@@ -25,11 +31,12 @@ _Check = Callable[[Sequence[Any], int, int], str]
 def fault_of(
     collective: Collective, args: Sequence[object], kwargs: Mapping[str, object], *, rank: int, world_size: int
 ) -> str:
-    """Why a call on a group of CPU tensors can't work whatever the other ranks do; empty if nothing shows.
+    """Return why a call on CPU tensors can't work, regardless of the other ranks. The result is empty if no fault
+    shows.
 
     Args:
-        collective: which.
-        args, kwargs: as the caller gave them; of kinds that torch knows, else torch's own error is the better one.
+        collective: the collective.
+        args, kwargs: as the caller gave them. For types that torch does not know, torch's own error is better.
         rank, world_size: of the caller, in the group.
     """
     given = [collective.argument(index, args, kwargs) for index in range(len(collective.parameters))]
@@ -42,9 +49,9 @@ def fault_of(
 
 
 def is_plain(collective: Collective, args: Sequence[object]) -> bool:
-    """Whether it is the call that most steps are made of, with which nothing can be wrong: to be asked first.
+    """Return whether a call is the most frequent, always valid form. Callers check this first.
 
-    That is one contiguous CPU tensor of floats, in place, in a list.
+    That form is one contiguous CPU tensor of floats, in place, in a list.
     """
     if not args or collective.name not in _IN_PLACE:
         return False
@@ -62,7 +69,7 @@ def is_plain(collective: Collective, args: Sequence[object]) -> bool:
 
 
 def _unreadable(value: object) -> str:
-    """Why the memory of one of the tensors is not what is to be sent or filled in."""
+    """Return why the memory of one of the tensors can't be sent or filled in, or an empty string."""
     if type(value) is list or type(value) is tuple:
         for item in value:
             fault = _unreadable(item)
@@ -94,7 +101,9 @@ def _check_anysource(given: Sequence[Any], rank: int, world_size: int) -> str:
 
 
 def _check_single(given: Sequence[Any], rank: int, world_size: int) -> str:
-    """Several tensors in one call are several devices to torch, which adds them all together or takes the first."""
+    """Return a fault if a call has several tensors. Torch takes them for several devices, and adds them all or
+    uses the first.
+    """
     tensors = given[0]
     if isinstance(tensors, (list, tuple)) and len(tensors) > 1:
         return f"it takes one tensor a call, and got {len(tensors)}; call it for each"
@@ -146,7 +155,7 @@ def _check_alltoall_base(given: Sequence[Any], rank: int, world_size: int) -> st
 
 
 def _check_reduce_scatter(given: Sequence[Any], rank: int, world_size: int) -> str:
-    """Of all three forms: a tensor with a list or a tensor, or lists of these."""
+    """Return a fault of any of the three forms: a tensor with a list or a tensor, or lists of these."""
     outputs, inputs = given[0], given[1]
     if isinstance(outputs, torch.Tensor):
         outputs, inputs = [outputs], [inputs]

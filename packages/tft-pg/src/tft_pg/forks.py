@@ -1,17 +1,18 @@
-"""What a forked child keeps of this process: nothing that holds a connection, a port or a thread of ours.
+"""Release of this package's connections, ports and threads in a forked child.
 
-A user's process forks whenever it likes (the workers of a DataLoader, `multiprocessing`, `os.fork`). The child gets a
-copy of every descriptor. A connection ends only when its last descriptor is closed, so peers would learn of this
-process's death only after the child's. The child therefore lets go of ours as its first act.
+A user's process forks at any time (DataLoader workers, `multiprocessing`, `os.fork`). The child gets a copy of every
+descriptor. A connection ends only when its last descriptor is closed, so peers would notice the parent's death only
+after the child's. Therefore the child releases this package's descriptors first.
 
-It does not close a descriptor but puts the null device in its place. C++ objects still know the number: they would
-close it once more, or shut down whatever has the number by then. It never shuts a connection down, because that ends
-the connection for the parent too. It destroys no torch group, store server or listener, because their destructors join
-threads that the child does not have.
+The child does not close a descriptor but replaces it with the null device. C++ objects still know the number. They
+would close the number again, or shut down an unrelated new descriptor with that number. The child never shuts a
+connection down, because that ends the connection for the parent too. The child destroys no torch group, store server or
+listener, because their destructors join threads that the child does not have.
 
-A socket that C++ has made a moment ago has no name yet by which its owner could tell it from a user's. A fork waits
-while a listener is made; a child waits until a new socket is connected. The law of this file: what happens at a fork;
-each owner says what is its own.
+A socket that C++ has just created has no address yet, so its owner can't distinguish it from a user's socket. A fork
+waits while a listener is created. A child waits until a new socket is connected.
+
+Law of this file: what happens at a fork; each owner reports its own resources.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ __all__ = ["Inheritance", "Owner", "fork_safe_lock", "forks_wait", "keep_for_eve
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What a forked child has a copy of.
+    """The inherited resources of one owner in a forked child.
 
     Args:
-        descriptors: the child lets go of these; negative ones are none.
-        inodes: it lets go of the descriptors of these sockets too.
-        local, remote: and of the sockets with one of these addresses at that end, listening or connected.
-        ports: and of those that listen at one of these ports of any address, or were accepted there.
+        descriptors: descriptors to release; negative ones are ignored.
+        inodes: release the descriptors of these sockets.
+        local, remote: release the sockets with one of these addresses at that end, listening or connected.
+        ports: release the sockets that listen at one of these ports, at any address, or were accepted there.
         kept: objects that the child must never destroy.
     """
 
@@ -52,10 +53,10 @@ class Inheritance:
 
 
 class Owner(Protocol):
-    """What owns descriptors or threads that a child must not keep."""
+    """An owner of descriptors or threads that a child must not keep."""
 
     def forked(self) -> Inheritance:
-        """Become of no use, in the child; called there once, by its only thread."""
+        """Become unusable in the child. The only thread of the child calls this method once."""
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
@@ -69,7 +70,7 @@ _forking = threading.local()  # `waited`: whether this thread holds the lock for
 
 
 def let_go_in_child(owner: Owner) -> None:
-    """From now on each forked child asks this owner what to let go of; the owner is held weakly."""
+    """Let each forked child ask this owner from now on what to release. The owner is held weakly."""
     global _hooked
     with _hooking:
         _owners.add(owner)
@@ -79,7 +80,7 @@ def let_go_in_child(owner: Owner) -> None:
 
 
 def fork_safe_lock() -> threading.Lock:
-    """A lock of a module that is free in a child, whichever thread of the parent held it."""
+    """Return a module lock that is free in a forked child, even if a thread of the parent held it."""
     lock = threading.Lock()
     _locks.append(lock)
     return lock
@@ -87,13 +88,13 @@ def fork_safe_lock() -> threading.Lock:
 
 @contextmanager
 def forks_wait() -> Iterator[None]:
-    """Delay the forks of other threads, by 5 s at most, while a socket exists that its owner can't name yet."""
+    """Delay the forks of other threads, by 5 s at most, while a socket exists that its owner can't identify yet."""
     with _no_fork:
         yield
 
 
 def keep_for_ever(obj: object) -> None:
-    """Have nothing destroy this object in this process."""
+    """Prevent the destruction of this object in this process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(obj))
 
 
@@ -108,7 +109,7 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     for lock in (_hooking, _no_fork, *_locks):
-        lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with theirs
+        lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with their locks
     sockets.forget_holds()
     owners = list(_owners)
     _owners.clear()

@@ -1,22 +1,23 @@
-"""Time-outs for futures, blocks of code and device streams, on one thread that is only there while one is pending.
+"""Timeouts for futures, blocks of code and device streams, on one thread that exists only while a timeout is pending.
 
-An alarm clock: whoever needs to be woken hands in a time and a callback, and takes it back when the reason is gone. The
-clock is a thread, `tft-pg-timer`, that starts with the first pending callback and ends with the last. Its callbacks
-must be short: they start things, they don't wait for them. One that does not return stops every other time-out of the
-process, and nobody is left to say so; for this there is a hard watchdog, which ends the process.
+A caller passes a time and a callback, and cancels the callback when it is no longer needed. The thread `tft-pg-timer`
+starts with the first pending callback and ends with the last. Callbacks must be short: they start work and don't wait.
+A callback that does not return stops every other timeout of the process, and no thread is left to report that. For this
+case a hard watchdog ends the process.
 
-The watchdog is off unless `TFT_WATCHDOG_TIMEOUT_SEC` (or torchft's `TORCHFT_WATCHDOG_TIMEOUT_SEC`) names its seconds:
-a process that was stopped and goes on, or sits in a debugger, looks stuck to it, and to end a training process by
-default for that would be worse than the fault. It has two layers. A thread, `tft-pg-watchdog`, says in one sentence
-which callback is stuck, and ends the process. Where no Python can run, because a C call keeps the interpreter's lock,
-the standard library's `faulthandler` does: its thread needs no lock, writes what every thread was doing, and exits.
-`faulthandler` has one such clock a process, so while the watchdog is on, it is ours.
+The watchdog is off unless `TFT_WATCHDOG_TIMEOUT_SEC` (or torchft's `TORCHFT_WATCHDOG_TIMEOUT_SEC`) sets its seconds. A
+process that was stopped and continued, or that runs in a debugger, looks stuck to the watchdog. Ending a training
+process by default for that would be worse than the fault.
 
-A process that is forked takes the clock along without its hands: none of the threads is there. So what is pending stays
-with the parent, the child begins with an empty clock, and `faulthandler`'s, which a child could never stop, is taken
-off for the moment of the fork.
+The watchdog has two layers. A thread, `tft-pg-watchdog`, reports the stuck callback in one sentence and ends the
+process. If no Python can run, because a C call holds the interpreter's lock, the standard library's `faulthandler`
+takes over. Its thread needs no lock, writes the stack of every thread, and exits. `faulthandler` has one such timer per
+process, and the watchdog owns it while it is on.
 
-The law of this file: `Deadlines` decides and is given the time; `Timer` owns the thread; the functions below use it.
+A forked process has none of the threads. Pending callbacks stay with the parent, and the child starts without any. A
+child could never stop `faulthandler`'s timer, so the timer is cancelled during the fork.
+
+Law of this file: `Deadlines` decides and receives the time; `Timer` owns the thread; the functions below use the timer.
 """
 
 from __future__ import annotations
@@ -55,18 +56,18 @@ WATCHDOG_ENVS = ("TFT_WATCHDOG_TIMEOUT_SEC", "TORCHFT_WATCHDOG_TIMEOUT_SEC")
 """Seconds after which a stuck timer thread ends the process; the first that is set counts."""
 
 _EXIT_STATUS = 1
-# A timer thread may have to wait for its turn that long on a busy machine, and is not stuck for that.
+# A timer thread on a busy machine may wait that long to run, and is not stuck.
 _LEAST_WATCHDOG_S = 1.0
-# What needs no lock comes after what does, so that the sentence is said wherever it can be.
+# The layer without the lock fires after the layer with the lock, so the sentence is written whenever possible.
 _FAULTHANDLER_GRACE_S = 1.0
 _FIRST_LOOK_S = 0.005
 _LONGEST_LOOK_S = 1.0
 
 
 def watchdog_timeout() -> timedelta | None:
-    """After how long the timer thread counts as stuck, by the environment; None: the watchdog is off.
+    """Return after how long the timer thread counts as stuck, from the environment. None: the watchdog is off.
 
-    Raises: InvalidSetting: it is no number of seconds, or less than one second.
+    Raises: InvalidSetting: the value is not a number of seconds, or is below one second.
     """
     for name in WATCHDOG_ENVS:
         value = os.environ.get(name, "").strip()
@@ -85,7 +86,7 @@ def watchdog_timeout() -> timedelta | None:
 
 @final
 class Pending:
-    """A callback that waits for its time. Made by `Deadlines.add`."""
+    """A callback that waits for its time, made by `Deadlines.add`."""
 
     __slots__ = ("at_s", "callback", "order", "place")
 
@@ -101,7 +102,9 @@ class Pending:
 
 @final
 class Deadlines:
-    """Callbacks by their time: a heap in which each knows its place, so that one is taken out as fast as put in."""
+    """Callbacks ordered by time, in a heap. Each callback knows its place in the heap, so removal is as fast as
+    insertion.
+    """
 
     def __init__(self) -> None:
         self._heap: list[Pending] = []
@@ -111,7 +114,7 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, at_s: float, callback: Callable[[], None]) -> Pending:
-        """Put one in. O(log n)."""
+        """Add a callback. O(log n)."""
         self._order += 1
         pending = Pending(at_s, self._order, callback)
         self._heap.append(pending)
@@ -119,7 +122,7 @@ class Deadlines:
         return pending
 
     def cancel(self, pending: Pending) -> bool:
-        """Take one out; False if it has come, was taken out before, or is another's. O(log n)."""
+        """Remove a callback. Returns False if it is due, was removed before, or belongs to another heap. O(log n)."""
         place = pending.place
         if not 0 <= place < len(self._heap) or self._heap[place] is not pending:
             return False
@@ -131,11 +134,11 @@ class Deadlines:
         return True
 
     def next_s(self) -> float | None:
-        """When the first one's time comes; None if there is none."""
+        """Return the time of the first callback, or None if the heap is empty."""
         return self._heap[0].at_s if self._heap else None
 
     def due(self, now_s: float) -> Pending | None:
-        """Take out the first one, if its time has come."""
+        """Remove and return the first callback if its time has come, or return None."""
         if not self._heap or self._heap[0].at_s > now_s:
             return None
         first = self._heap[0]
@@ -164,9 +167,10 @@ class Deadlines:
 
 @final
 class Timer:
-    """Runs callbacks at their time, on a thread that is there only while one is pending.
+    """A timer that runs callbacks at their time, on a thread that exists only while a callback is pending.
 
-    A process that is forked has an empty one. One that has begun lives as long as the process, for the sake of forks.
+    A forked process has an empty timer. A timer that has started lives as long as the process, because its fork hooks
+    can't be removed.
     """
 
     def __init__(self) -> None:
@@ -180,22 +184,22 @@ class Timer:
         self._last_resort = _LastResort()
 
     def __len__(self) -> int:
-        """How many are pending."""
+        """Return the number of pending callbacks."""
         with self._changed:
             return len(self._deadlines)
 
     def after(self, delay: timedelta, callback: Callable[[], None]) -> Pending:
-        """Have a callback run on the timer thread after a delay.
+        """Run a callback on the timer thread after a delay.
 
-        It must not wait for anything; and a child that it forks must not come back from it, but exit or become another
-        program.
+        The callback must not wait for anything. If the callback forks, the child must exit or start another program
+        instead of returning from the callback.
 
         Raises: InvalidSetting: the watchdog's setting is wrong; nothing is pending then.
         """
         return self.after_s(delay.total_seconds(), callback)
 
     def after_s(self, delay_s: float, callback: Callable[[], None]) -> Pending:
-        """`after`, in seconds."""
+        """Do the same as `after`, with the delay in seconds."""
         with self._changed:
             if self._thread is None:
                 self._know_of_forks()
@@ -209,7 +213,9 @@ class Timer:
         return pending
 
     def cancel(self, pending: Pending) -> bool:
-        """Take a callback back; False if it has run, runs, or was taken back before. Never waits for one that runs."""
+        """Cancel a callback. Returns False if it has run, runs, or was cancelled before. Never waits for a
+        running callback.
+        """
         with self._changed:
             taken = self._deadlines.cancel(pending)
             if taken and not self._deadlines:
@@ -222,7 +228,7 @@ class Timer:
             os.register_at_fork(
                 before=lambda: self._last_resort.pause(),
                 after_in_parent=lambda: self._last_resort.resume(),
-                after_in_child=self._begin_anew,  # whoever held a lock, or was in the middle of the list, is not here
+                after_in_child=self._begin_anew,  # the child lacks the thread that held a lock or was changing the list
             )
 
     def _run(self, watchdog: _Watchdog | None) -> None:
@@ -231,16 +237,16 @@ class Timer:
                 due = self._next(watchdog)
                 if due is None:
                     self._thread = None
-                    if watchdog is not None:  # before another thread's begins: they share faulthandler's clock
+                    if watchdog is not None:  # before another thread's watchdog starts: both share faulthandler's timer
                         watchdog.end()
                     return
             if watchdog is not None:
                 watchdog.begins(due.callback)
             try:
                 due.callback()
-            except Exception as error:  # there is nobody to raise it to
+            except Exception as error:  # this thread has no caller that could handle the error
                 _report(error)
-            except BaseException as error:  # SystemExit, which would be ignored in silence, and KeyboardInterrupt
+            except BaseException as error:  # SystemExit, which Python would ignore silently here, and KeyboardInterrupt
                 told = RuntimeError(
                     f"the timer's callback {_named(due.callback)} raised {type(error).__name__}, which ends neither "
                     "the process nor the timer; let the main thread end the process"
@@ -249,10 +255,10 @@ class Timer:
                 _report(told)
             if watchdog is not None:
                 watchdog.begins(None)
-            del due  # what it holds on to must not live until the next one
+            del due  # objects of the callback must not live until the next callback
 
     def _next(self, watchdog: _Watchdog | None) -> Pending | None:
-        """The next callback whose time has come; None when none is pending any more."""
+        """Wait for and return the next due callback, or None when none is pending."""
         while (next_s := self._deadlines.next_s()) is not None:
             now_s = time.monotonic()
             due = self._deadlines.due(now_s)
@@ -274,13 +280,15 @@ def _report(error: BaseException) -> None:
 
 @final
 class _LastResort:
-    """`faulthandler`'s clock, which ends the process unless it is set again in time; taken off while forks happen.
+    """`faulthandler`'s timer, which ends the process unless it is set again in time. Forks cancel it for their
+    duration.
 
-    Its thread is one that Python does not know: a child would wait for it for ever, even in order to exit.
+    Python does not know the thread of this timer. A forked child would wait for that thread forever, even in order to
+    exit.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal's handler may fork wherever it comes
+        self._lock = threading.RLock()  # a signal handler may fork at any point
         self._delay_s: float | None = None
 
     def set(self, delay_s: float) -> None:
@@ -294,13 +302,13 @@ class _LastResort:
             faulthandler.cancel_dump_traceback_later()
 
     def pause(self) -> None:
-        """Before a fork; whoever wants to set it waits."""
+        """Cancel the timer before a fork, and block threads that want to set it."""
         self._lock.acquire()
         if self._delay_s is not None:
             faulthandler.cancel_dump_traceback_later()
 
     def resume(self) -> None:
-        """After a fork, in the parent."""
+        """Set the timer again after a fork, in the parent."""
         try:
             if self._delay_s is not None:
                 self.set(self._delay_s)
@@ -310,11 +318,11 @@ class _LastResort:
 
 @final
 class _Watchdog:
-    """Ends the process when the timer thread has not beaten for too long.
+    """A watchdog that ends the process when the timer thread has not beaten for too long.
 
     Args:
-        limit_s: how long is too long.
-        last_resort: ends it where no Python can run.
+        limit_s: the longest time without a beat.
+        last_resort: ends the process if no Python can run.
     """
 
     def __init__(self, limit_s: float, last_resort: _LastResort) -> None:
@@ -335,7 +343,7 @@ class _Watchdog:
         return None if limit is None else cls(limit.total_seconds(), last_resort)
 
     def beat(self) -> None:
-        """The timer thread is alive."""
+        """Record that the timer thread is alive."""
         now_s = time.monotonic()
         self._beaten_s = now_s
         if now_s - self._armed_s >= self.beat_s / 2:
@@ -343,12 +351,12 @@ class _Watchdog:
             self._last_resort.set(self._limit_s + _FAULTHANDLER_GRACE_S)
 
     def begins(self, callback: Callable[[], None] | None) -> None:
-        """The timer thread goes into a callback, or (None) has come out."""
+        """Record that the timer thread enters a callback, or has left it (None)."""
         self._running = callback
         self.beat()
 
     def end(self) -> None:
-        """The timer thread ends, in good order."""
+        """Stop the watchdog. The timer thread calls this method when it ends normally."""
         self._last_resort.take_off()
         self._over.set()
         self._thread.join()
@@ -373,7 +381,7 @@ class _Watchdog:
 def _stderr() -> int:
     try:
         return sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):  # replaced by something without a descriptor
+    except (AttributeError, OSError, ValueError):  # replaced by an object without a descriptor
         return 2
 
 
@@ -386,7 +394,7 @@ _timer = Timer()
 
 
 def timer() -> Timer:
-    """The one timer of this process."""
+    """Return the only timer of this process."""
     return _timer
 
 
@@ -395,12 +403,12 @@ def timer() -> Timer:
 
 @contextmanager
 def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterator[None]:
-    """Run a callback if the block is not left in time, for example an abort of what the block waits for.
+    """Run a callback if the block does not end in time, for example to abort the operation that the block waits for.
 
     Args:
-        callback: run on the timer thread, at most once; must return at once. Not run once the block was left, by
-            whatever way; one that has begun by then is not waited for.
-        timeout: from entering the block on.
+        callback: runs on the timer thread, at most once, and must return at once. The callback does not start after the
+            block has ended in any way. The end of the block does not wait for a running callback.
+        timeout: counted from the start of the block.
     """
     pending = _timer.after(timeout, callback)
     try:
@@ -410,14 +418,15 @@ def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterato
 
 
 def future_timeout(fut: Future[_T], timeout: timedelta) -> Future[_T]:
-    """A future that is done when another one is, or fails when that takes too long.
+    """Return a future that follows another one, and fails when that takes too long.
 
     Args:
-        fut: the other one. If it holds tensors of a device, the new future is done only when the device has written
-            them, so that they may be used from any stream.
-        timeout: from now on; zero or less gives what is there by now.
-    Returns: a future of the same value or error, or of a DeadlinePassed, which is a TimeoutError. The other future is
-        left alone.
+        fut: the other future. If it holds device tensors, the new future is done only after the device has written
+            them. The tensors may then be used from any stream.
+        timeout: from now on. Zero or less accepts only a result that exists already.
+
+    Returns: a future of the same value or error, or of a DeadlinePassed, which is a TimeoutError. The other future does
+        not change.
     """
     delay_s = timeout.total_seconds()
     limited: Future[_T] = Future()
@@ -431,7 +440,7 @@ def future_timeout(fut: Future[_T], timeout: timedelta) -> Future[_T]:
             settled.set()
             return not before
 
-    # An error is set, not raised in a callback, because torch makes a RuntimeError of what a callback raises.
+    # The error is set and not raised in a callback, because torch turns an error in a callback into a RuntimeError.
     def too_late() -> None:
         if first():
             limited.set_exception(_future_deadline_passed(timeout))  # type: ignore[arg-type]
@@ -448,11 +457,11 @@ def future_timeout(fut: Future[_T], timeout: timedelta) -> Future[_T]:
         else:
             limited.set_result(value)
 
-    # The future first: one that is done is in time, whatever the limit.
+    # The future first: a finished future is in time, whatever the limit.
     fut.add_done_callback(lambda finished: _when_written(finished, lambda: give(finished)))
     if not settled.is_set():
         pending = _timer.after_s(delay_s, too_late)
-        if settled.is_set():  # in between, by one that did not find anything to take back
+        if settled.is_set():  # settled in between, by a callback that found no pending timeout to cancel
             _timer.cancel(pending)
     return limited
 
@@ -462,9 +471,10 @@ def future_wait(fut: Future[_T], timeout: timedelta) -> _T:
 
     Args:
         fut: the future.
-        timeout: how long at most.
-    Returns: its value; tensors of a device are ready on the current stream, as after `fut.wait()`.
-    Raises: its error; DeadlinePassed, which is a TimeoutError: it was not done in time.
+        timeout: the longest wait.
+
+    Returns: the value of the future. Device tensors are ready on the current stream, as after `fut.wait()`.
+    Raises: the error of the future. DeadlinePassed, which is a TimeoutError: the future was not done in time.
     """
     done = threading.Event()
     fut.add_done_callback(lambda _: done.set())
@@ -474,12 +484,12 @@ def future_wait(fut: Future[_T], timeout: timedelta) -> _T:
 
 
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
-    """Run a callback if what the current stream of the accelerator holds by now is not done in time.
+    """Run a callback if the current work of the accelerator's current stream does not finish in time.
 
-    Where there is no accelerator nothing is ever pending, and the callback never runs.
+    Without an accelerator nothing is ever pending, and the callback never runs.
 
     Args:
-        callback: run on the timer thread, at most once; must return at once.
+        callback: runs on the timer thread, at most once, and must return at once.
         timeout: from now on.
     """
     finished = _end_of_current_stream(None)
@@ -499,13 +509,13 @@ def _future_deadline_passed(timeout: timedelta) -> DeadlinePassed:
 
 @final
 class _Look:
-    """Looks again and again, each time later, until something holds, so that what has come true leaves nothing pending.
+    """A poll, with growing delays, until a condition holds. A condition that holds leaves nothing pending.
 
     Args:
-        holds: what is looked at; must be quick.
-        then: called once, on the timer thread, when it holds.
-        within: how long it may take; None: as long as it does.
-        too_late: called once, on the timer thread, when it takes longer.
+        holds: the condition; must be quick.
+        then: called once, on the timer thread, when the condition holds.
+        within: the time limit; None for no limit.
+        too_late: called once, on the timer thread, when the time limit expires.
     """
 
     def __init__(
@@ -537,7 +547,7 @@ class _Look:
 
 
 def _end_of_current_stream(device: torch.device | None) -> Callable[[], bool] | None:
-    """Whether the current stream has done what it holds now; None where there is no accelerator."""
+    """Return a check whether the current stream has finished its present work, or None without an accelerator."""
     if not torch.accelerator.is_available():
         return None
     event = torch.Event(device=device or torch.accelerator.current_accelerator())
@@ -547,13 +557,13 @@ def _end_of_current_stream(device: torch.device | None) -> Callable[[], bool] | 
 
 
 def _when_written(finished: Future[_T], then: Callable[[], None]) -> None:
-    """Call when the tensors of a future have been written; to be called from a callback of that future.
+    """Call `then` when the tensors of a future have been written. Callers run this in a callback of that future.
 
-    There the current streams are those that wait for its tensors, so their events tell.
+    The current streams of such a callback wait for the future's tensors, so events on these streams show the end.
     """
     try:
         devices = _devices(finished.value())
-    except Exception:  # its error is the outcome, and has no tensors
+    except Exception:  # the error is the result, and an error has no tensors
         devices = set()
     ends = [end for device in devices if (end := _end_of_current_stream(device)) is not None]
     if all(end() for end in ends):

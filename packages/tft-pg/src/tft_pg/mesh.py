@@ -1,21 +1,22 @@
-"""One more dimension for a DeviceMesh: the replica groups.
+"""A DeviceMesh dimension across replica groups.
 
-FSDP2, tensor parallelism and DTensor find their process groups in a DeviceMesh. Torch's meshes are of processes that
-live and die together. Here a mesh of one replica group gets a dimension across the groups, whose size changes from
-step to step. So the mesh says 1 for it: in this process's view its replica group holds all the weights, and nothing is
-ever sharded across groups. The group in that dimension says the true size, and what is reduced there, is reduced over
-whoever takes part: FSDP2 takes the dimension as that of hybrid sharding's replicas, and asks the group for its size in
-each backward pass.
+FSDP2, tensor parallelism and DTensor find their process groups in a DeviceMesh. Torch's meshes contain processes that
+live and die together. Here the mesh of one replica group gets a dimension across replica groups, whose number changes
+from step to step.
 
-The mesh is torch's own class, made by its public `from_group`. What can't keep the dimension is refused: torch would
-make a flattened mesh of the ranks that it sees, and so silently leave out the other replica groups.
+The mesh reports size 1 for this dimension, because each replica group holds all weights and nothing is sharded across
+replica groups. The group of the dimension reports the true size, and reduces over the participants of the step. FSDP2
+uses the dimension as the replicate dimension of hybrid sharding, and asks the group for its size in each backward pass.
 
-Torch's meshes are equal if their ranks, layouts and names are, and code compiled for one is used for its equals, with
-the name of the first one's group in it. All groups across the replica groups have the same rank here, so the layout
-tells them apart: a dimension of size 1 may have any stride, and this one's is a number for the group's name, counted
-up, so that a mesh which was saved equals that of the same program started anew.
+The mesh has torch's own class, made by its public `from_group`. Operations that can't keep the dimension are refused.
+Torch would flatten the mesh to the ranks that it sees, and would silently leave out the other replica groups.
 
-The law of this file: meshes; who is reduced over, and how, is the group's.
+Torch's meshes are equal if their ranks, layouts and names are equal. Code compiled for one mesh runs for an equal mesh,
+with the group name of the first mesh. All groups across replica groups have the same rank here, so the layout must
+distinguish them. A dimension of size 1 may have any stride, so its stride is a number for the group's name. The numbers
+count up, so a saved mesh equals the mesh of the same program after a restart.
+
+Law of this file: meshes; the group decides what is reduced, and how.
 """
 
 from __future__ import annotations
@@ -39,22 +40,23 @@ __all__ = ["extend_device_mesh"]
 
 _ABOVE_ALL_STRIDES = 1 << 32
 _lock = fork_safe_lock()
-_numbers: dict[GroupName, int] = {}  # of each name that a group in a mesh has had; under the lock
+_numbers: dict[GroupName, int] = {}  # a number for each name of a group in a mesh; under the lock
 
 
 def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim: int = 0) -> DeviceMesh:
     """Give a mesh of one replica group a dimension across replica groups.
 
     Args:
-        mesh: of this replica group's processes; its dimensions have names. Flatten or unflatten it first, if at all.
-        pg: across the replica groups, of the processes at this place in theirs: a ManagedProcessGroup or any other
-            group of this package. It is registered as `name` unless it is registered already.
-        name: of the new dimension.
-        dim: where it comes: 0, the first, is where FSDP2 has hybrid sharding's replicas.
-    Returns: a mesh whose size in the new dimension is 1, with `pg` as the group there. Slices share it. Two of them
-        are equal if torch knows the groups by the same name.
-    Raises: InvalidSetting: an argument can't work; nothing is registered. Unsupported: this release of torch keeps its
-        meshes otherwise; before 2.13 it takes the dimension as the first one only.
+        mesh: a mesh of this replica group's processes, with named dimensions. Flatten or unflatten the mesh first.
+        pg: a group across the replica groups, of the processes at the same place in each: a ManagedProcessGroup or any
+            other group of this package. The function registers the group as `name` if it is not registered yet.
+        name: the name of the new dimension.
+        dim: the index of the new dimension. FSDP2 expects the replicate dimension of hybrid sharding at 0, the first.
+
+    Returns: a mesh whose size in the new dimension is 1, with `pg` as its group. Slices share the group. Two such
+        meshes are equal if torch knows their groups by the same name.
+    Raises: InvalidSetting: an argument is invalid; nothing is registered. Unsupported: this release of torch stores
+        meshes differently. Before 2.13, torch accepts the dimension only as the first one.
     """
     if not isinstance(mesh, DeviceMesh):
         raise InvalidSetting(f"extend_device_mesh was given a {type(mesh).__name__}; give a DeviceMesh")
@@ -98,7 +100,7 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
 
 
 def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number: int) -> None:
-    """Give the dimension of the replica groups a number as its stride, and keep those that the inner mesh may have."""
+    """Set the stride of the replica group dimension to a number, and keep the strides of the inner mesh."""
     unnumbered = extended[name]
     layout: Any = extended._layout
     axes: list[Any] = list(layout)
@@ -106,12 +108,13 @@ def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number
     for place, axis in zip((place for place in range(len(axes)) if place != dim), inner._layout, strict=True):
         if axis.numel() == 1:
             axes[place] = axis
-    if hasattr(layout, "stride"):  # before torch 2.13: the shapes of all axes, and the strides of all, in falling order
+    # before torch 2.13: one tuple of shapes and one tuple of strides, in descending order
+    if hasattr(layout, "stride"):
         axes[dim] = type(layout)(1, number * _ABOVE_ALL_STRIDES)
         extended._layout = type(layout)(tuple(axis.shape for axis in axes), tuple(axis.stride for axis in axes))
     else:
         axes[dim] = copy.copy(axes[dim])
-        vars(axes[dim]).update(shape=(1,), stride=(number,))  # its constructor would bring these to a normal form
+        vars(axes[dim]).update(shape=(1,), stride=(number,))  # the constructor would normalise these values
         extended._layout = type(layout)(axes)
     if extended[name] == unnumbered:
         raise Unsupported(
@@ -121,10 +124,11 @@ def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number
 
 
 def _forbid_new_groups(mesh: DeviceMesh, name: str) -> None:
-    """Refuse what would make new groups of a mesh's ranks: they would lack the other replica groups.
+    """Refuse operations that create new groups from the mesh's ranks, because such groups lack the other replica
+    groups.
 
-    All of a mesh's slices and concatenations look up and note flattened meshes and groups at the mesh that they come
-    from, so it is enough to refuse there.
+    Slices and concatenations of a mesh look up and store flattened meshes and groups at the root mesh. So refusing
+    there is enough.
     """
     for table in ("_flatten_mapping", "_pg_registry"):
         if not isinstance(vars(mesh).get(table), dict):
@@ -137,11 +141,11 @@ def _forbid_new_groups(mesh: DeviceMesh, name: str) -> None:
 
 @final
 class _Closed(dict[Any, Any]):
-    """A table of a mesh that stays as it is.
+    """A table of a mesh that refuses new entries.
 
     Args:
-        table: what it holds.
-        dimension: name of the one across replica groups.
+        table: the existing entries.
+        dimension: name of the dimension across replica groups.
     """
 
     def __init__(self, table: Mapping[Any, Any], *, dimension: str) -> None:
@@ -149,7 +153,7 @@ class _Closed(dict[Any, Any]):
         self._dimension = dimension
 
     def __contains__(self, key: object) -> bool:
-        """Torch asks whether there is a flattened mesh of some name before it makes one."""
+        """Refuse a missing key. Torch asks for a flattened mesh by name before it creates one."""
         if not super().__contains__(key):
             raise self._refusal()
         return True
@@ -168,5 +172,5 @@ class _Closed(dict[Any, Any]):
         return _Closed(self, dimension=self._dimension)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Elsewhere the groups are others, so that what is loaded there is a plain mesh, which needs nothing of ours.
+        # Other processes have other groups, so a loaded mesh is a plain torch mesh that needs nothing of this package.
         return OrderedDict, (), None, None, iter(self.items())

@@ -1,11 +1,11 @@
-"""Torch's default process group for the ranks inside one replica group, safe where a launcher restarts them.
+"""Torch's default process group for the ranks of one replica group, safe across launcher restarts.
 
-A launcher may keep the store of a replica group when it restarts the processes, and with it the addresses of the
-processes that died: a rank that reads them connects to nobody. A restart count in the environment does not tell all
-restarts apart, because torchrun does not raise it when its members change. So the ranks agree on a fresh prefix at
-each start: each rank writes a word that nobody has used, and only a rank 0 that has read this word answers under it.
+A launcher that restarts the processes of a replica group may keep their store. The store then still holds the addresses
+of dead processes, and a rank that reads them can't connect. A restart count in the environment does not distinguish all
+restarts, because torchrun does not raise it when its members change. So the ranks agree on a fresh prefix at each
+start. Each rank writes an unused random word, and rank 0 answers each word that it has read.
 
-The law of this file: the environment is read, the ranks meet, and torch builds the group.
+Law of this file: the environment is read, the ranks meet, and torch builds the group.
 """
 
 from __future__ import annotations
@@ -53,21 +53,23 @@ def init_group(
 ) -> dist.ProcessGroup:
     """Start torch's default process group for the ranks inside this replica group.
 
-    Call it once in each process, in place of `torch.distributed.init_process_group`. It reads RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT, which torchrun sets. Without WORLD_SIZE this process is the whole replica group. After
-    a restart by torchrun the ranks meet under a fresh prefix of the store. End it with `destroy_process_group`.
+    Call this function once in each process, in place of `torch.distributed.init_process_group`. It reads RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets. Without WORLD_SIZE this process is the whole replica
+    group. After a restart by torchrun the ranks meet under a fresh prefix of the store. End the group with
+    `destroy_process_group`.
 
     Args:
-        device: where the tensors are. None: the accelerator of this machine, else the CPU. On an accelerator the
+        device: the device of the tensors. None: the accelerator of this machine, else the CPU. On an accelerator the
             process selects the device of its LOCAL_RANK.
-        backend: as torch names it. None: Gloo for the CPU; for CUDA Gloo and NCCL, each for its own tensors; for XPU
-            Gloo and XCCL.
+        backend: torch's name of the backend. None: Gloo for the CPU, Gloo and NCCL for CUDA, Gloo and XCCL for XPU.
+            Each backend handles its own tensors.
         timeout: of each collective. None: torch's own.
         join_timeout: how long all ranks may take to start.
+
     Returns: the default group, also as `torch.distributed.group.WORLD`.
-    Raises: InvalidSetting: a variable is missing or wrong, there is no such device, or a default group exists already.
-        StoreUnreachable: the store at MASTER_ADDR:MASTER_PORT does not answer. ConfigureFailed: ranks did not start in
-        time; `missing_ranks` holds them.
+    Raises: InvalidSetting: a variable is missing or wrong, the device does not exist, or a default group exists
+        already. StoreUnreachable: the store at MASTER_ADDR:MASTER_PORT does not answer. ConfigureFailed: ranks did not
+        start in time; `missing_ranks` holds them.
     """
     checked_timeout(join_timeout)
     if timeout is not None:
@@ -92,7 +94,7 @@ def init_group(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which process of its replica group this is. `store`: `host:port` of the store, for messages."""
+    """This process's place in its replica group. `store`: `host:port` of the store, for messages."""
 
     rank: int
     world_size: int
@@ -130,7 +132,7 @@ def _missing(name: str) -> str:
 
 
 def _select_device(device: torch.device | str | None, environ: Mapping[str, str]) -> str:
-    """Make the device of this local rank the current one. Returns: its type."""
+    """Make the device of this local rank the current one. Returns: the device type."""
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = found.type if found is not None else "cpu"
@@ -176,14 +178,14 @@ def _agree(store: Store, place: _Place, timeout: timedelta) -> str:
 
 
 def _answer(store: Store, place: _Place, deadline_s: float) -> str:
-    """As rank 0, answer each rank that asks until all have confirmed this start."""
+    """Answer each rank, as rank 0, until all ranks have confirmed this start."""
     start = uuid.uuid4().hex
     wait = _Wait(place, deadline_s)
     others = set(range(1, place.world_size))
     confirmed: dict[int, str] = {}
     while True:
         for rank in sorted(others.difference(confirmed)):
-            word = _read(store, f"asked/{rank}")  # of this start's process, or of one that died
+            word = _read(store, f"asked/{rank}")  # of this start's process, or of a dead process
             if not word:
                 continue
             if _read(store, f"{start}/{rank}") == word:
@@ -191,7 +193,7 @@ def _answer(store: Store, place: _Place, deadline_s: float) -> str:
             else:
                 store.set(f"answered/{word}", f"{start} {place.world_size}")
         if len(confirmed) == len(others):
-            # A launcher may have restarted a rank after it had confirmed; the new process has a word of its own.
+            # A launcher may have restarted a rank after the rank had confirmed. The new process has its own word.
             confirmed = {rank: word for rank, word in confirmed.items() if _read(store, f"asked/{rank}") == word}
             if len(confirmed) == len(others):
                 store.set(f"{start}/0", "complete")
@@ -200,9 +202,9 @@ def _answer(store: Store, place: _Place, deadline_s: float) -> str:
 
 
 def _ask(store: Store, place: _Place, deadline_s: float) -> str:
-    """Ask rank 0, confirm its answer, and wait until all ranks have.
+    """Ask rank 0, confirm its answer, and wait until all ranks have confirmed.
 
-    A launcher may restart rank 0 meanwhile. The new process answers anew, and its start is the one that counts.
+    A launcher may restart rank 0 in the meantime. The new process answers again, and its start is the one that counts.
     """
     word = uuid.uuid4().hex
     store.set(f"asked/{place.rank}", word)
@@ -224,18 +226,18 @@ def _ask(store: Store, place: _Place, deadline_s: float) -> str:
 
 
 def _unconfirmed(store: Store, start: str, place: _Place) -> set[int]:
-    """Return the ranks that have not confirmed this start; rank 0, if it has not answered or does not go on."""
+    """Return the ranks that have not confirmed this start, or rank 0 if it has not answered or does not continue."""
     return {rank for rank in range(1, place.world_size) if start and not store.check([f"{start}/{rank}"])} or {0}
 
 
 def _read(store: Store, key: str) -> str:
-    """Return the value of a key, or "" if nobody has set it."""
+    """Return the value of a key, or "" if the key is not set."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 @final
 class _Wait:
-    """The time between two looks at the store, up to the deadline."""
+    """The pause between two looks at the store, up to the deadline."""
 
     def __init__(self, place: _Place, deadline_s: float) -> None:
         self._place = place
@@ -243,7 +245,10 @@ class _Wait:
         self._tell_at_s = time.monotonic() + _TELL_S
 
     def look_again(self, find_missing: Callable[[], set[int]]) -> None:
-        """Pause. `find_missing`: returns the ranks that have not started.
+        """Pause before the next look at the store.
+
+        Args:
+            find_missing: returns the ranks that have not started.
 
         Raises: ConfigureFailed: the deadline has passed.
         """

@@ -31,7 +31,7 @@ def checked_timeout(timeout: timedelta) -> timedelta:
 
 
 def place_first(configure: Callable[Concatenate[_Self, _P], None]) -> Callable[Concatenate[_Self, _P], None]:
-    """Decorate a `configure` to refuse arguments in another order. Raises: InvalidSetting, from the decorated method."""
+    """Decorate a `configure` to refuse arguments in another order. Raises: InvalidSetting, from the method."""
 
     @functools.wraps(configure)
     def ordered(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
