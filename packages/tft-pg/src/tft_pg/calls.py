@@ -89,7 +89,7 @@ def call_all(places: Mapping[_Key, Place], *, until_s: float, goes_on: Callable[
     Args:
         places: the addresses to probe.
         until_s: deadline on the monotonic clock. An address that has not answered by then counts as silent.
-        goes_on: called every few milliseconds. When it returns false, the probes stop.
+        goes_on: called at least every 50 ms or so. When it returns false, the probes stop.
 
     Returns: a short reason for each address that refuses two probes or does not answer. Reachable addresses are left
         out.

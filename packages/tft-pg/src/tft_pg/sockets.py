@@ -1,12 +1,14 @@
-"""Finding and ending connections of this process by what they are, never by when they appeared.
+"""Search and shutdown of this process's connections, by their identity.
 
-Gloo and TCPStore keep their sockets to themselves, and torch 2.13 has no call that ends an operation which waits on
-one. But an operating system lets any holder of a connection shut it down, and that ends every wait on it, at both
-ends, at once. So the only question is which descriptors are ours to shut down. They are known by their inode, which
-names an open socket for as long as it lives, and checked on a duplicate of the descriptor before anything is done to
-it: a descriptor number may be reused between a look and an act, a duplicate of our own can't. Listening sockets never
-match (a Gloo listener that is shut down ends the process). The law of this file: operating system only, no torch.
-Linux: it reads /proc.
+Gloo and TCPStore hide their sockets, and torch 2.13 has no call that ends an operation waiting on one. But any holder
+of a connection can shut it down, and that ends every wait on it at once, at both ends. This file therefore identifies
+the descriptors that belong to a group.
+
+An inode identifies an open socket for its whole life. The inode is checked on a duplicate of the descriptor before any
+action. Another thread may reuse a descriptor number between a check and an action, but not the number of a duplicate.
+Listening sockets never match, because a Gloo listener that is shut down ends the process.
+
+Law of this file: operating system only, no torch. Linux: it reads /proc.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ _SYN_SENT = "02"
 _SOCKADDR_BYTES = 128
 _CONNECTS_WITHIN_S = 1.0
 _LOOKS_EVERY_S = 0.001
-# Of Linux's struct tcp_info: two 64-bit counters side by side, bytes acknowledged and bytes received; and one byte, how
-# often in a row the oldest segment was sent again because its acknowledgement did not come in time.
+# Fields of Linux's struct tcp_info. Two adjacent 64-bit counters hold the bytes acknowledged and the bytes received.
+# One byte counts the consecutive retransmissions of the oldest unacknowledged segment.
 _TCP_INFO_BYTES = 256
 _TCP_RETRANSMITS = 2
 _TCP_COUNTERS = struct.Struct("=120xQQ")
@@ -63,7 +65,7 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def of(cls, name: Sequence[object]) -> Endpoint:
-        """From an address as Python's socket module writes it."""
+        """Return the endpoint of an address in the form of Python's socket module."""
         address = str(name[0]).split("%", 1)[0]
         if address.startswith("::ffff:") and "." in address:
             address = address[len("::ffff:") :]
@@ -71,7 +73,7 @@ class Endpoint(NamedTuple):
 
     @classmethod
     def read(cls, sockaddr: bytes) -> Endpoint | None:
-        """From an address as the operating system writes it; None if that is no TCP address."""
+        """Return the endpoint of an address in the operating system's form, or None if it is no TCP address."""
         family = int.from_bytes(sockaddr[:2], sys.byteorder)
         place = {socket.AF_INET: slice(4, 8), socket.AF_INET6: slice(8, 24)}.get(family)  # type: ignore[call-overload]
         if place is None or len(sockaddr) < place.stop:
@@ -80,17 +82,18 @@ class Endpoint(NamedTuple):
 
 
 def supported() -> bool:
-    """Whether this operating system shows a process its own descriptors as this file needs it."""
+    """Return whether this operating system exposes a process's descriptors as this file needs them."""
     return os.path.isdir(_DESCRIPTORS)
 
 
-# A duplicate of ours looks like another owner's descriptor. So they are known, and none comes or goes during a look.
+# A duplicate looks like another owner's descriptor. So the duplicates are recorded, and none appears or disappears
+# during a scan.
 _lock = threading.Lock()  # made anew in a forked child, see `forget_holds`
 _ours: set[int] = set()
 
 
 def _inodes() -> Iterator[tuple[int, int]]:
-    """(descriptor, inode) of each socket of this process at this moment, without our own duplicates."""
+    """Yield (descriptor, inode) of each socket of this process, without this module's duplicates."""
     for name in os.listdir(_DESCRIPTORS):
         descriptor = int(name)
         inode = _inode(descriptor) if descriptor not in _ours else None
@@ -99,7 +102,7 @@ def _inodes() -> Iterator[tuple[int, int]]:
 
 
 def _inode(descriptor: int) -> int | None:
-    """The inode of a socket; None if the descriptor is closed, or no socket."""
+    """Return the inode of a socket, or None if the descriptor is closed or not a socket."""
     try:
         status = os.fstat(descriptor)
     except OSError:
@@ -107,13 +110,13 @@ def _inode(descriptor: int) -> int | None:
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
-# No `socket.socket` is made of a descriptor: under `socket.setdefaulttimeout` that would make the connection
+# No `socket.socket` is made from a descriptor. Under `socket.setdefaulttimeout`, that would make the connection
 # non-blocking for its owner too.
 _libc = ctypes.CDLL(None)
 
 
 def _end(descriptor: int, *, remote: bool) -> Endpoint | None:
-    """The address of one end of a socket; None if it is not connected (then it has no remote end) or not TCP."""
+    """Return the address of one end of a socket. None: the socket has no such end, or is not TCP."""
     sockaddr = ctypes.create_string_buffer(_SOCKADDR_BYTES)
     length = ctypes.c_uint32(_SOCKADDR_BYTES)
     get = _libc.getpeername if remote else _libc.getsockname
@@ -123,29 +126,29 @@ def _end(descriptor: int, *, remote: bool) -> Endpoint | None:
 
 
 def connected(*, local: Collection[Endpoint] = (), remote: Collection[Endpoint] = ()) -> frozenset[int]:
-    """The inodes of the connected sockets with one of these addresses at the local, or at the remote, end."""
+    """Return the inodes of the connected sockets with one of these addresses at the local or the remote end."""
     found = set()
     with _lock:
         for descriptor, inode in _inodes():
             there = _end(descriptor, remote=True)
             matches = there is not None and (there in remote or _end(descriptor, remote=False) in local)
-            if matches and _inode(descriptor) == inode:  # else closed and reused since the look
+            if matches and _inode(descriptor) == inode:  # otherwise closed and reused since the check
                 found.add(inode)
     return frozenset(found)
 
 
 def remote_ends(remote: Collection[Endpoint]) -> frozenset[Endpoint]:
-    """Those of these addresses to which a connection of this process is made."""
+    """Return those of these addresses to which this process has a connection."""
     with _lock:
         there = (_end(descriptor, remote=True) for descriptor, _ in _inodes())
         return frozenset(end for end in there if end is not None and end in remote)
 
 
 def connecting(*, remote: Collection[Endpoint]) -> frozenset[int]:
-    """The inodes of the sockets that still wait for an answer from one of these addresses.
+    """Return the inodes of the sockets that still wait for an answer from one of these addresses.
 
-    Such a socket has no peer name yet, so the kernel's table is asked; it holds every process's, of which
-    `shut_down` touches only ours.
+    Such a socket has no peer name yet, so this function reads the kernel's table. The table lists the sockets of all
+    processes, but `shut_down` touches only this process's.
     """
     found: set[int] = set()
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
@@ -161,7 +164,7 @@ def connecting(*, remote: Collection[Endpoint]) -> frozenset[int]:
 def _table_endpoint(field: str) -> Endpoint:
     address, port = field.split(":")
     words = bytes.fromhex(address)
-    # The kernel prints each 32-bit word of the address as a number of this machine's byte order.
+    # The kernel prints each 32-bit word of the address as a number in this machine's byte order.
     packed = b"".join(struct.pack(">I", word) for (word,) in struct.iter_unpack("=I", words))
     family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
     return Endpoint.of((socket.inet_ntop(family, packed), int(port, 16)))
@@ -174,11 +177,12 @@ def descriptors(
     remote: Collection[Endpoint] = (),
     ports: Collection[int] = (),
 ) -> set[int]:
-    """The descriptors of the sockets with one of these inodes, or one of these addresses or local ports.
+    """Return the descriptors of the sockets with one of these inodes, addresses or local ports.
 
-    A connection of this machine with itself counts for the port at either end.
-    Unlike `connected` it finds listening sockets, those that still connect, and our own duplicates too. For a process
-    of one thread, such as a child that was forked a moment ago.
+    A connection of this machine with itself matches the port at either end.
+
+    Unlike `connected`, this function also finds listening sockets, connecting sockets and this module's duplicates. It
+    is meant for a process with one thread, such as a newly forked child.
     """
     found: set[int] = set()
     if not (inodes or local or remote or ports) or not supported():
@@ -198,10 +202,10 @@ def descriptors(
 
 
 def wait_until_connected() -> None:
-    """In a forked child: wait until the parent's threads have connected the sockets that they made before the fork.
+    """Wait, in a forked child, until the parent's threads have connected the sockets that they made before the fork.
 
-    A child shares such a socket with its parent, and can tell whose it is only when it has an address. A socket that
-    its owner never connects is waited for in vain, for a second.
+    A child shares such a socket with its parent, and can identify its owner only once the socket has an address. If the
+    owner never connects the socket, the wait ends after a second.
     """
     give_up_s = time.monotonic() + _CONNECTS_WITHIN_S
     while any(map(_has_no_address, os.listdir(_DESCRIPTORS))) and time.monotonic() < give_up_s:
@@ -209,7 +213,7 @@ def wait_until_connected() -> None:
 
 
 def _has_no_address(name: str) -> bool:
-    """Whether that descriptor is a TCP socket that is neither bound nor connected."""
+    """Return whether a descriptor is a TCP socket that is neither bound nor connected."""
     descriptor = int(name)
     here = _end(descriptor, remote=False)
     if here is None or here.port:
@@ -221,13 +225,15 @@ def _has_no_address(name: str) -> bool:
 
 
 def forget_holds() -> None:
-    """In a forked child: no duplicate of the parent's is ours, and no thread holds the lock."""
-    _lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with theirs
+    """Reset the lock and the list of duplicates in a forked child. The child has no other thread, so none holds
+    the lock.
+    """
+    _lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with their locks
     _ours.clear()
 
 
 def hide_from_programs(local: Collection[Endpoint]) -> None:
-    """Have no program that this process starts inherit the sockets with one of these addresses at the local end.
+    """Exclude the sockets with one of these local addresses from inheritance by started programs.
 
     Gloo (of torch 2.13) leaves its sockets open for `os.system` and for `subprocess` with `close_fds=False`.
     """
@@ -238,24 +244,24 @@ def hide_from_programs(local: Collection[Endpoint]) -> None:
 
 
 def _hide(descriptor: int, inode: int) -> None:
-    with contextlib.suppress(OSError):  # closed since the look
+    with contextlib.suppress(OSError):  # closed since the check
         if _inode(descriptor) == inode:
             os.set_inheritable(descriptor, False)
 
 
 class Traffic(NamedTuple):
-    """What has passed over a TCP connection in its life, in bytes; zeros where the kernel does not tell."""
+    """The total traffic of a TCP connection, in bytes. Zeros if the kernel does not report it."""
 
     acknowledged: int
     received: int
 
 
 class Held(NamedTuple):
-    """A duplicate of our own of a socket of this process.
+    """A duplicate of a socket's descriptor in this process.
 
     Args:
-        duplicate: ours.
-        descriptor: its owner's.
+        duplicate: the duplicate's descriptor.
+        descriptor: the owner's descriptor.
         inode: of both.
     """
 
@@ -264,57 +270,57 @@ class Held(NamedTuple):
     inode: int
 
     def is_owned(self) -> bool:
-        """Whether its owner still has it open."""
+        """Return whether the owner still has its descriptor open."""
         return _inode(self.descriptor) == self.inode
 
     def hide_from_programs(self) -> None:
-        """Have no program that this process starts inherit its owner's descriptor either."""
+        """Exclude the owner's descriptor from inheritance by started programs."""
         _hide(self.descriptor, self.inode)
 
     def queued_bytes(self) -> int:
-        """What the kernel holds for either end: sent and not acknowledged, or received and not read."""
+        """Return the bytes in the kernel's buffers: sent and not acknowledged, or received and not read."""
         queued = 0
         for request in (termios.TIOCOUTQ, termios.FIONREAD):
             try:
                 answer = fcntl.ioctl(self.duplicate, request, b"\0" * 4)
-            except OSError:  # no connection any more
+            except OSError:  # the connection has ended
                 continue
             queued += int.from_bytes(answer, sys.byteorder)
         return queued
 
     def traffic(self) -> Traffic:
-        """What has passed over it so far."""
+        """Return the traffic of this connection so far."""
         return Traffic(*_TCP_COUNTERS.unpack_from(self._information()))
 
     def remote_end(self) -> Endpoint | None:
-        """Whose it is at the other end; None if it is connected no more."""
+        """Return the remote address of the connection, or None if it is no longer connected."""
         return _end(self.duplicate, remote=True)
 
     def retransmits(self) -> int:
-        """How often in a row the kernel has sent the same again because the other end's did not acknowledge it.
+        """Return how many consecutive times the kernel has resent data that the remote kernel did not acknowledge.
 
-        The kernel of a stopped process acknowledges too, and one whose buffer is full is asked otherwise.
+        The kernel of a stopped process acknowledges too. A peer with a full buffer is probed in another way.
         """
         return self._information()[_TCP_RETRANSMITS]
 
     def _information(self) -> bytes:
-        """The kernel's struct tcp_info."""
+        """Return the kernel's struct tcp_info."""
         information = ctypes.create_string_buffer(_TCP_INFO_BYTES)
         length = ctypes.c_uint32(_TCP_INFO_BYTES)
         _libc.getsockopt(self.duplicate, socket.IPPROTO_TCP, socket.TCP_INFO, information, ctypes.byref(length))
         return information.raw
 
     def stop_reading(self) -> None:
-        """Have its owner read the end of it, once what has come is read; the other end is not told."""
+        """Let the owner read the end of the stream after the received data. The remote end does not notice."""
         _libc.shutdown(self.duplicate, socket.SHUT_RD)
 
     def shut_down(self) -> bool:
-        """Shut it down in both directions, for its owner too; False if it had ended by itself."""
+        """Shut the connection down in both directions, for its owner too. Returns False if it had already ended."""
         return bool(_libc.shutdown(self.duplicate, socket.SHUT_RDWR) == 0)
 
 
 def hold(inodes: Collection[int]) -> list[Held]:
-    """A duplicate of each of these sockets that is still open in this process; to be given to `let_go`."""
+    """Return a duplicate of each of these sockets that is still open in this process. Pass the result to `let_go`."""
     with _lock:
         return list(_hold(inodes))
 
@@ -331,12 +337,12 @@ def _hold(inodes: Collection[int]) -> Iterator[Held]:
         held = Held(duplicate, descriptor, inode)
         if _inode(duplicate) == inode:
             yield held
-        else:  # closed and reused since the look
+        else:  # closed and reused since the check
             _let_go(held)
 
 
 def let_go(holds: Collection[Held]) -> None:
-    """Close our duplicates."""
+    """Close these duplicates."""
     with _lock:
         for held in holds:
             _let_go(held)
@@ -348,7 +354,7 @@ def _let_go(held: Held) -> None:
 
 
 def traffic(inodes: Collection[int]) -> dict[int, Traffic]:
-    """The traffic of those of these TCP sockets that are still open in this process."""
+    """Return the traffic of each of these TCP sockets that is still open in this process."""
     found = {}
     with _lock:
         for held in list(_hold(inodes)):
@@ -358,7 +364,7 @@ def traffic(inodes: Collection[int]) -> dict[int, Traffic]:
 
 
 def shut_down(inodes: Collection[int]) -> int:
-    """Shut down, in both directions, those of these sockets that are still open in this process; gives how many."""
+    """Shut down, in both directions, those of these sockets that are still open here. Returns: their number."""
     count = 0
     with _lock:
         for held in list(_hold(inodes)):

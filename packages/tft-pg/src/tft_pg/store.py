@@ -1,9 +1,10 @@
-"""Store addresses, and clients of a store that can be ended from another thread.
+"""Store addresses, and store clients that another thread can disconnect.
 
-A group's members find each other through a key-value store, torch's TCPStore, under a prefix of their own. The
-address of both is written `host:port/prefix`. A plain TCPStore client blocks without end if the store's process is
-stopped, its time-out notwithstanding (torch 2.13), so the client here knows its own connection and can be severed.
-The law of this file: stores only; no process group.
+A group's members find each other through a key-value store, torch's TCPStore, under a prefix of their own. The address
+of both is written `host:port/prefix`. A plain TCPStore client blocks forever if the store's process is stopped, despite
+its timeout (torch 2.13). So the client here knows its own connection, and another thread can shut that connection down.
+
+Law of this file: stores only; no process group.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from tft_pg.sockets import Endpoint
 __all__ = ["StoreAddress", "StoreClient", "create_store_client", "format_store_addr", "parse_store_addr"]
 
 _RETRY_S = 0.05
-# How long the first try of a connection may take, and the longest; each is twice as long as the one before. With a slow
-# resolver a connection takes seconds, because the store looks up the name of each client that it accepts.
+# The time limit of the first connection attempt, and the longest limit. Each limit is twice the previous one. With a
+# slow resolver a connection takes seconds, because the store looks up the name of each client that it accepts.
 _TRY_S = 1.0
 _TRY_S_MAX = 8.0
-# A key of some random length in this range is told apart from whatever others ask of their stores meanwhile; torch's
-# store refuses keys of more than 8192 bytes.
+# A key with a random length in this range is distinguishable from the requests of other clients. Torch's store refuses
+# keys of more than 8192 bytes.
 _MARK_BYTES = (2048, 8000)
 _MARK_SLACK_BYTES = 64
-# A store that lives has answered a new client by then.
+# A running store answers a new client within this time.
 _SILENT_S = 0.1
 _GIVE_UP_S = 0.5
 _MOMENT_S = 0.01
-# A store that runs has taken a connection by then, on the same continent.
+# A running store on the same continent accepts a connection within this time.
 _SOON_S = 0.2
 
 _T = TypeVar("_T")
@@ -53,12 +54,12 @@ _Place = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a store is, and under which prefix.
+    """The host, port and prefix of a store.
 
     Args:
         host: name or numeric address, IPv6 without brackets.
         port: 1 to 65535.
-        prefix: put before every key; may hold slashes; empty for none.
+        prefix: added before every key; may contain slashes; empty for none.
     """
 
     host: str
@@ -77,20 +78,20 @@ class StoreAddress:
 
 
 def format_store_addr(host: str, port: int, prefix: str = "") -> str:
-    """`host:port/prefix`, with brackets round an IPv6 address.
+    """Return `host:port/prefix`, with brackets around an IPv6 address.
 
-    Raises: StoreAddressError: no such host or port can be.
+    Raises: StoreAddressError: the host or the port is invalid.
     """
     return str(StoreAddress(host, port, prefix))
 
 
 def parse_store_addr(store_addr: str) -> StoreAddress:
-    """Read `host:port/prefix`, `[v6]:port/prefix` or `v6:port/prefix`; the prefix may be left out.
+    """Parse `host:port/prefix`, `[v6]:port/prefix` or `v6:port/prefix`. The prefix is optional.
 
-    In the last form the last colon separates the port, always, so an IPv6 address without a port is an error or is
-    read as a shorter address with one: write brackets.
+    In the last form the last colon always separates the port. An IPv6 address without a port is then an error, or is
+    read as a shorter address with a port. Write brackets.
 
-    Raises: StoreAddressError: it is none of these; the message says which part is wrong.
+    Raises: StoreAddressError: the text has none of these forms. The message names the wrong part.
     """
 
     def wrong(why: str) -> StoreAddressError:
@@ -133,9 +134,10 @@ def create_store_client(store_addr: str, timeout: timedelta = timedelta(seconds=
 
     Args:
         store_addr: `host:port/prefix`.
-        timeout: for the connection, and of each later operation on the store.
-    Returns: the store under the prefix, or the bare store if there is none.
-    Raises: StoreAddressError: that is no address. StoreUnreachable: nothing answered there in time.
+        timeout: for the connection, and for each later operation on the store.
+
+    Returns: the store under the prefix, or the bare store if there is no prefix.
+    Raises: StoreAddressError: the address is invalid. StoreUnreachable: the store did not answer in time.
     """
     address = parse_store_addr(store_addr)
     client = StoreClient(address.host, address.port)
@@ -145,7 +147,7 @@ def create_store_client(store_addr: str, timeout: timedelta = timedelta(seconds=
 
 @final
 class StoreClient:
-    """One connection to one store, which any thread may sever.
+    """One connection to one store, which any thread may disconnect.
 
     Args:
         host: of the store.
@@ -165,24 +167,26 @@ class StoreClient:
         let_go_in_child(self)
 
     def forked(self) -> Inheritance:
-        """In a child: the connection is the parent's."""
+        """Release the parent's connection in a forked child."""
         self._lock = threading.Lock()
         own = self._own
         if not own and self._remote:
-            # While torch connects, nobody knows which connection is its own: one that has come since.
+            # While torch connects, the connection's identity is unknown. Take every connection that is new since then.
             sockets.wait_until_connected()
             own = (sockets.connecting(remote=self._remote) | sockets.connected(remote=self._remote)) - self._before
         return Inheritance(inodes=own, kept=() if self._store is None else [self._store])
 
     def connect(self, timeout: timedelta, *, keep_trying: Callable[[], None], refusal_counts: bool = False) -> None:
-        """Connect; blocks until the store has answered.
+        """Connect, and block until the store has answered.
 
         Args:
-            timeout: how long at most; becomes the store's own time-out.
-            keep_trying: called every few milliseconds while nothing listens there; may raise to end it.
-            refusal_counts: the store is known to have run, so that nothing listens there any more if two connections
-                are refused; False: it may still start, and is waited for.
-        Raises: StoreUnreachable: the time is up, the host has no address, or the connection is refused and that counts.
+            timeout: the time limit, which also becomes the store's own timeout.
+            keep_trying: called about every 50 ms while the client waits. An exception from it ends the attempt.
+            refusal_counts: True if the store is known to have run, so two refused connections mean that it is gone.
+                False if the store may still start, so the client waits for it.
+
+        Raises: StoreUnreachable: the time is up, the host has no address, or the connection is refused and refusals
+            count.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
         places = self._look_up(deadline_s, keep_trying)
@@ -204,10 +208,10 @@ class StoreClient:
         store.set_timeout(timeout)
 
     def _identify(self, store: Store) -> frozenset[int]:
-        """Which connection is the one of this store; none if that can't be told.
+        """Return the inode of this store's connection, or an empty set if it can't be determined.
 
-        It is one that was not there before. Where others connect to the same store meanwhile, a question of a length
-        that nobody else asks shows on which connection it went.
+        A single new connection is the store's. If other clients connect to the same store at the same time, a request
+        with a unique length shows which connection carried it.
         """
         fresh = sockets.connected(remote=self._remote) - self._before
         if len(fresh) == 1:
@@ -224,14 +228,15 @@ class StoreClient:
         return own if len(own) == 1 else frozenset()
 
     def _open(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> Store:
-        """A client of torch's, which is noisy and deaf while nothing listens: then we wait for that ourselves.
+        """Open a client of torch, and wait for a listener between attempts, because torch's client is noisy and can't
+        be interrupted.
 
-        It is tried first all the same, because the store's server stops for a name look-up at every connection that
-        it accepts, so one too many is no small thing.
+        Torch's client goes first even so. The store's server pauses for a name look-up at each connection that it
+        accepts, so an extra connection is expensive.
         """
         try_s = _TRY_S
-        # The name is looked up once: torch would look it up again in each try. Of several addresses torch is given one
-        # when it is known which of them answers.
+        # The name is resolved once, because torch would resolve it again in each attempt. For a name with several
+        # addresses, torch gets one address once the answering address is known.
         host = self.host if len(places) > 1 else str(places[0][4][0])
         while True:
             limit_s = min(deadline_s - time.monotonic(), try_s)
@@ -250,16 +255,18 @@ class StoreClient:
 
     @property
     def connecting(self) -> bool:
-        """Whether torch still tries to connect, also when nobody waits for that any more."""
+        """Return whether torch still tries to connect, even after the caller has given up."""
         return self._opening is not None and self._opening.runs
 
     def settle(self) -> None:
-        """End what was given up while it connected, and wait for it; some seconds at most."""
+        """End an abandoned connection attempt and wait for its thread."""
         while self.connecting:
             self._sever_and_wait(_RETRY_S)
 
     def _give_up(self) -> None:
-        """Nobody waits for torch any more: what it waits on is ended; between two tries it ends by itself."""
+        """Abandon torch's connection attempt, and shut its connection down. Between two tries torch's attempt
+        ends by itself.
+        """
         give_up_s = time.monotonic() + _GIVE_UP_S
         while self.connecting and time.monotonic() < give_up_s:
             if not sockets.connected(remote=self._remote) - self._before:
@@ -272,7 +279,7 @@ class StoreClient:
             self._opening.join(wait_s)
 
     def alive(self) -> bool:
-        """Ask the store whether it is still there: a connection does not outlive its server."""
+        """Return whether the store still answers. A connection does not outlive its server."""
         assert self._store is not None
         try:
             self._store.check(["tft-pg/alive"])
@@ -281,16 +288,16 @@ class StoreClient:
         return True
 
     def under(self, prefix: str) -> Store:
-        """The store as seen under a prefix."""
+        """Return the store as seen under a prefix."""
         assert self._store is not None
         return PrefixStore(prefix, self._store) if prefix else self._store
 
     def sever(self) -> None:
-        """End whatever waits on this connection, in any thread; the client is of no use after it.
+        """Shut down this connection, so that every wait on it ends. The client is unusable afterwards.
 
-        To be repeated while something waits. While torch is still connecting, nobody knows which connection is its
-        own; then those to this store end that came since, and on which the store has been silent for longer than one
-        that lives is.
+        Repeat the call while a wait continues. While torch is still connecting, the connection's identity is unknown.
+        Then the call shuts down the new connections to this store that have been silent for longer than a running
+        store's.
         """
         with self._lock:
             sockets.shut_down(self._own or self._silent())
@@ -303,7 +310,7 @@ class StoreClient:
         return frozenset(inode for inode, since_s in self._silent_since_s.items() if now_s - since_s > _SILENT_S)
 
     def silent(self) -> StoreUnreachable:
-        """The error where the store does not answer a question, or not even a connection."""
+        """Return the error for a store that does not answer a request or a connection."""
         if self._own:
             return self.unreachable("it does not answer any more; look whether its process is stopped")
         if self.is_heard:
@@ -311,7 +318,7 @@ class StoreClient:
         return self.unreachable("no answer to a connection")
 
     def unreachable(self, why: str) -> StoreUnreachable:
-        """The error where the store can't be used."""
+        """Return the error for an unusable store."""
         return StoreUnreachable(
             f"the store at {StoreAddress(self.host, self.port)} did not answer ({why}); ask for a new quorum",
             host=self.host,
@@ -321,12 +328,12 @@ class StoreClient:
 
     @property
     def is_heard(self) -> bool:
-        """Whether a connection of this client to the store's address is made, whatever passes over it."""
+        """Return whether this client has an established connection to the store's address, with or without traffic."""
         return bool(sockets.connected(remote=self._remote) - self._before)
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether a connection to the store's address has neither been made nor refused so far."""
+        """Return whether a connection to the store's address is neither established nor refused yet."""
         return bool(sockets.connecting(remote=self._remote))
 
     def _look_up(self, deadline_s: float, keep_trying: Callable[[], None]) -> Sequence[_Place]:
@@ -339,7 +346,7 @@ class StoreClient:
         return places
 
     def _resolve(self, deadline_s: float, keep_trying: Callable[[], None]) -> Sequence[_Place]:
-        """Ask the resolver, on a thread of its own: one that does not answer listens to nobody for many seconds."""
+        """Resolve the name on a separate thread, because a resolver call can't be interrupted for many seconds."""
         asked = _Question(lambda: socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM), "tft-pg-resolve")
         try:
             while not asked.wait(_RETRY_S):
@@ -352,7 +359,7 @@ class StoreClient:
             raise self.unreachable(why) from error
 
     def _wait_for_listener(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> str:
-        """Wait until something listens there, in steps short enough to be ended. Returns: at which numeric address."""
+        """Wait in short, interruptible steps until the store listens. Returns: the numeric address that answers."""
         while True:
             why = "refused"
             share_s = (deadline_s - time.monotonic()) / len(places)
@@ -370,7 +377,7 @@ class StoreClient:
 
 @final
 class _Question(Generic[_T]):
-    """A call that listens to nobody while it waits, on a thread of its own.
+    """A call that can't be interrupted, on a separate thread.
 
     Args:
         ask: the call.
@@ -393,11 +400,11 @@ class _Question(Generic[_T]):
         self._done.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait so long at most. Returns: whether there is an answer, or an error."""
+        """Wait for the end of the call. Returns: whether the call has returned or raised."""
         return self._done.wait(timeout_s)
 
     def answer(self) -> _T:
-        """Hand out the answer, once; there is one. Raises: what the call raised."""
+        """Return the result of the call, once, after its end. Raises: the error of the call."""
         if self._error is not None:
             raise self._error
         return self._answers.pop()
@@ -412,11 +419,11 @@ class _Question(Generic[_T]):
 
 @final
 class _Opening:
-    """Torch's client while it connects: if the store dies in that moment, torch tries again for seconds.
+    """Torch's client while it connects. If the store dies in that moment, torch retries for seconds.
 
     Args:
         host, port: of the store.
-        timeout: after which torch gives up, about.
+        timeout: torch gives up after about this time.
     """
 
     def __init__(self, host: str, port: int, timeout: timedelta) -> None:
@@ -425,7 +432,7 @@ class _Opening:
         )
 
     def result(self, keep_trying: Callable[[], None]) -> Store:
-        """The store. Raises: RuntimeError: torch's; what `keep_trying`, called every few milliseconds, raises."""
+        """Return the store. Raises: torch's RuntimeError, or the error of `keep_trying`, called about every 50 ms."""
         while not self._question.wait(_RETRY_S):
             keep_trying()
         return self._question.answer()
@@ -440,11 +447,11 @@ class _Opening:
 
 @final
 class _UnlessRefused:
-    """Goes on trying, as it is called again and again, unless the store refuses connections.
+    """A `keep_trying` callback that also ends the attempt if the store refuses connections.
 
-    Torch's client tells nobody that it is refused. Where it has neither a connection nor waits for one, the address is
-    called here; two refusals count. No call is made beside a connection, because the store's server stops for a name
-    look-up at each that it accepts.
+    Torch's client does not report refused connections. If it has no connection and no pending one, this class probes
+    the address. Two refusals end the attempt. It never probes beside an existing connection, because the store's server
+    pauses for a name look-up at each connection that it accepts.
     """
 
     def __init__(self, client: StoreClient, places: Sequence[_Place], keep_trying: Callable[[], None]) -> None:
@@ -472,7 +479,7 @@ class _UnlessRefused:
 
 
 def _refusal(place: _Place) -> str:
-    """Call an address once. Returns: why it can't be reached; nothing where it takes the call, or does not answer."""
+    """Probe an address once. Returns: why it refuses, or an empty string if it accepts or does not answer."""
     family, kind, protocol, _, sockaddr = place
     with socket.socket(family, kind, protocol) as caller:
         caller.settimeout(_RETRY_S)
@@ -481,7 +488,7 @@ def _refusal(place: _Place) -> str:
 
 
 def _connect_in_steps(probe: socket.socket, sockaddr: Any, deadline_s: float, keep_trying: Callable[[], None]) -> str:
-    """Connect a non-blocking socket; gives why not, or nothing."""
+    """Connect a non-blocking socket. Returns: why that failed, or an empty string."""
     probe.connect_ex(sockaddr)
     poll = select.poll()
     poll.register(probe, select.POLLOUT)

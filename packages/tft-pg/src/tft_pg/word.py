@@ -1,14 +1,15 @@
 """The word: a few integers that each rank exchanges with all other ranks at the end of a round.
 
-A training step commits on all replica groups or on none, so its ranks must tell each other how it went, and each must
-learn the same. A collective of the data plane can do that, but takes milliseconds where several processes share a
+A training step commits on all replica groups or on none. So its ranks must report their results to each other, and all
+must learn the same. A collective of the data plane can do that, but takes milliseconds if several processes share a
 machine. Groups of this package send the word over plain connections that they keep for it, see `backends.word_line`.
-This file holds the interface, the checks of its arguments, and the way through an allreduce for all other groups.
+This file holds the interface, the checks of its arguments, and an allreduce version for all other groups.
 
-A word that has ended well proves that every rank has started its word of the same round. Who calls makes it prove more:
-a rank starts its word when its own reductions of the round have ended, on the device too. Nothing here waits for them.
+A successful word proves that every rank has started its word of the same round. The caller makes it prove more: a rank
+starts its word after its own reductions of the round have ended, on the device too. Nothing here waits for the
+reductions.
 
-The law of this file: no connections; a group is only asked for an allreduce.
+Law of this file: no connections; a group is only asked for an allreduce.
 """
 
 from __future__ import annotations
@@ -54,23 +55,23 @@ class WordExchange(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> tuple[int, ...]:
-        """Wait for the words of all other ranks; one thread at a time.
+        """Wait for the words of all other ranks. Only one thread may wait at a time.
 
-        The thread that waits is the one that receives, and no other thread does it in its place. May be repeated.
+        The waiting thread receives the words itself; no background thread does. The call may be repeated.
 
         Returns: the sum of each value over all ranks, the same on every rank whose wait returns.
         Raises:
-            PeerFailed: the connection to a rank has ended, or a rank sent something else than its word of this round.
-                `rank` says which.
-            DeadlinePassed: a rank has not sent its word in time. The error names it. Abort the group.
+            PeerFailed: the connection to a rank has ended, or a rank sent something other than its word of this round.
+                `rank` names it.
+            DeadlinePassed: a rank has not sent its word in time. The error names the rank. Abort the group.
             Aborted, Closed: `abort`, `configure` or `shutdown` was called on this rank.
-            OperationRefused: a sum does not fit into 64 bits. Every rank gets this error, and the group works on.
+            OperationRefused: a sum does not fit into 64 bits. Every rank gets this error, and the group keeps working.
         """
 
 
 @final
 class EndedExchange(WordExchange):
-    """An exchange that has ended: in a group of one the word is the sum."""
+    """An exchange that has ended. In a group of one the word is the sum."""
 
     def __init__(self, sums: tuple[int, ...]) -> None:
         self._sums = sums
@@ -80,7 +81,9 @@ class EndedExchange(WordExchange):
 
 
 def checked_values(words: Sequence[int]) -> tuple[int, ...]:
-    """Return the values of a word. Raises: InvalidSetting: too many or none, or one that is no 64-bit integer."""
+    """Return the values of a word. Raises: InvalidSetting: no value, too many values, or a value that is no
+    64-bit integer.
+    """
     try:
         values = tuple(map(operator.index, words))
     except TypeError as error:
@@ -93,7 +96,7 @@ def checked_values(words: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_round(round_number: int, last_round: int) -> None:
-    """Raises: InvalidSetting: the round's number is out of range, or not above that of the group's last word."""
+    """Check the number of a round. Raises: InvalidSetting: it is out of range, or not above the last word's round."""
     if not 0 <= round_number <= _ROUND_MAX:
         raise InvalidSetting(f"{round_number} is no round's number, which is 0 to 2**64 - 1")
     if round_number <= last_round:
@@ -104,7 +107,7 @@ def check_round(round_number: int, last_round: int) -> None:
 
 
 def checked_sums(sums: tuple[int, ...], round_number: int) -> tuple[int, ...]:
-    """Return the sums as they are. Raises: OperationRefused: one of them does not fit into 64 bits."""
+    """Return the sums unchanged. Raises: OperationRefused: a sum does not fit into 64 bits."""
     if min(sums) < _INT64_MIN or max(sums) > _INT64_MAX:
         raise OperationRefused(
             f"exchange_word: a sum of round {round_number} does not fit into 64 bits ({sums}); use values below "
@@ -115,9 +118,10 @@ def checked_sums(sums: tuple[int, ...], round_number: int) -> tuple[int, ...]:
 
 # --- through an allreduce ---------------------------------------------------------------------------------------------
 
-# A tensor of one size for every word: ranks that disagree about the size of a reduction end each other's process.
-# Its head holds the number of ranks and, so that words of different rounds or lengths are not mixed, both of them with
-# their squares: n numbers are all equal to x if their sum is n * x and the sum of their squares n * x * x.
+# The tensor has the same size for every word, because ranks that disagree about the size of a reduction crash each
+# other's process. Its head holds the number of ranks. The head also holds the round, the length and the squares of
+# both, so that different rounds or lengths are detected. n numbers all equal x if their sum is n * x and the sum of
+# their squares is n * x * x.
 _HEAD: Final = 5
 _ELEMENTS: Final = _HEAD + 2 * WORD_VALUES_MAX
 _ROUND_BITS: Final = 20
@@ -129,15 +133,16 @@ _SHORTEST: Final = timedelta(milliseconds=1)
 def exchange_word_by_allreduce(
     group: dist.ProcessGroup, words: Sequence[int], *, round_number: int, timeout: timedelta
 ) -> WordExchange:
-    """Start the exchange of a word in a group that keeps no connections for it, by an allreduce of int64 on the CPU.
+    """Exchange a word by an allreduce of int64 on the CPU, in a group that keeps no connections for words.
 
-    All ranks of the group must do so, in the order of their other collectives.
+    All ranks of the group must call this function, in the order of their other collectives.
 
     Args:
-        group: any group of torch that reduces tensors on the CPU.
+        group: any torch group that reduces CPU tensors.
         words, round_number, timeout: as for `ProcessGroup.exchange_word`.
-    Returns: the exchange; its `wait` raises what the group's Works raise, in this package's errors.
-    Raises: InvalidSetting: an argument can't work. ProcessGroupError, RuntimeError: of the group.
+
+    Returns: the exchange. Its `wait` raises the errors of the group's Works, converted to this package's errors.
+    Raises: InvalidSetting: an argument is invalid. ProcessGroupError, RuntimeError: raised by the group.
     """
     values = checked_values(words)
     check_round(round_number, -1)
@@ -185,7 +190,7 @@ class _AllreduceExchange(WordExchange):
             ended_well = self._work.wait(max(left, _SHORTEST))
         except ProcessGroupError:
             raise
-        except RuntimeError as error:  # of a foreign group
+        except RuntimeError as error:  # raised by a group of another package
             reason = (str(error).splitlines() or [""])[0]
             if time.monotonic() >= self._deadline_s:
                 raise DeadlinePassed(

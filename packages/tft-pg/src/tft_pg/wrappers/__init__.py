@@ -1,1 +1,1 @@
-"""Process groups that stand before another one, or for one: each adds one thing, in one file, and they compose."""
+"""Process groups that wrap or replace another group. Each adds one thing, in one file, and they compose."""

@@ -1,7 +1,8 @@
-"""A group of one without a backend, for which every collective is a copy.
+"""A group of one without a backend, in which every collective is a copy.
 
-For code that wants a process group where there is nobody to talk to: torch's DistributedDataParallel under a
-Manager, and tests. The law of this file: no threads, no sockets.
+For code that needs a process group without peers: torch's DistributedDataParallel under a Manager, and tests.
+
+Law of this file: no threads, no sockets.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ __all__ = ["ProcessGroupDummy"]
 
 @final
 class ProcessGroupDummy(ProcessGroup):
-    """Rank 0 of 1: every collective succeeds at once, gathers and scatters copy their input to their output.
+    """Rank 0 of 1. Every collective succeeds at once, and gathers and scatters copy their input to their output.
 
-    PREMUL_SUM alone is refused. It is ready without a `configure`, which only checks and counts. The public counters
-    `configure_count`, `wait_count` and `get_future_count` say how often each was called.
+    Only PREMUL_SUM is refused. The group is ready without a `configure`, which only checks and counts. The public
+    counters `configure_count`, `wait_count` and `get_future_count` hold the number of calls.
 
     Args:
         rank: 0.
@@ -119,7 +120,7 @@ class ProcessGroupDummy(ProcessGroup):
 
 @final
 class _CountingWork(dist.Work):
-    """A finished Work that tells its group how it is used."""
+    """A finished Work that counts its calls in its group."""
 
     def __init__(self, group: ProcessGroupDummy, results: list[torch.Tensor]) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""A group that misbehaves on demand, for tests of what stands on it.
+"""A group that fails on demand, for tests of the code above it.
 
-A test says which call shall fail, hang, come late or give a wrong result, counted from now; every other call goes to
-the group inside.
-The law of this file: a fault that is not asked for never happens, and a group that can't be used says so itself.
+A test selects the call that fails, hangs, is delayed or returns a wrong result, counted from now. Every other call goes
+to the wrapped group.
+
+Law of this file: only requested faults happen, and an unusable group reports its own error.
 """
 
 from __future__ import annotations
@@ -43,14 +44,13 @@ class _Fault:
 
 @final
 class FakeProcessGroupWrapper(WrappingProcessGroup):
-    """Fails, hangs, delays or corrupts the n-th call from now; `configure` forgets every fault that has not come yet.
+    """A wrapper that fails, hangs, delays or corrupts the n-th call from now. `configure` discards all pending faults.
 
-    A call that the group inside can't take, because it is not configured, is in error or was shut down, goes to that
-    group and counts for no fault.
+    If the wrapped group is not configured, in error or shut down, calls go to that group and count for no fault.
 
     Args:
-        pg: the group inside.
-        timeout: how long a wait for a call that hangs takes until it fails; less if `set_timeout` says less.
+        pg: the wrapped group.
+        timeout: how long a wait for a hanging call takes until it fails. A shorter `set_timeout` takes precedence.
     """
 
     @takes_one_group
@@ -64,12 +64,13 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         self._interrupt = threading.Event()
 
     def fail(self, nth: int = 1, *, operation: str | None = None, error: Exception | None = None) -> None:
-        """Let a call's Work fail, here alone: the group inside never hears of the call.
+        """Fail a call's Work on this rank only. The wrapped group does not receive the call.
 
         Args:
-            nth: which call from now, 1 for the next.
+            nth: the number of the call from now, 1 for the next.
             operation: count only calls of this collective; None: of any.
-            error: with what; None: a PeerFailed that says that it was asked for.
+            error: the error to raise; None: a PeerFailed that names the injected failure.
+
         Raises: InvalidSetting: nth is below 1, or there is no such collective.
         """
         chosen = error or PeerFailed("a failure was injected; configure the group again")
@@ -82,11 +83,11 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         self._add(nth, operation, act)
 
     def hang(self, nth: int = 1, *, operation: str | None = None) -> None:
-        """Let a call's Work wait until `abort`, `configure`, `shutdown` or the time-out; arguments as for `fail`."""
+        """Hang a call's Work until `abort`, `configure`, `shutdown` or the timeout. For the arguments see `fail`."""
         self._add(nth, operation, lambda row, args, kwargs: self._hanging(row.name))
 
     def delay(self, nth: int = 1, *, seconds: float, operation: str | None = None) -> None:
-        """Let a call start that much later, as on a slow rank: it blocks its caller; other arguments as for `fail`."""
+        """Delay the start of a call, and block its caller, as on a slow rank. For the other arguments see `fail`."""
 
         def act(row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
             self._interrupt.wait(seconds)
@@ -95,9 +96,9 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         self._add(nth, operation, act)
 
     def corrupt(self, nth: int = 1, *, operation: str | None = None) -> None:
-        """Let a call's result be wrong in its first element, without a word; other arguments as for `fail`.
+        """Corrupt the first element of a call's result silently. For the other arguments see `fail`.
 
-        Only calls that fill in a tensor are counted; it is wrong from the end of the call on, for `wait` and future.
+        Only calls that fill in a tensor count. The result is wrong from the end of the call on, for `wait` and future.
 
         Raises: InvalidSetting: also if the collective fills in nothing.
         """
@@ -110,7 +111,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         self._add(nth, operation, act, needs_result=True)
 
     def report_future_error(self, error: Exception) -> None:
-        """Let the next allreduce fail with this error."""
+        """Fail the next allreduce with this error."""
         self.fail(operation="allreduce", error=error)
 
     def _add(self, nth: int, operation: str | None, act: _Act, *, needs_result: bool = False) -> None:
@@ -137,7 +138,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         return forward(self._parent, row, args, kwargs)
 
     def _due(self, row: Collective, has_result: bool) -> _Fault | None:
-        """Count the call for every fault; the first that it is the turn of."""
+        """Count the call for every fault. Returns: the first fault that is due, or None."""
         with self._lock:
             counted = [fault for fault in self._faults if fault.counts(row, has_result)]
             for fault in counted:
@@ -156,7 +157,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         work = PendingWork(on_timeout=on_timeout, limit=self._limit)
         with self._lock:
             self._pending.append(work)
-        if self._interrupt.is_set():  # whoever ended the group may not have seen this one
+        if self._interrupt.is_set():  # the thread that ended the group may not have seen this Work
             self._end()
         return work
 
@@ -180,7 +181,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
 
 @final
 class _CorruptedWork(dist.Work):
-    """A Work that spoils its results when it has ended well."""
+    """A Work that corrupts its results after it has succeeded."""
 
     def __init__(self, work: dist.Work, results: list[torch.Tensor]) -> None:
         super().__init__()
@@ -212,10 +213,10 @@ class _CorruptedWork(dist.Work):
         return value
 
     def is_completed(self) -> bool:
-        """Whether it has ended; if it ended well, its result is wrong by then."""
+        """Return whether the operation has ended. A successful result is corrupted by then."""
         if not self._work.is_completed():
             return False
-        with suppress(Exception):  # who waits for it gets that
+        with suppress(Exception):  # a waiter gets this error
             self.wait()
         return True
 
@@ -225,14 +226,14 @@ class _CorruptedWork(dist.Work):
     def source_rank(self) -> int:
         return self._work._source_rank()
 
-    _source_rank = source_rank  # torch's own functions ask by this name
+    _source_rank = source_rank  # torch's own functions use this name
 
     def synchronize(self) -> None:
         self._work.synchronize()
 
 
 def _wrong(value: bool | complex) -> bool | complex:
-    """Another value that its dtype has."""
+    """Return a different value of the same dtype."""
     if isinstance(value, bool):
         return not value
     return value ^ 1 if isinstance(value, int) else -value or 1.0

@@ -1,7 +1,9 @@
-"""A group whose allreduce is a Manager's: the mean over the participants, whoever they are in this step.
+"""A group whose allreduce is a Manager's: the mean over the participants of the current step.
 
-It lets code that knows process groups only, `dist.all_reduce(tensor, group=managed)` or FSDP2's hooks, take part in
-fault tolerance. The law of this file: the Manager is known by the small protocol below; its group's life is its own.
+With this group, code that uses only process groups takes part in fault tolerance. Examples are `dist.all_reduce(tensor,
+group=managed)` and FSDP2's hooks.
+
+Law of this file: the Manager is known by the small protocol below; the Manager owns the life of its group.
 """
 
 from __future__ import annotations
@@ -23,20 +25,21 @@ __all__ = ["ManagedProcessGroup", "ReducesOverParticipants"]
 
 
 class ReducesOverParticipants(Protocol):
-    """What is needed of a Manager."""
+    """The methods that a managed group needs of a Manager."""
 
     def allreduce(self, tensor: torch.Tensor, *, reduce_op: dist.ReduceOp.RedOpType) -> dist.Work:
         """Reduce one tensor, in place, over the participants of this step."""
         ...
 
     def num_participants(self) -> int:
-        """How many replicas take part in this step."""
+        """Return the number of replicas that take part in this step."""
         ...
 
 
-_PREMUL_SUM: Any = dist.ReduceOp.RedOpType.PREMUL_SUM  # type: ignore[attr-defined]  # it is there
+_PREMUL_SUM: Any = dist.ReduceOp.RedOpType.PREMUL_SUM  # type: ignore[attr-defined]  # torch's stub lacks this member
 
-# What is asked of a dimension of a mesh in which every replica group is alone: each has all the weights already.
+# Collectives that run in a group of one: each replica group is alone in this mesh dimension and already has all
+# weights.
 _ALONE = frozenset(
     {
         "allgather",
@@ -52,7 +55,7 @@ _ALONE = frozenset(
 )
 _ROOTED = frozenset({"broadcast", "gather", "gather_into_tensor", "scatter"})
 
-# What to do instead, where it is known who asks.
+# Alternatives, for collectives whose typical caller is known.
 _SHARDED = (
     "if FSDP asks, then it shards over this dimension: give it mesh['dp', 'shard'], the one across replica groups "
     "first, or use the replicate of replicate_with_fsdp"
@@ -69,16 +72,16 @@ _INSTEAD = {
 
 @final
 class ManagedProcessGroup(ProcessGroup):
-    """Reduces over the participants of a Manager; in all else each replica group is alone.
+    """A group that reduces over the participants of a Manager. For all other collectives each replica group is alone.
 
-    `size()` is the number of participants, and allreduce (also coalesced) is over them, with whatever reduction the
-    Manager has. Replica groups hold the same weights, and ranks among them change from step to step, so what moves
-    weights about (broadcast, the allgathers, gather, scatter) and barrier are those of a group of one. All else is
-    refused. The Manager configures and aborts its own group, so `configure`, `abort`, `set_timeout`,
-    `exchange_word` and `linger` are refused here, and `shutdown` leaves it alone.
+    `size()` is the number of participants. Allreduce (also coalesced) reduces over them, with the Manager's reductions.
+    Replica groups hold the same weights, and their ranks change from step to step. So the collectives that move weights
+    (broadcast, the allgathers, gather, scatter) and barrier run in a group of one. All other collectives are refused.
+    The Manager configures and aborts its own group, so this group refuses `configure`, `abort`, `set_timeout`,
+    `exchange_word` and `linger`. `shutdown` has no effect on the Manager's group.
 
     Args:
-        manager: reduces, and knows how many take part.
+        manager: reduces, and knows the number of participants.
     """
 
     def __init__(self, manager: ReducesOverParticipants) -> None:
@@ -153,18 +156,20 @@ class ManagedProcessGroup(ProcessGroup):
         return Unsupported(f"a managed group has no {operation}; its Manager does that")
 
     def errored(self) -> Exception | None:
-        """None, always: an error goes to the Manager, which votes the step down."""
+        """Return None always. Errors go to the Manager, which votes against the step."""
         return None
 
     def shutdown(self) -> None:
-        """Nothing: the group belongs to the Manager."""
+        """Do nothing, because the group belongs to the Manager."""
 
     def size(self) -> int:
-        """Number of participants in this step; waits for the quorum. At least 1, because torch divides by it."""
+        """Return the number of participants in this step, at least 1 because torch divides by it. Waits for the
+        quorum.
+        """
         return max(self._manager.num_participants(), 1)
 
     def rank(self) -> int:
-        """0: who takes part changes from step to step, and a reduction does not ask."""
+        """Return 0, because the participants change from step to step and a reduction does not use the rank."""
         return 0
 
     def getBackendName(self) -> str:
@@ -179,7 +184,7 @@ def _instead_of(collective: Collective) -> str:
 
 
 def _reduce_op(value: object) -> dist.ReduceOp.RedOpType:
-    """The reduction of either call form; torch's default is a sum."""
+    """Return the reduction of either call form. Torch's default is a sum."""
     op: Any = getattr(value, "reduceOp", value)
     reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM if op is None else getattr(op, "op", op)
     if reduce_op == _PREMUL_SUM:
@@ -189,7 +194,7 @@ def _reduce_op(value: object) -> dist.ReduceOp.RedOpType:
 
 @final
 class _AllOf(dist.Work):
-    """The reductions of several tensors as one."""
+    """The reductions of several tensors, as one Work."""
 
     def __init__(self, works: list[dist.Work], tensors: list[torch.Tensor]) -> None:
         super().__init__()

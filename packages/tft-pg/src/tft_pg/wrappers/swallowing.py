@@ -1,7 +1,8 @@
-"""A group whose errors don't reach the training loop: after one, every collective is a finished dummy.
+"""A group that hides its errors from the training loop. After an error, every collective is a finished dummy.
 
-The loop goes on with wrong results until somebody asks `error()`, throws the step away and configures again. The
-law of this file: only errors of the group are swallowed; a wrong argument is still the caller's.
+The loop continues with wrong results until the caller checks `error()`, discards the step and configures again.
+
+Law of this file: only errors of the group are swallowed; wrong arguments still raise.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from tft_pg.wrappers.wrapping import WrappingProcessGroup, takes_one_group
 
 __all__ = ["ErrorSwallowingProcessGroupWrapper"]
 
-# Every rank gets these at the call, before anything is sent, and gets them again however often it configures.
+# Every rank gets these errors at the call, before any data is sent. A new `configure` does not fix them.
 _THE_CALLERS = (OperationRefused, InvalidSetting, Unsupported)
 
 
 @final
 class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
-    """Swallows the errors of every collective, until the next `configure`.
+    """A wrapper that swallows the errors of every collective until the next `configure`.
 
-    A call that is wrong in itself still raises `OperationRefused`, `InvalidSetting` or `Unsupported`, and is no error
-    of the group: no `configure` would mend it.
+    An invalid call still raises `OperationRefused`, `InvalidSetting` or `Unsupported`. It is no error of the group,
+    because no `configure` would fix it.
 
     Args:
-        pg: the group inside.
+        pg: the wrapped group.
     """
 
     @takes_one_group
@@ -45,11 +46,11 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
         self._errors = _Errors()
 
     def error(self) -> Exception | None:
-        """The first error since the last `configure`; None if all went well."""
+        """Return the first error since the last `configure`, or None if there was none."""
         return self._errors.first
 
     def report_error(self, error: Exception) -> None:
-        """Treat the group as failed from now on; the first error counts."""
+        """Treat the group as failed from now on. The first error counts."""
         self._errors.report(error)
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
@@ -62,14 +63,14 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
             return _SwallowingWork(work, partial(self._tell, errors), results, self._another_rank)
         except _THE_CALLERS:
             raise
-        except RuntimeError as error:  # of another type is what torch says of wrong arguments
+        except RuntimeError as error:  # torch raises other types for wrong arguments
             errors.report(error)
             return DummyWork(results, source=self._another_rank())
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
-        """Start an exchange of the group inside, also after an error: a word is how a rank tells others of one.
+        """Start an exchange of the wrapped group, also after an error, because a word reports errors to other ranks.
 
-        Its errors are raised, as there is no sum to give instead, and treat the group as failed too.
+        Errors of the exchange are raised, because no sum can replace them. They also mark the group as failed.
         """
         errors = self._errors
         try:
@@ -82,18 +83,18 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
         return _ToldExchange(exchange, errors.report)
 
     def _another_rank(self) -> int:
-        """From whom a receive that failed says that it has received: `dist.recv` takes no rank that can't be."""
+        """Return the source rank that a failed receive reports. `dist.recv` accepts only an existing rank."""
         try:
             return 0 if self.rank() else 1
         except ProcessGroupError:
             return 0
 
     def _tell(self, errors: _Errors, error: Exception) -> None:
-        """A future's error is the backend's own; the group has it in its words."""
+        """Report an error of a future. The future holds the backend's error, and the group holds the converted one."""
         errors.report(error if isinstance(error, ProcessGroupError) else self._parent.errored() or error)
 
     def _forget(self) -> None:
-        # What ran before fails late, and tells of it where nobody asks any more.
+        # Operations of the previous configuration fail late. Their errors go to the old object, which has no reader.
         self._errors = _Errors()
 
     def _end(self) -> None:
@@ -114,7 +115,7 @@ class _Errors:
 
 @final
 class _ToldExchange(WordExchange):
-    """An exchange whose error the wrapper hears of."""
+    """An exchange that reports its error to the wrapper."""
 
     def __init__(self, exchange: WordExchange, report: Callable[[Exception], None]) -> None:
         self._exchange = exchange
@@ -132,7 +133,7 @@ class _ToldExchange(WordExchange):
 
 @final
 class _SwallowingWork(dist.Work):
-    """A Work that never fails: `wait` gives False instead, and the future holds the tensors as they are."""
+    """A Work that never fails. After an error `wait` returns False, and the future holds the unchanged tensors."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class _SwallowingWork(dist.Work):
             self._report(error)
             return self._another_rank()
 
-    _source_rank = source_rank  # torch's own functions ask by this name
+    _source_rank = source_rank  # torch's own functions use this name
 
     def synchronize(self) -> None:
         try:

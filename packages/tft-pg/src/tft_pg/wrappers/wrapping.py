@@ -1,7 +1,8 @@
-"""What every wrapper shares: the life cycle goes to the group inside.
+"""The shared base of all wrappers, which forwards the life cycle to the wrapped group.
 
-A wrapper adds one thing to the collectives and leaves the rest alone, so that wrappers stack in any order. The law
-of this file: forwarding only; a subclass writes `_run`, `_forget` and `_end`.
+A wrapper adds one thing to the collectives and changes nothing else, so wrappers stack in any order.
+
+Law of this file: forwarding only; a subclass implements `_run`, `_forget` and `_end`.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ _Self = TypeVar("_Self")
 
 
 def takes_one_group(init: Callable[Concatenate[_Self, _P], None]) -> Callable[Concatenate[_Self, _P], None]:
-    """Decorator of a wrapper's `__init__`: its first argument is the group inside, and what follows has a keyword.
+    """Decorate a wrapper's `__init__` so that it takes one group, and all other arguments by keyword.
 
-    Raises: InvalidSetting, as the constructor then does.
+    Raises: InvalidSetting, from the constructor.
     """
 
     @functools.wraps(init)
@@ -48,10 +49,10 @@ def takes_one_group(init: Callable[Concatenate[_Self, _P], None]) -> Callable[Co
 
 
 class WrappingProcessGroup(ProcessGroup):
-    """Abstract: a group round another one.
+    """Abstract base: a group that wraps another one.
 
     Args:
-        pg: the group inside; its life belongs to this one from now on.
+        pg: the wrapped group. The wrapper owns its life from now on.
     """
 
     @takes_one_group
@@ -61,16 +62,16 @@ class WrappingProcessGroup(ProcessGroup):
 
     @property
     def parent(self) -> ProcessGroup:
-        """The group inside."""
+        """Return the wrapped group."""
         return self._parent
 
     @abc.abstractmethod
     def _forget(self) -> None:
-        """Drop what the wrapper remembers of the group before; called before each `configure` of the one inside."""
+        """Discard the wrapper's state of the previous configuration, before each `configure` of the wrapped group."""
 
     @abc.abstractmethod
     def _end(self) -> None:
-        """End what waits in the wrapper itself; called after `abort` and `shutdown` of the group inside."""
+        """End the waits inside the wrapper, after `abort` and `shutdown` of the wrapped group."""
 
     @place_first
     def configure(
@@ -135,7 +136,7 @@ class WrappingProcessGroup(ProcessGroup):
 
 @final
 class ProcessGroupWrapper(WrappingProcessGroup):
-    """Adds nothing: every call goes to `parent`. The pattern for wrappers of your own."""
+    """A wrapper that adds nothing: every call goes to `parent`. A pattern for custom wrappers."""
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         return forward(self._parent, collective, args, kwargs)
