@@ -1,18 +1,19 @@
 """Process groups over a library that moves tensors between devices, such as NCCL.
 
-Such a library is a clerk who takes an order and answers at once: the order itself waits in the device's queue, and runs
-when everything before it is done. So an operation that hangs holds up nobody on the host; and whoever asks too early
-whether it went well hears nothing bad. This file stands beside the clerk with a list and a watch. Each order goes onto
-the list with the time by which it must be done; now and then the list is gone through; and when an order is late, or
-has failed, or a peer has let go (see `lifeline`), the library is told to drop everything, and from then on every answer
-is an error.
+Such a library accepts an operation and returns at once. The operation waits in the device's queue and runs after
+everything before it. So a hanging operation does not block the host, and an early check for errors finds none.
 
-What that means for a Work: `wait()` puts the operation before whatever the current stream does next, and returns; only
-`wait(timeout)` and a barrier hold up the host. An error shows in `errored()` and in every later `wait` of an operation
-that did not end well. Nothing here waits for a whole device, or for what others have queued on it.
+This file adds a list of operations and a watch. Each operation goes onto the list with its deadline, and a timer checks
+the list. When an operation is late or has failed, or a peer has disconnected (see `lifeline`), the library aborts
+everything. Every later result is then an error.
 
-The library itself is behind `AcceleratorBackend` and `Communicator`, which a test replaces. The law of this file: what
-all such libraries have in common; what only one of them has is in the file of its name.
+For a Work this means: `wait()` orders the current stream after the operation and returns. Only `wait(timeout)` and a
+barrier block the host. An error shows in `errored()` and in every later `wait` of an operation that did not succeed.
+Nothing here waits for a whole device, or for unrelated work in its queues.
+
+`AcceleratorBackend` and `Communicator` hide the library, and a test replaces them.
+
+Law of this file: what all such libraries share; the file of a library's name holds what only that library has.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ __all__ = ["AcceleratorBackend", "AcceleratorProcessGroup", "Communicator"]
 _LOOK_S = 0.02
 _MOMENT_S = 0.0002
 _LONGEST_MOMENT_S = 0.002
-# A peer that has finished may leave at once; what this rank's device still has the data for may come to its end.
+# A finished peer may disconnect at once. Operations whose data this rank's device already has may still finish within
+# this time.
 _GRACE_S = 0.05
-# So long at most for the others' words, as a rank that leaves waits for its own to pass.
+# The longest wait for the other ranks' words. A leaving rank waits that long for its own word to be delivered.
 _WORDS_S = LINGER.total_seconds()
-# How long anybody waits for the library to drop everything. Past that, it is left to itself.
+# The longest wait for the library's abort. After this time, the wait is abandoned.
 _ABORT_S = 5.0
 _ABANDON_S = 0.1
 
@@ -69,79 +71,89 @@ _Fault = type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]
 class Communicator(abc.ABC):
     """One torch group of the library, made by `AcceleratorBackend.communicator`.
 
-    `connect` is called once, on a thread of its own; `abort` by any thread, also while `connect` runs, once or more.
+    `connect` is called once, on its own thread. Any thread may call `abort`, also while `connect` runs, once or more.
     """
 
     @property
     @abc.abstractmethod
     def torch_group(self) -> dist.ProcessGroup:
-        """Whose collectives are called. Their Works:
+        """Return the torch group that runs the collectives.
 
-        - `is_completed()` tells, without waiting, whether the device is done with it, or it has failed;
-        - `wait()`, called only after that, returns at once, and raises if it has failed: OperationRefused if the group
-          works on, any other RuntimeError if it does not;
-        - `synchronize()` puts it before what the current stream does next, and returns at once;
-        - `get_future()` gives a future that is ordered like the stream.
+        Its Works behave as follows:
+
+        - `is_completed()` returns without waiting whether the device has finished the operation, or the operation has
+          failed.
+        - `wait()` is called only after that and returns at once. If the operation has failed, `wait()` raises.
+          OperationRefused means that the group keeps working, and any other RuntimeError that it does not.
+        - `synchronize()` orders the current stream after the operation, and returns at once.
+        - `get_future()` returns a future that is ordered like the stream.
         """
 
     @abc.abstractmethod
     def connect(self) -> None:
-        """Connect to all ranks, and show that it works; blocks. Raises: RuntimeError: it could not, or was aborted."""
+        """Connect to all ranks, verify the connections, and block until then. Raises: RuntimeError: failed or
+        aborted.
+        """
 
     @abc.abstractmethod
     def looking(self) -> AbstractContextManager[object]:
-        """Round whatever is asked of the Works, on any thread.
+        """Return a context manager for every query of the Works, on any thread.
 
-        Inside, that must neither start another device, nor spoil what other threads do, such as recording a graph.
+        A query inside must not initialise another device, and must not disturb other threads, for example a graph
+        capture.
         """
 
     @abc.abstractmethod
     def is_recording(self) -> bool:
-        """Whether what the calling thread starts now is recorded, to be run later and again, instead of run."""
+        """Return whether the calling thread's operations are captured into a graph now, instead of run."""
 
     @abc.abstractmethod
     def abort(self) -> None:
-        """Drop everything, on the device too; may block for some time. Raises: RuntimeError: it could not."""
+        """Abort everything, on the device too. May block for some time. Raises: RuntimeError: the abort failed."""
 
 
 class AcceleratorBackend(abc.ABC):
-    """A library, as a group needs it.
+    """The interface of a library for a group.
 
-    The place to put another in the place of torch's: each group takes one as `backend`.
+    Each group takes a `backend` argument, which replaces torch's library.
     """
 
     @abc.abstractmethod
     def check(self) -> None:
-        """Called when a group is made.
+        """Check that the library is usable. Called when a group is made.
 
-        Raises: Unsupported: this torch does not have it. InvalidSetting: the environment asks for what can't work.
+        Raises: Unsupported: this torch does not have the library. InvalidSetting: the environment asks for something
+            impossible.
         """
 
     @abc.abstractmethod
     def current_device(self) -> torch.device | None:
-        """The device of the calling thread, with its index; None where none is in use yet. Must not start one."""
+        """Return the device of the calling thread, with its index, or None if none is in use. Must not initialise
+        a device.
+        """
 
     @abc.abstractmethod
     def communicator(
         self, store: Store, rank: int, world_size: int, device: torch.device | None, limit: timedelta
     ) -> Communicator:
-        """Make one; called on the thread that calls `connect` next.
+        """Make a communicator, on the thread that calls `connect` next.
 
         Args:
             store: for the library's own exchange of addresses.
-            rank, world_size: as usual.
-            device: to use, with its index; without one, or None: no device was in use when a caller's thread was asked,
-                so take the one that is current then. What the thread of this call says is current says nothing later.
-            limit: after which nobody waits for `connect` any more.
+            rank, world_size: the rank of this process and the number of ranks.
+            device: the device to use, with its index. Without an index, or None, no device was in use on the caller's
+                thread. Then use the device that is current during this call. The current device of this call's thread
+                has no meaning later.
+            limit: the time after which the caller stops waiting for `connect`.
         """
 
 
 class _PeerLetGo(RuntimeError):
-    """Why operations end: a rank is gone."""
+    """The reason for ending the operations: a rank has disconnected."""
 
 
 class _TookTooLong(RuntimeError):
-    """Why operations end: one of them was late."""
+    """The reason for ending the operations: one of them was late."""
 
 
 def _late(timeout: timedelta) -> _TookTooLong:
@@ -149,14 +161,14 @@ def _late(timeout: timedelta) -> _TookTooLong:
 
 
 class _Broke(RuntimeError):
-    """Why operations end: one has failed on the device."""
+    """The reason for ending the operations: one has failed on the device."""
 
 
 class _Ended(RuntimeError):
-    """Why operations end: this rank's own `abort`, `configure` or `shutdown`."""
+    """The reason for ending the operations: this rank's own `abort`, `configure` or `shutdown`."""
 
 
-# What the libraries say of themselves when a call can't be made; whatever else they say is a refusal of that call.
+# Error texts of the libraries for failures of the communicator. Any other text is a refusal of the single call.
 _FAULTS: Mapping[str, _Fault] = {
     "remote process exited": PeerFailed,
     "network error": PeerFailed,
@@ -180,7 +192,7 @@ def _classify(error: Exception) -> _Fault:
 
 @final
 class _Operation:
-    """One order: the library's Work, by when it must be done, and how it ended."""
+    """One operation: the library's Work, its deadline, and its outcome."""
 
     def __init__(self, work: dist.Work, name: str, timeout: timedelta) -> None:
         self.work = work
@@ -188,16 +200,17 @@ class _Operation:
         self.timeout = timeout
         self.deadline_s = time.monotonic() + timeout.total_seconds()
         self.ended = False
-        self.dropped = False  # it had not ended when everything was dropped: what its Work says from then on is moot
+        # the operation had not ended at the abort, so the state of its Work means nothing from then on
+        self.dropped = False
         self.error: RuntimeError | None = None
 
     def look(self, looking: _Looking) -> bool:
-        """Whether it has ended. To be called by one thread at a time.
+        """Return whether the operation has ended. Only one thread may call this at a time.
 
-        Never raises: a device that is broken may say so already when it is asked whether it is done, or before.
+        Never raises, although a broken device may raise in either query of the Work.
 
         Args:
-            looking: of the communicator.
+            looking: the communicator's method of the same name.
         """
         if not self.ended and not self.dropped:
             try:
@@ -214,17 +227,17 @@ class _Operation:
 
     @property
     def is_fatal(self) -> bool:
-        """Whether it has failed in a way that ends all others."""
+        """Return whether the operation has failed in a way that ends all others."""
         return self.error is not None and not isinstance(self.error, OperationRefused)
 
 
 @final
 class _Orders:
-    """The list of one group's operations, with the watch: what is late, or has failed, ends all of them.
+    """The list of one group's operations, with a watch. A late or failed operation ends all operations.
 
     Args:
-        communicator: runs them.
-        lifeline: tells of peers that let go, and tells them.
+        communicator: runs the operations.
+        lifeline: reports disconnected peers, and informs them.
         timeout: of each operation.
     """
 
@@ -241,8 +254,8 @@ class _Orders:
         self._tell: Callable[[str, Exception], object] = _tell_nobody
 
     def begin(self, live: LiveGroup) -> None:
-        """From now on tell the group of what ends its operations, and hear of peers that let go."""
-        told = weakref.WeakMethod(live.convert)  # the group holds this, so this does not hold the group
+        """Start to report the group's failures to the group, and to listen for disconnected peers."""
+        told = weakref.WeakMethod(live.convert)  # a weak reference, because the group holds this object
 
         def tell(operation: str, error: Exception) -> None:
             convert = told()
@@ -268,14 +281,16 @@ class _Orders:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> dist.Work:
-        """Start a collective. Raises: RuntimeError: the library's, or why there are no operations any more."""
+        """Start a collective. Raises: RuntimeError: the library's error, or the reason why all operations have
+        ended.
+        """
         if self._reason is not None:
             raise self.reason_again()
         if self._communicator is not None and self._communicator.is_recording():
             raise RuntimeError("it can't become part of a graph, which would outlive the group; call it outside of one")
-        # Of an operation on the caller's own stream torch gives no Work, and nobody could tell how it ends. On the
-        # library's stream and waited for at once, as torch then does, it is the same to the caller, whose options say
-        # again afterwards what they said.
+        # Torch gives no Work for an operation on the caller's own stream, so its end could not be observed. Here the
+        # operation runs on the library's stream and is waited for at once, which is equivalent for the caller. The
+        # caller's options are restored afterwards.
         on_callers_stream = [each for each in (*args, *kwargs.values()) if getattr(each, "asyncOp", True) is False]
         try:
             for options in on_callers_stream:
@@ -283,8 +298,8 @@ class _Orders:
             work = forward(torch_group, collective, args, kwargs)
         except RuntimeError as error:
             fault = _classify(error)
-            if fault is not OperationRefused:  # and then no other operation will do better
-                # Without its frames, which hold the torch group.
+            if fault is not OperationRefused:  # then every later operation fails too
+                # without its frames, which hold the torch group
                 kind = _TookTooLong if fault is DeadlinePassed else _Broke
                 self._drop(kind(*error.args), operation=None)
             raise
@@ -296,10 +311,10 @@ class _Orders:
         return work
 
     def take(self, work: dist.Work, name: str) -> _Operation:
-        """Put a started operation onto the list."""
+        """Add a started operation to the list."""
         operation = _Operation(work, name, self._timeout)
         with self._lock:
-            operation.dropped = self._reason is not None  # which came in between
+            operation.dropped = self._reason is not None  # set by an abort in the meantime
             if operation.dropped:
                 return operation
             self._pending.append(operation)
@@ -313,19 +328,19 @@ class _Orders:
 
     @property
     def dropped(self) -> bool:
-        """Whether the library drops everything, or has."""
+        """Return whether the library aborts everything, or has aborted."""
         return self._reason is not None
 
     def wait_until_over(self) -> None:
-        """Wait until what is dropped has been dropped, so that nothing is written any more; bounded."""
+        """Wait until the abort has finished, so that nothing is written any more. The wait is bounded."""
         self._over.wait(_ABORT_S)
 
     def end(self) -> None:
-        """End everything, here and at the peers; returns at once. Any thread."""
+        """End all operations, here and at the peers, and return at once. Any thread may call this."""
         self._drop(_Ended("the group was ended"), operation=None)
 
     def settle(self) -> None:
-        """After `end`: wait until the library has let go, or has shown that it will not; then let go of it."""
+        """Wait, after `end`, until the library has aborted or a time limit has passed. Then release the library."""
         self.wait_until_over()
         self._lifeline.settle()
         if self._aborting is not None and self._over.is_set():
@@ -333,17 +348,17 @@ class _Orders:
         self._communicator = None
 
     def is_over(self) -> bool:
-        """Whether the library has dropped everything."""
+        """Return whether the library has aborted everything."""
         return self._over.is_set()
 
     def fail(self, operation: _Operation, error: RuntimeError) -> None:
-        """An operation has shown that nothing will come of any; the first one counts."""
+        """End all operations because this one shows that none will succeed. The first call counts."""
         self._drop(error, operation=operation.name)
 
     # --- the watch ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Go through the list; on the timer thread."""
+        """Check the list, on the timer thread."""
         late = None
         with self._lock:
             failed = self._forget_ended()
@@ -362,7 +377,7 @@ class _Orders:
             timer().after_s(_LOOK_S, self._look)
 
     def _forget_ended(self) -> _Operation | None:
-        """Take the ended ones off the front of the list; gives the first that has failed."""
+        """Remove the ended operations from the front of the list. Returns: the first failed one, or None."""
         while self._pending and self._pending[0].look(self._looking):
             if self._pending[0].is_fatal:
                 return self._pending[0]
@@ -370,7 +385,7 @@ class _Orders:
         return None
 
     def looked(self, operation: _Operation) -> bool:
-        """Whether an operation has ended by now."""
+        """Return whether an operation has ended by now."""
         with self._lock:
             return operation.look(self._looking)
 
@@ -379,14 +394,14 @@ class _Orders:
         return nullcontext() if communicator is None else communicator.looking()
 
     def _cut(self, rank: int) -> None:
-        """A peer has let go; on the lifeline's thread."""
+        """End all operations because a peer has disconnected. Runs on the lifeline's thread."""
         began_s = time.monotonic()
         while True:
             with self._lock:
                 failed = self._forget_ended()
                 pending = self._pending[0] if self._pending else None
-            # A word that this rank can end without that peer shall end: a rank that has said its own may leave. A word
-            # that needs that peer fails by itself.
+            # A word that this rank can finish without that peer gets the time to finish, because a rank may leave after
+            # its own word. A word that needs that peer fails by itself.
             grace_s = _GRACE_S if pending is not None else _WORDS_S if self._lifeline.is_exchanging else 0.0
             if failed is not None or self._reason is not None or time.monotonic() >= began_s + grace_s:
                 break
@@ -402,7 +417,7 @@ class _Orders:
                 return
             self._reason = reason
             self._aborting = threading.Thread(target=self._abort, name="tft-pg-device-abort", daemon=True)
-        # Before the abort: whoever sees its kernel end must find the reason.
+        # Before the abort: a thread that sees its kernel end must find the reason.
         try:
             if operation is not None:
                 self._tell(operation, reason)
@@ -411,20 +426,21 @@ class _Orders:
             self._aborting.start()
 
     def _abort(self) -> None:
-        """Have the library drop everything; on a thread of its own."""
+        """Let the library abort everything, on a separate thread."""
         try:
             communicator = self._communicator
             assert communicator is not None
             with self._lock:
-                # Once it is told to drop everything, its Works look as if they had ended well.
+                # After the abort starts, the library's Works look successful.
                 running = [each for each in self._pending if not each.look(self._looking)]
                 for each in running:
                     each.dropped = True
                 self._pending.clear()
-            # What is to be recorded of the library's state is recorded here, before it is gone.
+            # Any recording of the library's state happens here, while the state still exists.
             communicator.abort()
             _until_left(running, self._looking)
-        except Exception as error:  # there is nobody to raise it to, and whoever waits must not wait for ever
+        # the thread has no caller to raise to, and the waiting threads must not wait forever
+        except Exception as error:
             threading.excepthook(
                 threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
             )
@@ -432,13 +448,13 @@ class _Orders:
             self._over.set()
 
     def reason_again(self) -> RuntimeError:
-        """Why everything was dropped, without frames."""
+        """Return the reason for the abort, without frames."""
         assert self._reason is not None
         return copy.copy(self._reason)
 
 
 def _until_left(running: Sequence[_Operation], looking: _Looking) -> None:
-    """The device leaves its kernels a moment after the host was told so; wait for that, bounded."""
+    """Wait until the device has left its kernels, which takes a moment after the abort. The wait is bounded."""
     give_up_s = time.monotonic() + _ABORT_S
     for each in running:
         while not _has_left(each.work, looking) and time.monotonic() < give_up_s:
@@ -459,12 +475,12 @@ def _tell_nobody(operation: str, error: Exception) -> None:
 
 @final
 class _DeviceWork(dist.Work):
-    """What the caller gets of an operation: ordered like the stream, and honest about how it ended.
+    """The caller's Work of an operation: ordered like the stream, with the true outcome.
 
     Args:
-        operation: on the list.
+        operation: the operation on the list.
         orders: the list.
-        live: puts errors into this package's words.
+        live: converts errors to this package's errors.
     """
 
     def __init__(self, operation: _Operation, orders: _Orders, live: LiveGroup) -> None:
@@ -474,12 +490,13 @@ class _DeviceWork(dist.Work):
         self._live = live
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Put the operation before what the current stream does next.
+        """Order the current stream after the operation.
 
         Args:
-            timeout: also wait on the host until the device is done, at most so long. A barrier always does, as long as
-                its own time-out allows. None or zero: don't.
-        Raises: ProcessGroupError: it, or the group with it, has failed by now.
+            timeout: wait on the host until the device is done, for at most this time. A barrier always waits on the
+                host, within its own timeout. None or zero: no wait on the host.
+
+        Raises: ProcessGroupError: the operation, or the whole group, has failed by now.
         """
         operation = self._operation
         self._raise_if_failed()
@@ -492,7 +509,8 @@ class _DeviceWork(dist.Work):
     def _order_the_stream(self) -> None:
         try:
             self._operation.work.synchronize()
-        except RuntimeError as error:  # of the stream, which need not be an error of the operation: the watch will tell
+        # an error of the stream is not necessarily an error of the operation; the watch will find out
+        except RuntimeError as error:
             self._raise(error)
 
     def _wait_on_host(self, timeout: timedelta | None) -> None:
@@ -501,7 +519,7 @@ class _DeviceWork(dist.Work):
         while not self._orders.looked(self._operation):
             self._raise_if_failed()
             if timeout and deadline_s is not None and time.monotonic() >= deadline_s:
-                self._raise(_late(timeout))  # the operation itself may go on, and be waited for again
+                self._raise(_late(timeout))  # the operation may continue, and may be waited for again
             time.sleep(moment_s)
             moment_s = min(2 * moment_s, _LONGEST_MOMENT_S)
         self._raise_if_failed()
@@ -522,11 +540,11 @@ class _DeviceWork(dist.Work):
         raise self._live.convert(self._operation.name, error) from error
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The library's own future, ordered like the stream. It holds no error of the device; `errored()` does."""
+        """Return the library's own future, ordered like the stream. Errors of the device show in `errored()` only."""
         return self._operation.work.get_future()
 
     def is_completed(self) -> bool:
-        """Whether the device is done with it, or it has failed."""
+        """Return whether the device has finished the operation, or the operation has failed."""
         return self._operation.dropped or self._orders.looked(self._operation)
 
     def result(self) -> list[torch.Tensor]:
@@ -543,18 +561,19 @@ class _DeviceWork(dist.Work):
 
 
 class AcceleratorProcessGroup(NativeProcessGroup):
-    """Abstract: a group over such a library; a subclass names the library.
+    """Abstract base of a group over such a library. A subclass names the library.
 
     Args:
         timeout: of each operation, and of `configure` unless it is given another.
         backend: the library.
-        device: to use; None, or one without an index: the one that is current for the thread that makes the group, if
-            one is in use by then, else the one that is current for the thread that configures it.
-        hostname: name or address of this machine that the other ranks reach it by; None: the address by which this
-            machine talks to the store.
+        device: the device to use. None or a device without an index means the current device of the thread that makes
+            the group. If no device is in use there yet, it means the current device of the thread that configures the
+            group.
+        hostname: name or address of this machine for the other ranks; None: this machine's address on the route to the
+            store.
 
-    Raises: Unsupported: this torch does not have the library. InvalidSetting: the environment, or an argument, can't
-        work.
+    Raises: Unsupported: this torch does not have the library. InvalidSetting: the environment, or an argument, is
+        invalid.
     """
 
     def __init__(
@@ -567,7 +586,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
     ) -> None:
         super().__init__(timeout)
         backend.check()
-        watchdog_timeout()  # a setting that is wrong is said here, and not in the first operation
+        watchdog_timeout()  # reports a wrong setting here instead of in the first operation
         self._backend = backend
         self._device = device
         self._device = self._device_here()
@@ -577,7 +596,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         where = attempt.where
         assert where.rank is not None
         assert where.world_size is not None
-        device = self._device_here()  # now, and not on another thread, where the current one is the first
+        device = self._device_here()  # on this thread, because on another thread the first device is current
         lifeline = Lifeline(where.rank, where.world_size, self._address(where.world_size), where.replica_id)
         try:
             self._meet(store, attempt, lifeline)
@@ -605,7 +624,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         return live
 
     def _meet(self, store: Store, attempt: Attempt, lifeline: Lifeline) -> None:
-        """Find the other ranks, and tie the lifeline to them. Raises: ConfigureFailed: it names who is not there."""
+        """Find the other ranks, and connect the lifeline. Raises: ConfigureFailed: it names the missing ranks."""
         assert self._store_client is not None
         records = meet(store, attempt, lifeline.record(), silent=self._store_client.silent)
         examination = Examination(store, attempt, lifeline.unconnected)
@@ -614,13 +633,13 @@ class AcceleratorProcessGroup(NativeProcessGroup):
             lifeline.connect(records, attempt)
         except ConfigureFailed as failure:
             raise examination.after(failure) from failure
-        attempt.enter(None)  # the library, which takes seconds the first time
+        attempt.enter(None)  # the library's own connecting, which takes seconds the first time
 
     def _discard(self) -> None:
         return None
 
     def _device_here(self) -> torch.device | None:
-        """The device to use, as the calling thread sees it."""
+        """Return the device to use, as the calling thread sees it."""
         if self._device is not None and self._device.index is not None:
             return self._device
         return self._backend.current_device() or self._device
@@ -641,13 +660,13 @@ class AcceleratorProcessGroup(NativeProcessGroup):
 
 @final
 class _Connecting:
-    """The library while it connects: on a thread of its own, because it listens to nobody.
+    """The library while it connects, on a separate thread because the call can't be interrupted.
 
     Args:
         backend: the library.
-        store: for its own exchange of addresses.
-        device: to use.
-        attempt: who takes part.
+        store: for the library's own exchange of addresses.
+        device: the device to use.
+        attempt: the current attempt, with rank and size.
     """
 
     def __init__(
@@ -674,12 +693,15 @@ class _Connecting:
                 made.abort()
             else:
                 made.connect()
-        except Exception as error:  # raised by `result`; where nobody asks, the attempt's own error is the news
+        # raised by `result`; without a call of `result`, the attempt's own error is reported
+        except Exception as error:
             self._error = error
         self._done.set()
 
     def result(self, attempt: Attempt, lifeline: Lifeline) -> Communicator:
-        """The connected communicator. Raises: the library's error; the attempt's; ConfigureFailed: a peer let go."""
+        """Return the connected communicator. Raises: the library's error; the attempt's; ConfigureFailed: a peer
+        disconnected.
+        """
         try:
             while not self._done.wait(_LOOK_S):
                 attempt.check()
@@ -694,7 +716,7 @@ class _Connecting:
             attempt.check()
         except BaseException as error:
             if isinstance(error, ProcessGroupError):
-                attempt.stop(copy.copy(error))  # breaks what the library waits for in the store
+                attempt.stop(copy.copy(error))  # interrupts the library's wait in the store
             self._abandon()
             raise
         join_within(self._thread)
@@ -706,7 +728,7 @@ class _Connecting:
             self._abandoned = True
             made = self._communicator
         if made is not None:
-            # On another thread again: a library that does not let itself be told would hold up who wants to go on.
+            # On a separate thread again, because a library that ignores the abort would block the caller.
             ending = threading.Thread(target=made.abort, name="tft-pg-device-abort", daemon=True)
             ending.start()
             ending.join(_ABANDON_S)

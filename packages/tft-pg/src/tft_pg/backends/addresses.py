@@ -1,8 +1,9 @@
-"""By which of its addresses the others reach this machine.
+"""The address by which other machines reach this machine.
 
-A machine's own name may mean loopback to the machine itself and a real address to all others: Debian writes 127.0.1.1
-into /etc/hosts. So an address is taken from the way to somebody else. The law of this file: it asks the resolver and
-the routing table, and sends nothing.
+A machine's own name may mean loopback to the machine itself and a real address to all others. For example, Debian
+writes 127.0.1.1 into /etc/hosts. So this file takes the address from the route to another machine.
+
+Law of this file: it asks the resolver and the routing table, and sends nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ from typing import Final
 
 __all__ = ["address_towards", "loopback_of", "own_name_is_loopback"]
 
-# Reserved for documentation, so never somebody's.
+# Reserved for documentation, so no machine has them.
 _OUTSIDE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
 
 def address_towards(host: str, port: int) -> str:
-    """The numeric address by which this machine talks to another: what that one's neighbours can reach it by, too.
+    """Return this machine's numeric address on the route to another machine. The neighbours of that machine can reach
+    it too.
 
-    Where the host is this machine by a name that means loopback only here, it is the address of packets to the outside,
-    if there is one.
+    If the host is this machine by a name that means loopback only here, return the address of the default route, if
+    any.
 
-    Raises: OSError: the host has no address, or no way leads there.
+    Raises: OSError: the host has no address, or there is no route to it.
     """
     address = _towards(host, port)
     if not _is_loopback(address) or loopback_of(host) is not None:
@@ -36,9 +38,9 @@ def address_towards(host: str, port: int) -> str:
 
 
 def own_name_is_loopback() -> bool:
-    """Whether who listens at the address of this machine's own name, as Gloo does, is reached by nobody else.
+    """Return whether only this machine can reach a listener at its own name's address, as used by Gloo.
 
-    Torch takes the first address of the name that can be listened on, and loopback where there is none.
+    Torch takes the first address of the name that it can listen on, and loopback if there is none.
     """
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
@@ -52,7 +54,7 @@ def own_name_is_loopback() -> bool:
 
 
 def loopback_of(host: str) -> str | None:
-    """The loopback address that this name or address means on every machine; None if it means another."""
+    """Return the loopback address that this name or address means on every machine, or None."""
     if host == "localhost" or host.startswith("127."):
         return "127.0.0.1"
     return host if host == "::1" else None
@@ -60,7 +62,7 @@ def loopback_of(host: str) -> str | None:
 
 def _towards(host: str, port: int) -> str:
     family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:  # a datagram socket that connects sends nothing
+    with socket.socket(family, kind, protocol) as probe:  # connecting a datagram socket sends nothing
         probe.connect(place)
         return str(probe.getsockname()[0])
 

@@ -1,10 +1,11 @@
-"""One `configure` in progress, which can be ended from outside.
+"""One `configure` in progress, which another thread can end.
 
-Building a group means waiting for others in C++ code that listens to nobody. So each attempt has a guard: a thread
-that sleeps until the attempt is over, or is told to stop, or its deadline passes; in the last two cases it breaks
-whatever the builder waits on, again and again (the builder may be on its way into the next wait), until the builder
-has come out. An attempt goes through phases, each with a deadline of its own, see `patience`. The law of this file: no
-store, no backend; builders say how to break their waits.
+A build waits for other ranks in C++ code that can't be interrupted. So each attempt has a guard thread. The guard
+sleeps until the attempt has finished, is stopped, or exceeds its deadline. In the last two cases it breaks the
+builder's waits repeatedly until the builder has returned, because the builder may enter another wait. An attempt goes
+through phases, each with its own deadline, see `patience`.
+
+Law of this file: no store, no backend; builders say how to break their waits.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from tft_pg.threads import join_within
 
 __all__ = ["EXAMINED_AFTER_S", "Attempt"]
 
-# Builders that can tell who is missing do so at the deadline itself; the guard is for those that can't.
+# Builders that can name the missing ranks raise at the deadline itself. The guard is for the other builders.
 _GRACE_S = 0.5
 _SWEEP_S = 0.005
-# An answer that the examiner has asked the store for takes less, unless the store is stopped.
+# A running store answers the examiner's request within this time.
 _ANSWER_S = 0.5
 _SEVERED_WITHIN_S = 5.0
-# A group whose ranks are all there is built within milliseconds. What takes longer is looked into.
+# A group whose ranks are all present is built within milliseconds. Slower builds are examined.
 EXAMINED_AFTER_S = 0.3
-# Where the ordinary time-out is the only bound, it is looked into so long before that.
+# If the ordinary timeout is the only bound, the examination starts this long before it.
 _EXAMINING_S = 2.0
 
 
 @final
 class Attempt:
-    """A context manager round the building of one group.
+    """A context manager around the build of one group.
 
     Args:
-        where: the group to be.
-        timeout: how long building may take.
-        patience: bounds each phase; None: only the time-out does.
+        where: the new group's place.
+        timeout: how long the build may take.
+        patience: bounds each phase; None: only the timeout is a bound.
     """
 
     def __init__(self, where: Where, timeout: timedelta, patience: Patience | None = None) -> None:
@@ -58,7 +59,7 @@ class Attempt:
         self._examine: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self._breakers: list[Callable[[], None]] = []
-        self._severs: list[Callable[[], None]] = []  # those that break a question to the store
+        self._severs: list[Callable[[], None]] = []  # the breakers that interrupt a request to the store
         self._wakes_s = 0.0  # when the guard looks again by itself; 0: it is awake
         self._finished = False
         self._stopped_by: ProcessGroupError | None = None
@@ -78,13 +79,15 @@ class Attempt:
         join_within(self._thread)
         if self._examiner is not None:
             self._end_examiner(self._examiner)
-        # What these hold holds the attempt: a group's last traces would be left to the garbage collector.
+        # These callbacks hold the attempt. Without this, only the garbage collector would free the group.
         self._late, self._examine = None, None
         self._breakers.clear()
         self._severs.clear()
 
     def _end_examiner(self, examiner: threading.Thread) -> None:
-        """Wait for it. A question to a stopped store is broken, whose connection is of no use to the next attempt."""
+        """Wait for the examiner. Interrupt its request to a stopped store, whose connection is unusable for the
+        next attempt.
+        """
         examiner.join(_ANSWER_S)
         give_up_s = time.monotonic() + _SEVERED_WITHIN_S
         while self._severs and examiner.is_alive() and time.monotonic() < give_up_s:
@@ -95,17 +98,17 @@ class Attempt:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether each phase has seconds only, because the next quorum is another chance."""
+        """Return whether each phase has only seconds, because the next quorum is another chance."""
         return self._patience is not None
 
     @property
     def limit_s(self) -> float:
-        """How long the phase may take, in seconds."""
+        """Return how long the phase may take, in seconds."""
         return self._limit_s
 
     @property
     def goes_on(self) -> bool:
-        """Whether the builder still builds, and nothing has stopped it."""
+        """Return whether the builder still builds and the attempt is not stopped."""
         return not self._finished and self._stopped_by is None
 
     def enter(
@@ -115,16 +118,16 @@ class Attempt:
         late: Callable[[], ProcessGroupError] | None = None,
         examine: Callable[[], None] | None = None,
     ) -> None:
-        """Begin a phase; the one before has succeeded.
+        """Begin a phase. The previous phase has succeeded.
 
         Args:
-            phase: which; None: one that is bounded by the time-out alone.
-            late: makes the error, on the guard's thread, where the builder does not notice by itself that the time of
-                the phase is up.
-            examine: called on a thread of its own if the phase takes longer than it should: at once in a phase that is
-                bounded by seconds, and else as much before its end. It looks for the reason, until `goes_on` is false,
-                and may stop the attempt.
-        Raises: the error of `stop`, if that has come already.
+            phase: the phase; None: a phase that only the timeout bounds.
+            late: returns the error, on the guard's thread, if the builder does not notice the end of the phase's time.
+            examine: called on a separate thread if the phase is slow. In a phase with a bound of seconds that is soon
+                after its start, and otherwise 2 s before its end. The callback looks for the reason until `goes_on` is
+                false, and may stop the attempt.
+
+        Raises: the error of `stop`, if the attempt is already stopped.
         """
         now_s = time.monotonic()
         with self._changed:
@@ -141,12 +144,12 @@ class Attempt:
         self.check()
 
     def succeeded(self) -> None:
-        """Note that the last phase has succeeded too."""
+        """Record that the last phase has succeeded too."""
         with self._changed:
             self._leave_phase(time.monotonic())
 
     def failed(self) -> None:
-        """Note that the phase has failed; it gets more time the next time, if its time was up."""
+        """Record that the phase has failed. If its time was up, the phase gets more time the next time."""
         with self._changed:
             phase, self._phase = self._phase, None
             if self._patience is not None and phase is not None and time.monotonic() >= self._deadline_s:
@@ -158,19 +161,21 @@ class Attempt:
             self._patience.succeeded(phase, now_s - self._phase_began_s, self.where.world_size or 1)
 
     def stop(self, error: ProcessGroupError) -> None:
-        """Make the builder come out with this error; returns at once; the first error counts."""
+        """End the builder with this error, and return at once. The first error counts."""
         with self._changed:
             if self._stopped_by is None:
                 self._stopped_by = error
             self._changed.notify_all()
 
     def break_with(self, breaker: Callable[[], None], *, severs_store: bool = False) -> None:
-        """Name a way to end what the builder waits on next; must be harmless when it waits on nothing.
+        """Register a way to end the builder's next wait. It must be harmless without a wait.
 
         Args:
-            breaker: ends it.
-            severs_store: it ends a question to the store. The examiner may wait for one when the builder is done.
-        Raises: the error of `stop`, if that has come already.
+            breaker: ends the wait.
+            severs_store: the breaker interrupts a request to the store. The examiner may wait for one after the
+                builder's end.
+
+        Raises: the error of `stop`, if the attempt is already stopped.
         """
         with self._changed:
             self._breakers.append(breaker)
@@ -179,19 +184,19 @@ class Attempt:
         self.check()
 
     def check(self) -> None:
-        """Raises: the error of `stop`, or of the phase after the guard has acted on its deadline."""
+        """Check whether the attempt goes on. Raises: the error of `stop`, or of the phase after its deadline."""
         with self._changed:
             if self._stopped_by is not None:
                 raise self._stopped_by
 
     def remaining(self) -> timedelta:
-        """Time until the deadline of the phase, never less than a millisecond (torch takes zero for no limit)."""
+        """Return the time until the phase's deadline, at least a millisecond (torch takes zero for no limit)."""
         return timedelta(seconds=max(self._deadline_s - time.monotonic(), 0.001))
 
     def deadline_passed(
         self, waited_for: str, *, missing_ranks: tuple[int, ...] = (), unreached: Mapping[int, str] | None = None
     ) -> ConfigureFailed:
-        """The error of an attempt whose time is up."""
+        """Return the error of an attempt whose time is up."""
         return ConfigureFailed(
             f"no group was built within {self._limit_s:g} s ({self.where}): {waited_for}; "
             "ask for a new quorum and configure under its prefix",
@@ -219,7 +224,7 @@ class Attempt:
                 self._changed.wait_for(lambda: self._finished, _SWEEP_S)
 
     def _wait_for_end(self) -> None:
-        """Wait until the builder is done, or is to be stopped; phases begin meanwhile, each with its own deadline."""
+        """Wait until the builder is done or must be stopped. Meanwhile phases begin, each with its own deadline."""
         with self._changed:
             while not self._is_over():
                 now_s = time.monotonic()

@@ -1,13 +1,13 @@
-"""Which peers keep a group from being built, found out while the building takes longer than it should.
+"""A search for the peers that block a group's build, while the build takes too long.
 
-All ranks have come to the rendezvous, and some connection between two of them is not made. The builder itself connects
-to one after another and can't say who else would answer, so each peer that it is not connected to is called. Those that
-refuse, or do not answer, are named; those that answer are not, whatever else they wait for.
+All ranks have reached the rendezvous, and some connection between two of them is missing. The builder connects to one
+peer after another, so it can't report the state of the others. This file probes each peer without a connection. Peers
+that refuse or do not answer are named. Peers that answer are not named, even if they wait for another rank.
 
-A rank that has given up refuses too, and so does one that a late rank finds gone. So who gives up writes that down in
-the store, under this configure's prefix, before its listener closes, and nobody names it.
+A rank that has given up refuses too. A rank that arrives late finds such a rank gone. So a rank that gives up records
+that in the store, under this configure's prefix, before its listener closes. No rank blames it then.
 
-The law of this file: what a failed attempt can say of its peers; how a group is built is the backend's.
+Law of this file: what a failed attempt can say of its peers; the backend builds the group.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _LOOK_S: Final = 0.05
 
 
 def give_up(store: Store, rank: int | None) -> None:
-    """Write down that this rank builds no group under this prefix any more. A store that is gone is told nothing."""
+    """Record that this rank builds no group under this prefix any more. Does nothing if the store is gone."""
     with contextlib.suppress(RuntimeError):
         store.set(f"{_GAVE_UP}/{rank}", "1")
-        store.set(_GAVE_UP, "1")  # one question tells that nobody has
+        store.set(_GAVE_UP, "1")  # so one request shows that no rank has given up
 
 
 def who_gave_up(store: Store, ranks: Collection[int]) -> frozenset[int]:
-    """Those of these ranks that have written that down; none where the store is gone."""
+    """Return those of these ranks that have given up. The result is empty if the store is gone."""
     with contextlib.suppress(RuntimeError):
         return _marked(store, ranks)
     return frozenset()
@@ -52,18 +52,18 @@ def _marked(store: Store, ranks: Collection[int]) -> frozenset[int]:
 
 
 def names(ranks: Collection[int]) -> str:
-    """Ranks, for a sentence: `rank 3`, or `ranks 1, 2`."""
+    """Return ranks for a sentence: `rank 3`, or `ranks 1, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 @final
 class Examination:
-    """Looks for the reason why one attempt takes so long, or has failed.
+    """A search for the reason why one attempt is slow or has failed.
 
     Args:
         store: under the attempt's prefix.
-        attempt: which; it is stopped when the reason is known, or no time is left.
-        unconnected: the addresses of the peers to which no connection is known, by rank.
+        attempt: the attempt. The search stops it when the reason is known, or no time is left.
+        unconnected: returns the addresses of the peers without a known connection, by rank.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Examination:
         self._found: ConfigureFailed | None = None
 
     def run(self) -> None:
-        """Look, and stop the attempt if there is a reason; else wait for its end, and say then what is known."""
+        """Search, and stop the attempt if there is a reason. Otherwise wait until its time is nearly up and
+        report what is known.
+        """
         attempt = self._attempt
         found = self._reason()
         while found is None and attempt.goes_on and attempt.remaining().total_seconds() > _LOOK_S:
@@ -91,22 +93,25 @@ class Examination:
             attempt.stop(found)
 
     def late(self) -> ConfigureFailed:
-        """What is known when the attempt's time is up."""
+        """Return the error when the attempt's time is up."""
         return self._found or self._attempt.deadline_passed("a peer did not answer")
 
     def after(self, error: Exception) -> Exception:
-        """The error that names whom to blame, after the builder has failed by itself; else the builder's own."""
+        """Return the error that names the blocking ranks, after the builder has failed. Without such ranks,
+        return its own error.
+        """
         found = self._reason()
-        if self._attempt.goes_on:  # else the store may have been severed
+        if self._attempt.goes_on:  # otherwise the store connection may be shut down
             give_up(self._store, self._attempt.where.rank)
         return found or error
 
     def check_nobody_gave_up(self, silent: Callable[[], ConfigureFailed]) -> None:
-        """Ask the store once, after the builder has succeeded late.
+        """Check the store once for ranks that gave up, after the builder has succeeded late.
 
         Args:
-            silent: makes the error where the store does not answer any more.
-        Raises: ConfigureFailed: a peer gave up, so that the group would have no member there.
+            silent: returns the error if the store does not answer any more.
+
+        Raises: ConfigureFailed: a peer gave up, so the group would lack that member.
         """
         self._attempt.enter(Phase.STORE, late=silent)
         where = self._attempt.where
@@ -125,7 +130,7 @@ class Examination:
             )
 
     def _reason(self) -> ConfigureFailed | None:
-        """Call the peers that are not connected, once. Returns: the error that names whom to blame, or None."""
+        """Probe the unconnected peers, once. Returns: the error that names the blocking ranks, or None."""
         with self._lock:
             if self._found is None and self._attempt.goes_on:
                 self._found = self._look()
@@ -134,7 +139,7 @@ class Examination:
     def _look(self) -> ConfigureFailed | None:
         attempt, unconnected = self._attempt, self._unconnected()
         places = {(rank, at): place for rank, of_rank in unconnected.items() for at, place in enumerate(of_rank)}
-        # At the end of its time an attempt has no time left to call; a refusal is known after a moment even then.
+        # An expired attempt has no time left to probe, but a refusal is known after a moment even then.
         until_s = time.monotonic() + max(attempt.remaining().total_seconds(), 2 * _LOOK_S)
         answers = call_all(places, until_s=until_s, goes_on=lambda: attempt.goes_on)
         if not attempt.goes_on:

@@ -1,8 +1,9 @@
-"""The life of a process group that is made of one torch group after another.
+"""The life of a process group that uses one torch group after another.
 
-A backend knows how to build one torch group; everything else, which is the same for all of them, is here: one
-attempt at a time, one live group at a time, and an abort that reaches whichever there is. The law of this file:
-locks are held for assignments only, never while something waits.
+A backend builds single torch groups. This file holds everything else, which all backends share: one attempt at a time,
+one live group at a time, and an abort that reaches both.
+
+Law of this file: locks are held for assignments only, never while something waits.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _STOPPED_WITHIN_S = 10.0
 
 
 class NativeProcessGroup(ProcessGroup):
-    """Abstract: a subclass builds torch groups of one backend.
+    """Abstract base. A subclass builds torch groups of one backend.
 
     Args:
         timeout: of each operation, and of `configure` unless it is given another.
@@ -63,24 +64,26 @@ class NativeProcessGroup(ProcessGroup):
         self._closed = False
         self._where = Where()
         self._store_client: StoreClient | None = None
-        self._given_up: list[StoreClient] = []  # may still be connecting
-        self._parent_pid = 0  # in a forked child: whose group this is a copy of
+        self._given_up: list[StoreClient] = []  # these may still be connecting
+        self._parent_pid = 0  # in a forked child: the process that owns the original of this group
         let_go_in_child(self)
 
     @abc.abstractmethod
     def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
-        """Build one torch group; blocks.
+        """Build one torch group, and block until it is built.
 
         Args:
             store: under this configure's prefix.
-            attempt: to be told how to break each wait, and which phase begins; `attempt.where` has rank and size.
+            attempt: the builder tells it how to break each wait, and which phase begins. `attempt.where` has rank and
+                size.
             timeout: of the group's operations.
+
         Raises: any error; the builder leaves nothing behind then.
         """
 
     @abc.abstractmethod
     def _discard(self) -> None:
-        """Let go of what is kept from one torch group to the next; called after a failure and at the end."""
+        """Release the resources kept from one torch group to the next, after a failure and at the end."""
 
     @place_first
     def configure(
@@ -103,7 +106,8 @@ class NativeProcessGroup(ProcessGroup):
             raise InvalidSetting(f"there are {len(global_ranks)} global ranks for a world size of {world_size}")
         where = Where(rank, world_size, replica_id, quorum_id, group_rank)
         limit = self._timeout if timeout is None else checked_timeout(timeout)
-        # A quorum is formed anew, without whom somebody can't reach; nobody else gives a second chance so soon.
+        # Another quorum without the unreachable member follows soon. Without a quorum there is no second chance so
+        # soon.
         patience = self._patience if quorum_id is not None and timeout is None else None
         with self._configuring, Attempt(where, limit, patience) as attempt:
             self._begin(attempt)
@@ -130,7 +134,7 @@ class NativeProcessGroup(ProcessGroup):
             before.release()
 
     def _connect(self, address: StoreAddress, attempt: Attempt) -> Store:
-        """The store under this configure's prefix; the connection is kept while the store is the same."""
+        """Return the store under this configure's prefix. The connection is kept while the store is the same."""
         client = self._store_client
         if client is not None and (client.host, client.port) == (address.host, address.port):
             attempt.enter(Phase.STORE, late=client.silent)
@@ -148,7 +152,7 @@ class NativeProcessGroup(ProcessGroup):
         attempt.failed()
         if self._store_client is not None:
             self._given_up = [client for client in (*self._given_up, self._store_client) if client.connecting]
-            self._store_client = None  # it may have been severed, or be the fault
+            self._store_client = None  # its connection may be shut down, or the store may be the cause
         self._discard()
         try:
             attempt.check()
@@ -166,7 +170,7 @@ class NativeProcessGroup(ProcessGroup):
             )
         with self._lock:
             self._attempt = None
-            self._error = copy.copy(failure)  # without the frames of the one that is raised
+            self._error = copy.copy(failure)  # without the frames of the raised error
         return failure
 
     def _finish(self, attempt: Attempt, live: LiveGroup) -> None:
@@ -180,7 +184,7 @@ class NativeProcessGroup(ProcessGroup):
             else:
                 attempt.succeeded()
                 self._live, self._error = live, None
-                live.set_timeout(self._timeout)  # it may have changed meanwhile
+                live.set_timeout(self._timeout)  # the timeout may have changed in the meantime
                 return
         self._store_client = None
         live.end(why)
@@ -236,7 +240,7 @@ class NativeProcessGroup(ProcessGroup):
             if live is None:
                 self._error = why
             if attempt is not None:
-                attempt.stop(why)  # under the lock, or the attempt could succeed before it hears of it
+                attempt.stop(why)  # under the lock, so the attempt can't succeed first
         if live is not None:
             live.end(why)
 
@@ -255,7 +259,7 @@ class NativeProcessGroup(ProcessGroup):
         if live is not None:
             live.end(why)
             live.release()
-        # An attempt that was stopped is out in milliseconds.
+        # A stopped attempt ends within milliseconds.
         if not self._configuring.acquire(timeout=_STOPPED_WITHIN_S):
             logger.warning("a configure did not end within %g s of shutdown (%s)", _STOPPED_WITHIN_S, self._where)
             return
@@ -268,7 +272,7 @@ class NativeProcessGroup(ProcessGroup):
             client.settle()
 
     def forked(self) -> Inheritance:
-        """In a child: closed, and nothing of the parent's is ended or destroyed."""
+        """Close the group in a forked child, without ending or destroying the parent's resources."""
         self._parent_pid = os.getppid()
         self._configuring, self._lock = threading.Lock(), threading.Lock()
         self._closed, self._attempt, self._live = True, None, None

@@ -1,4 +1,4 @@
-"""Process groups over NCCL, torch's backend for CUDA devices. The law of this file: NCCL's names; see `accelerator`."""
+"""Process groups over NCCL, torch's backend for CUDA devices. Law of this file: NCCL's names; see `accelerator`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _NCCL = Library(
 class ProcessGroupNCCL(AcceleratorProcessGroup):
     """A process group over torch's NCCL.
 
-    `wait()` of its Works puts the operation before what the current stream does next, as with torch alone;
-    `wait(timeout)` and a barrier also wait on the host. A failure shows in `errored()`, and in every later `wait` of an
-    operation that did not end well. Tensors on the CPU are refused.
+    `wait()` of its Works orders the current stream after the operation, as in torch. `wait(timeout)` and a barrier also
+    wait on the host. A failure shows in `errored()`, and in every later `wait` of an operation that did not succeed.
+    Tensors on the CPU are refused.
 
     Args:
         timeout: of each operation, counted from its call, and of `configure` unless it is given another.
-        device: a CUDA device; None, or one without an index: the one that is current for the thread that makes the
-            group, if CUDA is in use by then, else the one that is current for the thread that configures it.
-        hostname: name or address of this machine that the other ranks reach it by; None: the address by which this
-            machine talks to the store.
-        backend: another library in the place of torch's, for tests; see `tft_pg.testing.FakeAccelerator`.
+        device: a CUDA device. None or a device without an index means the current device of the thread that makes the
+            group. If CUDA is not in use by then, it means the current device of the thread that configures the group.
+        hostname: name or address of this machine for the other ranks; None: this machine's address on the route to the
+            store.
+        backend: a replacement of torch's library, for tests; see `tft_pg.testing.FakeAccelerator`.
 
-    Raises: Unsupported: this torch has no NCCL. InvalidSetting: an argument, or the environment, can't work.
+    Raises: Unsupported: this torch has no NCCL. InvalidSetting: an argument, or the environment, is invalid.
     """
 
     def __init__(

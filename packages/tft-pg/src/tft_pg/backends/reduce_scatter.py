@@ -1,10 +1,11 @@
-"""reduce_scatter for backends that make it of an allreduce, with a Work that tells when it has ended.
+"""reduce_scatter for backends that implement it by an allreduce, with a Work that reports its end.
 
-Torch 2.13's Gloo reduces a copy of the whole input and keeps a rank's own part of it, but does so behind a Work that
-says nothing before a wait and whose wait can't be left. Here is the same, as one allreduce a tensor, and a copy by
-whoever first sees that these have ended: a wait, a future, or a look at whether they have, such as the group takes
-before it lets go of them. The bits of the result are torch's. The law of this file: no backend and no life cycle, only
-the collective.
+Torch 2.13's Gloo reduces a copy of the whole input and keeps a rank's own part. But its Work reports nothing before a
+wait, and that wait can't be interrupted. This file does the same with one allreduce for each tensor. The first caller
+that sees their end copies the result: a wait, a future, or a check of completion. The group makes such a check before
+it releases the Works. The result is bit-identical to torch's.
+
+Law of this file: no backend and no life cycle, only the collective.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ def start_reduce_scatter(
     """Start any form of reduce_scatter.
 
     Args:
-        torch_group: whose allreduce does the work.
-        collective: one of the table's three rows, with arguments that `tft_pg.checks` has found right.
+        torch_group: the group whose allreduce is used.
+        collective: one of the table's three rows, with arguments that passed `tft_pg.checks`.
         args, kwargs: as the caller gave them.
+
     Raises: RuntimeError: the backend refuses the dtype or the reduction; nothing was sent then.
     """
     outputs: Any = collective.argument(0, args, kwargs)
@@ -70,8 +72,8 @@ class _Scattered(dist.Work):
 
     Args:
         works: of the allreduces.
-        copies: for each, where this rank's part of the result goes, and the part.
-        outputs: what the operation fills in.
+        copies: for each allreduce, the destination of this rank's part, and the part.
+        outputs: the tensors that the operation fills in.
     """
 
     def __init__(
@@ -113,10 +115,10 @@ class _Scattered(dist.Work):
         return self._outputs
 
     def is_completed(self) -> bool:
-        """Whether it has ended; if it ended well, its outputs are filled in by then."""
+        """Return whether the operation has ended. After a success, the outputs are filled in by then."""
         if not all(work.is_completed() for work in self._works):
             return False
-        with suppress(RuntimeError):  # who waits for it gets that
+        with suppress(RuntimeError):  # a waiter gets this error
             self.wait()
         return True
 

@@ -1,7 +1,9 @@
 """Process groups over XCCL, torch's backend for Intel's XPU devices.
 
-Torch's class can't end what runs on such a device. An abort lets go of it, tells the peers, and makes every later wait
-an error, but a kernel that hangs stays until the process ends. The law of this file: XCCL's names; see `accelerator`.
+Torch's class can't end operations on such a device. An abort releases the device, informs the peers, and makes every
+later wait an error. But a hanging kernel stays until the process ends.
+
+Law of this file: XCCL's names; see `accelerator`.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ _XCCL = Library(
 class ProcessGroupXCCL(AcceleratorProcessGroup):
     """A process group over torch's XCCL.
 
-    `wait()` of its Works puts the operation before what the current stream does next, as with torch alone;
-    `wait(timeout)` and a barrier also wait on the host. A failure shows in `errored()`, and in every later `wait` of an
-    operation that did not end well. Tensors on the CPU are refused. What runs on the device can't be aborted.
+    `wait()` of its Works orders the current stream after the operation, as in torch. `wait(timeout)` and a barrier also
+    wait on the host. A failure shows in `errored()`, and in every later `wait` of an operation that did not succeed.
+    Tensors on the CPU are refused. Running operations on the device can't be aborted.
 
     Args:
         timeout: of each operation, counted from its call, and of `configure` unless it is given another.
-        device: an XPU device; None, or one without an index: the one that is current for the thread that makes the
-            group, if one is in use by then, else the one that is current for the thread that configures it.
-        hostname: name or address of this machine that the other ranks reach it by; None: the address by which this
-            machine talks to the store.
-        backend: another library in the place of torch's, for tests; see `tft_pg.testing.FakeAccelerator`.
+        device: an XPU device. None or a device without an index means the current device of the thread that makes the
+            group. If none is in use by then, it means the current device of the thread that configures the group.
+        hostname: name or address of this machine for the other ranks; None: this machine's address on the route to the
+            store.
+        backend: a replacement of torch's library, for tests; see `tft_pg.testing.FakeAccelerator`.
 
-    Raises: Unsupported: this torch has no XCCL. InvalidSetting: an argument, or the environment, can't work.
+    Raises: Unsupported: this torch has no XCCL. InvalidSetting: an argument, or the environment, is invalid.
     """
 
     def __init__(
