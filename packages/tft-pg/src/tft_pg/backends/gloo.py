@@ -1,18 +1,17 @@
-"""Process groups over Gloo, torch's CPU backend, with an abort that ends things.
+"""Process groups over Gloo, torch's CPU backend, with an abort that ends running operations.
 
-Torch 2.13's Gloo has an `abort()` that ends nothing. What does end everything that waits is to shut down the
-connections between the ranks, and Gloo tells who they are: each rank publishes in the store the address of its
-listening socket, so the group's connections are exactly those with such an address at an end. A store in between
-reads along. A rank that waits for a peer to connect to it has no connection yet; to end that wait, we connect in
-the peer's place and hang up.
+In torch 2.13, Gloo's `abort()` ends nothing. Shutting down the connections between the ranks does end everything that
+waits. Each rank publishes the address of its listening socket in the store, and a store in between records the
+addresses. The group's connections are exactly those with such an address at one end. A rank that waits for a peer's
+connection has no connection yet. To end that wait, this file connects in the peer's place and disconnects.
 
-One thing Gloo forgets when a connection ends: who waits for the rest of a message of which a part has passed (pair.cc
-signals operations that have not begun, and none that has). So an abort lets what is under way pass first, for some
-milliseconds; and where a peer died in the middle of a message, nobody waits for the operation any longer than it
-takes to be sure that it will not end, though its thread in torch stays until the operation's own time-out. A send or
-a receive has no such thread, and the wait for it is ended (see `transfers`).
+Gloo forgets one thing when a connection ends: an operation that waits for the rest of a partly received message. Gloo
+(pair.cc) signals operations that have not begun, and none that has. So an abort first gives messages on the wire some
+milliseconds to pass. If a peer died in the middle of a message, this package's wait ends as soon as the operation
+certainly can't finish. The operation's thread in torch stays until the operation's own timeout. A send or a receive has
+no such thread, and its wait can be ended (see `transfers`).
 
-The law of this file: how a Gloo group is built, severed, and what its errors mean. The life cycle is in `native`.
+Law of this file: how a Gloo group is built and disconnected, and what its errors mean. The life cycle is in `native`.
 """
 
 from __future__ import annotations
@@ -69,13 +68,13 @@ __all__ = ["ProcessGroupGloo"]
 _INTERFACES_ENV = "GLOO_SOCKET_IFNAME"
 _Gloo: Any = dist.ProcessGroupGloo
 
-# Gloo's own time-out while it builds: never first, because it leaves a dangling callback behind.
+# Gloo's own timeout during the build. It must never expire first, because Gloo then leaves a dangling callback behind.
 _NEVER_FIRST = timedelta(minutes=10)
 _POKE_S = 0.2
-# With so many bytes, the number of a connection, each caller begins.
+# Each caller first sends this many bytes, the number of a connection.
 _NUMBER_BYTES = 8
 _DOUBT_S = 0.5
-# This long after Gloo has closed the connections an operation has failed, if it has not forgotten it.
+# This long after Gloo has closed the connections, an operation has failed or Gloo has forgotten it.
 _STRAGGLE_S = 0.05
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 _REDUCE_SCATTERS = frozenset({"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"})
@@ -92,11 +91,14 @@ class ProcessGroupGloo(NativeProcessGroup):
         interface: network interface to listen on, for example `eth0`; several separated by commas.
         hostname: name or address of this machine to listen on, instead of an interface.
 
-    Without either, `GLOO_SOCKET_IFNAME` names the interface; else it is loopback when the store is on loopback (then
-    every rank is on this machine); else the address of this machine's own name, as torch has it; or, if that means
-    loopback or nothing here, the address by which this machine talks to the store.
+    Without either argument, the group uses the first of these that applies:
 
-    Raises: InvalidSetting: both are given, or the time-out is not above zero. Unsupported: not on this system.
+    - the interface that `GLOO_SOCKET_IFNAME` names
+    - loopback, if the store is on loopback, because then every rank is on this machine
+    - the address of this machine's own name, as torch does
+    - this machine's address on the route to the store, if its own name means loopback or nothing
+
+    Raises: InvalidSetting: both are given, or the timeout is not above zero. Unsupported: not on this system.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
         self._listens = _Place()
-        self._listeners: frozenset[Endpoint] = frozenset()  # of the devices, known when a group was built on them
+        self._listeners: frozenset[Endpoint] = frozenset()  # of the devices, known after a group was built on them
         self._own_name_is_loopback: bool | None = None
 
     def getBackendName(self) -> str:
@@ -128,11 +130,12 @@ class ProcessGroupGloo(NativeProcessGroup):
         mesh = _Mesh(where.rank)
         attempt.break_with(mesh.sever_unfinished)
         place = self._place()
-        # Forks wait until Gloo says where a new listener listens; of several interfaces, the first.
+        # Forks wait until Gloo publishes the address of a new listener. With several interfaces, the first listener
+        # counts.
         with ExitStack() as unnamed:
             if not self._devices or place != self._listens or sockets.connected(local=self._listeners):
-                # The group before has no connection any more: these are strangers', whom Gloo neither answers nor lets
-                # go, and the end of one would be taken for a member's.
+                # The previous group has no connections any more, so these belong to strangers. Gloo neither answers nor
+                # closes them, and the end of such a connection would look like a member's.
                 self._devices = ()
                 unnamed.enter_context(forks_wait())
                 self._listens, self._devices = place, place.make_devices()
@@ -157,8 +160,9 @@ class ProcessGroupGloo(NativeProcessGroup):
                 backend = _Gloo(witness, where.rank, where.world_size, options)
             except Exception as error:
                 meeting.end()
-                options._devices = []  # or the error's frames would keep the listeners, which late ranks then find
-                # An exception of the store in between passes through C++ and loses its type on the way.
+                # otherwise the error's frames would keep the listeners, and late ranks would find them
+                options._devices = []
+                # An exception of the store in between passes through C++ and loses its type.
                 raise witness.error or examination.after(error) from None
         try:
             attempt.check()
@@ -168,12 +172,12 @@ class ProcessGroupGloo(NativeProcessGroup):
                 self._listeners = mesh.own()
                 sockets.hide_from_programs(self._listeners)
             if time.monotonic() - began_s > EXAMINED_AFTER_S:
-                # A listener takes connections for a moment longer than its rank waits for them.
+                # A listener accepts connections for a moment longer than its rank waits for them.
                 examination.check_nobody_gave_up(self._store_client.silent)
         except Exception:
             meeting.end()
             options._devices = []
-            del backend  # or the error would keep it, and its threads
+            del backend  # otherwise the error would keep the backend and its threads
             raise
         backend.set_timeout(timeout)
         store.set_timeout(timeout)
@@ -200,7 +204,8 @@ class ProcessGroupGloo(NativeProcessGroup):
             words=None if lifeline is None else WordLine(lifeline, where),
         )
         keep_at_exit(live)
-        fail_forgotten = weakref.WeakMethod(live.give_up)  # a group that nobody holds any more has no thread that does
+        # a weak reference, so an unreferenced group is freed together with its thread
+        fail_forgotten = weakref.WeakMethod(live.give_up)
 
         def on_severed() -> None:
             transfers.end()
@@ -210,7 +215,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         return live
 
     def _discard(self) -> None:
-        # After a failure a listener may hold connections for a group that never was.
+        # After a failure a listener may hold connections of the failed group.
         self._devices = ()
         self._own_name_is_loopback = None
 
@@ -220,7 +225,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         return Inheritance(local=self._listeners, kept=devices)
 
     def _place(self) -> _Place:
-        """Where to listen; the listeners stay from one group to the next as long as that is the same."""
+        """Return where to listen. The listeners stay from one group to the next as long as the place is the same."""
         interface = self._interface or ("" if self._hostname else os.environ.get(_INTERFACES_ENV, ""))
         if interface:
             return _Place(interfaces=tuple(name.strip() for name in interface.split(",") if name.strip()))
@@ -231,8 +236,8 @@ class ProcessGroupGloo(NativeProcessGroup):
         return _Place(hostname=loopback_of(host) or self._instead_of_own_name(host, port))
 
     def _instead_of_own_name(self, store_host: str, store_port: int) -> str:
-        """Where to listen because the address of this machine's own name, torch's choice, won't do; "" if it does."""
-        # Asked once for all groups, as torch does: a resolver may be slow.
+        """Return where to listen if torch's choice, the address of this machine's own name, does not work; else ""."""
+        # Resolved once for all groups, as torch does, because a resolver may be slow.
         if self._own_name_is_loopback is None:
             self._own_name_is_loopback = own_name_is_loopback()
         if not self._own_name_is_loopback:
@@ -247,13 +252,13 @@ class ProcessGroupGloo(NativeProcessGroup):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where to listen: on interfaces, or at an address of this machine, or where torch chooses."""
+    """A place to listen: on interfaces, at an address of this machine, or at torch's choice."""
 
     interfaces: tuple[str, ...] = ()
     hostname: str = ""
 
     def make_devices(self) -> tuple[object, ...]:
-        """The listeners, one an interface."""
+        """Make the listeners, one for each interface."""
         if self.interfaces:
             return tuple(_Gloo.create_device(interface=name, lazy_init=False) for name in self.interfaces)
         if self.hostname:
@@ -292,12 +297,12 @@ def _threads() -> frozenset[str]:
 
 
 def _reducing(candidates: frozenset[str]) -> bool:
-    """Whether any of these threads is one of torch's that run Gloo's operations, and computes at this moment."""
+    """Return whether any of these threads is a Gloo thread of torch that computes at this moment."""
     for thread in candidates:
         try:
             with open(f"{_THREADS}/{thread}/stat", encoding="ascii", errors="replace") as stat:
                 _, is_reducer, rest = stat.read().partition(_REDUCER_THREAD)
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
         if is_reducer and not rest.startswith("S"):
             return True
@@ -306,7 +311,9 @@ def _reducing(candidates: frozenset[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Published:
-    """What one rank publishes of one device: where it listens, and the number of the connection for each peer."""
+    """The record that one rank publishes for one device: its listening address, and a connection number for each
+    peer.
+    """
 
     family: int
     endpoint: Endpoint
@@ -315,20 +322,20 @@ class _Published:
 
     @property
     def address(self) -> str:
-        """Where it listens, with the zone that an address of one link has."""
+        """Return the listening address, with the zone of a link-local address."""
         return f"{self.endpoint.address}%{self.zone}" if self.zone else self.endpoint.address
 
     @property
     def place(self) -> Place:
-        """Where to call it."""
+        """Return the place to probe or connect to."""
         rest = (0, self.zone) if self.family == socket.AF_INET6 else ()
         return Place(self.family, (*self.endpoint, *rest))
 
     @classmethod
     def read(cls, record: bytes) -> _Published:
-        """From Gloo's record: host name, sockaddr_storage with a number, numbers; lengths first, native order.
+        """Parse Gloo's record: host name, sockaddr_storage with a number, numbers; lengths first, native byte order.
 
-        Raises: ConfigureFailed: it is something else, as another version of torch may publish.
+        Raises: ConfigureFailed: the record has another form, as other versions of torch may publish.
         """
         try:
             (name_bytes,) = struct.unpack_from("=Q", record, 0)
@@ -350,18 +357,18 @@ class _Published:
 
 
 class _Mesh:
-    """The connections between one rank and its peers, while they are made and after."""
+    """The connections between one rank and its peers, during and after the build."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._lock = threading.Lock()
         self._own: dict[str, _Published] = {}
         self._peers: set[Endpoint] = set()
-        self._met: dict[int, list[_Published]] = {}  # of the peers, by rank
-        self._unanswered: dict[int, str] = {}  # of the built group: who answers no call
+        self._met: dict[int, list[_Published]] = {}  # the peers' records, by rank
+        self._unanswered: dict[int, str] = {}  # of the built group: the ranks that answer no probe
         self._poked: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
-        self._needed = 0  # so many of these are peers'
+        self._needed = 0  # the number of these connections that belong to peers
         self._threads: frozenset[str] = frozenset()
         self._is_built = False
         self._watch: Watch | None = None
@@ -374,7 +381,7 @@ class _Mesh:
         return own
 
     def own(self) -> frozenset[Endpoint]:
-        """Where this rank listens."""
+        """Return the addresses at which this rank listens."""
         with self._lock:
             return frozenset(own.endpoint for own in self._own.values())
 
@@ -385,10 +392,10 @@ class _Mesh:
             self._met.setdefault(rank, []).append(peer)
 
     def unconnected(self) -> dict[int, list[Place]]:
-        """Where those peers listen, by rank, to which no connection is known.
+        """Return the listening addresses of the peers without a known connection, by rank.
 
-        Who has connected to this rank can't be told from the connection. So unless all that it could be have done so,
-        all of them are given.
+        A connection that a peer has opened to this rank does not show the peer's rank. So the result contains all
+        possible callers, until as many connections have come in.
         """
         with self._lock:
             met = [(rank, peer) for rank, peers in self._met.items() for peer in peers]
@@ -403,13 +410,14 @@ class _Mesh:
         return found
 
     def finish(self, world_size: int, num_devices: int, *, threads: frozenset[str]) -> None:
-        """Note which connections the group has, now that it has them all.
+        """Record the connections of the group, now that it is built.
 
         Args:
             world_size: of the group.
-            num_devices: on which each rank listens.
-            threads: those that began while it was built: its own, and some of another's that began just then.
-        Raises: ConfigureFailed: they are fewer, so that a peer is gone already.
+            num_devices: the number of devices on which each rank listens.
+            threads: the threads that started during the build: the group's own, and possibly some of another group.
+
+        Raises: ConfigureFailed: connections are missing, so a peer is already gone.
         """
         self._threads = threads
         self._is_built = True
@@ -425,7 +433,7 @@ class _Mesh:
             )
 
     def watch(self, on_severed: Callable[[], None]) -> None:
-        """From now on the end of one peer's connection is the end of all."""
+        """Start to watch the connections. The end of one peer's connection ends all connections."""
         if self._inodes:
             call_peers = weakref.WeakMethod(self._call_peers)
             self._watch = Watch(
@@ -434,14 +442,15 @@ class _Mesh:
                 needed=self._needed,
                 on_doubt=lambda: (call_peers() or _nothing)(),
             )
-            # A group that nobody shut down leaves no thread either. Not at the end of the process: there an end of the
-            # connections would wake waits that must not come back from C++ any more.
+            # A group without a shutdown leaves no thread either. Not at the end of the process: ending the connections
+            # there would wake waits that must not return from C++ any more.
             weakref.finalize(self, self._watch.end).atexit = False
 
     def silent_ranks(self) -> dict[int, str]:
-        """Who has ended the built group because it acknowledges nothing any more, and why, in a few words.
+        """Return the ranks whose silence has ended the built group, each with a short reason.
 
-        Of a connection that the other side has made only its host is known; it names a rank that is alone there.
+        For a connection that the peer has opened, only the peer's host is known. That names a rank only if it is alone
+        on the host.
         """
         found: dict[int, str] = {}
         for end in () if self._watch is None else self._watch.silent:
@@ -458,8 +467,11 @@ class _Mesh:
         return {**self._unanswered, **found} if found else {}
 
     def _call_peers(self) -> None:
-        """Find out who else is silent. In a ring, data is sent to the neighbours alone, and who has lost all is blamed
-        by one or two."""
+        """Probe all peers, to find the other silent ranks.
+
+        In a ring, a rank sends data to its neighbours alone. So only one or two ranks notice a rank that has lost its
+        network.
+        """
         places = {(rank, at): peer.place for rank, peers in self._met.items() for at, peer in enumerate(peers)}
         watch = self._watch
         answers = call_all(
@@ -467,21 +479,24 @@ class _Mesh:
             until_s=time.monotonic() + _DOUBT_S,
             goes_on=lambda: watch is None or watch.severed_s is None,
         )
-        # Who refuses has only ended its group, and listens elsewhere by now.
+        # A peer that refuses has only ended its group, and listens at another address by now.
         self._unanswered = {
             rank: f"{places[rank, at]}: {why}" for (rank, at), why in answers.items() if NO_ANSWER in why
         }
 
     def end(self) -> None:
         """End every operation of the built group, here and at the peers."""
-        # Where a peer's end severs Gloo's connections, those for words stay: a word may not need that peer any more.
+        # If a peer's end disconnects Gloo, the connections for words stay, because a word may not need that peer any
+        # more.
         if self.lifeline is not None:
             self.lifeline.end()
         if self._watch is not None:
             self._watch.end()
 
     def is_over(self) -> bool:
-        """Whether what has not ended by now never will: severed a moment ago, and no thread of its is at work."""
+        """Return whether unfinished operations can never finish: the connections have ended, and no thread of the
+        group computes.
+        """
         severed_s = None if self._watch is None else self._watch.severed_s
         straggled = severed_s is not None and time.monotonic() - severed_s > _STRAGGLE_S
         return straggled and not _reducing(self._threads)
@@ -491,14 +506,14 @@ class _Mesh:
             self._watch.join()
 
     def forked(self) -> Inheritance:
-        """In a child: neither listens nor is connected."""
+        """Release the listeners and connections in a forked child."""
         self._lock = threading.Lock()
         if self._peers and not self._is_built:
             sockets.wait_until_connected()
         return Inheritance(local=self.own(), remote=self._peers)
 
     def sever_unfinished(self) -> None:
-        """End what the building waits on; to be repeated, because the builder then goes on to the next wait."""
+        """End the builder's current wait. Callers repeat this, because the builder then enters its next wait."""
         with self._lock:
             peers = frozenset(self._peers)
             poke = [own for device, own in self._own.items() if device not in self._poked] if peers else []
@@ -523,29 +538,29 @@ class _Mesh:
                 try:
                     caller.connect(place.sockaddr)
                     caller.sendall(struct.pack("=q", number))
-                except OSError:  # the listener is gone, and with it the wait
+                except OSError:  # the listener is gone, and the wait with it
                     return
 
 
 def _without_strangers(accepted: frozenset[int]) -> frozenset[int]:
-    """Those of these connections whose caller has said for whom it calls, as a member does at once.
+    """Return the connections whose caller has sent its connection number, as members do at once.
 
-    A peer that looks whether this rank answers says nothing and hangs up, and Gloo keeps what is left of it.
+    A peer that probes this rank sends nothing and disconnects, and Gloo keeps the remainder of its connection.
     """
     return frozenset(inode for inode, passed in sockets.traffic(accepted).items() if passed.received >= _NUMBER_BYTES)
 
 
 class _WitnessStore(Store):
-    """The store that Gloo is given: passes everything on, and tells the mesh which addresses went by.
+    """The store given to Gloo. It passes everything on, and tells the mesh which addresses it has seen.
 
     Args:
-        store: the real one.
-        mesh: told of the addresses.
-        meeting: has the ranks connect for words, too.
-        attempt: told which phase begins.
+        store: the real store.
+        mesh: receives the addresses.
+        meeting: also connects the ranks for words.
+        attempt: informed of each new phase.
         on_published: called when this rank's address is known.
-        silent: makes the error where the store does not answer any more.
-        examination: finds out why no connections are made.
+        silent: returns the error if the store does not answer any more.
+        examination: finds the reason for missing connections.
     """
 
     def __init__(
@@ -571,7 +586,7 @@ class _WitnessStore(Store):
         self.error: Exception | None = None
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Publish this rank's record of one device, unless somebody has under the same prefix."""
+        """Publish this rank's record of one device. Fails if the prefix already has one for this rank."""
         record = value.encode() if isinstance(value, str) else bytes(value)
         with _Keeping(self):
             self._attempt.check()
@@ -579,7 +594,8 @@ class _WitnessStore(Store):
             published = self._meeting.publish(_device_of(key), record, own.address)
             self._on_published()
             self._attempt.enter(Phase.RANKS, late=self._silent)
-            found = self._store.compare_set(key, "", published)  # type: ignore[arg-type]  # bytes, in fact
+            # type: ignore[arg-type]  # accepts bytes, contrary to torch's stub
+            found = self._store.compare_set(key, "", published)
             if found != published:
                 raise ConfigureFailed(
                     f"rank {self._attempt.where.rank} found its place under the store prefix taken; every configure "
@@ -593,7 +609,7 @@ class _WitnessStore(Store):
         return self._records[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait for the records of all ranks at once, the first time that any is asked for."""
+        """Wait for the records of all ranks at once, at the first request for any of them."""
         with _Keeping(self):
             for key in keys:
                 if key not in self._records:
@@ -615,7 +631,8 @@ class _WitnessStore(Store):
             rank = int(key.rpartition("/")[2])
             self._records[key] = self._meeting.met(device, rank, bytes(published))
             self._mesh.met(rank, self._records[key])
-        # Who stopped before the mesh knew its peers could not break what comes now; whoever stops from here on can.
+        # Before this point the mesh did not know its peers, so an abort could not interrupt the connecting. From here
+        # on it can.
         self._attempt.enter(Phase.CONNECTIONS, late=self._examination.late, examine=self._examination.run)
         try:
             self._meeting.call(device)
@@ -624,7 +641,7 @@ class _WitnessStore(Store):
 
 
 class _Keeping:
-    """Keeps the first error that leaves a store, because C++ passes on its text only."""
+    """A recorder of the first error that leaves a store, because C++ passes on only its text."""
 
     def __init__(self, store: _WitnessStore) -> None:
         self._store = store
@@ -641,7 +658,7 @@ def _device_of(key: str) -> str:
     return key.rpartition("/")[0]
 
 
-# What Gloo's errors say of themselves (third_party/gloo of torch 2.13); whatever else comes is a refusal.
+# Error texts of Gloo (third_party/gloo of torch 2.13). Any other text is a refusal of the call.
 _FAULTS: Mapping[str, type[PeerFailed] | type[DeadlinePassed]] = {
     "Timed out waiting": DeadlinePassed,
     "timed out": DeadlinePassed,

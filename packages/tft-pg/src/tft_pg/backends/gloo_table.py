@@ -1,10 +1,11 @@
-"""Which dtypes, reductions and layouts torch's Gloo has, as a table.
+"""The dtypes, reductions and layouts that torch's Gloo supports, as a table.
 
-Most of what Gloo has not it refuses by itself, before anything is sent. Some of it goes wrong in silence: a tensor with
-gaps is reduced as if it had none, a sum of bools leaves bytes that are neither true nor false, and a mean of integers
-fails after the tensor has been overwritten. So every tensor of a call is looked up first, and refused on each rank
-alike: what is wrong with the second must not show when the first has been sent. The law of this file: pure functions
-from a call to a sentence part.
+Gloo itself refuses most of what it does not support, before it sends anything. Some calls fail silently. Gloo reduces a
+non-contiguous tensor as if it were contiguous. A sum of bools leaves bytes that are neither true nor false. A mean of
+integers fails after the tensor has been overwritten. So this file checks every tensor of a call first, and all ranks
+refuse alike. A fault of the second tensor must not show after the first has been sent.
+
+Law of this file: pure functions from a call to a part of a sentence.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ _REDUCES = frozenset(
         *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     }
 )
-# These read and write as many bytes from the first element on as the tensor has elements.
+# These operations read and write from the first element on, as many bytes as the tensor's elements need.
 _BLIND_TO_GAPS = frozenset({"allreduce", "reduce", "broadcast"})
 
 
 def lacks(collective: Collective, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Why Gloo can't do this call; empty if it can, or says so itself before anything is sent.
+    """Return why Gloo can't run this call. Empty if Gloo can run it, or refuses it before it sends anything.
 
     Args:
-        collective: which.
+        collective: the collective.
         args, kwargs: as the caller gave them.
     """
     name = collective.name
@@ -48,7 +49,7 @@ def lacks(collective: Collective, args: Sequence[object], kwargs: Mapping[str, o
     if name in _ANY_BYTES:
         empty = name == "recv_anysource" and any(tensor.numel() == 0 for tensor in _tensors(outputs))
         return "a receive from anybody needs at least one element" if empty else ""
-    dtypes = {tensor.dtype: None for value in (outputs, inputs) for tensor in _tensors(value)}  # in the order given
+    dtypes = {tensor.dtype: None for value in (outputs, inputs) for tensor in _tensors(value)}  # in the given order
     faults = (_dtype_fault(collective, dtype, args, kwargs) for dtype in dtypes)
     return next(filter(None, faults), "") or _layout_fault(name, outputs)
 
@@ -99,7 +100,7 @@ def _reductions(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie side by side in some order, such as a transposed matrix's."""
+    """Return whether the elements are adjacent in some order, as in a transposed matrix."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1:

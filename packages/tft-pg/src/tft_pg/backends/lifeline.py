@@ -1,16 +1,18 @@
-"""A connection between each two ranks of a group: when one end lets go of it, the other end knows.
+"""A connection between each two ranks of a group, which tells one end when the other end disconnects.
 
-A library that moves data between devices may not notice that a peer is gone, or has let go: over shared memory and
-NVLink there is nothing that could break, and a kernel waits for ever. So the ranks hold plain TCP connections to each
-other. Who aborts, dies, or configures anew cuts its own, and the others know within a moment, also those that wait for
-a third rank, also when a rank in between is stopped.
+A library that moves data between devices may not notice that a peer is gone or has disconnected. Over shared memory and
+NVLink no connection can break, and a kernel waits forever. So the ranks hold plain TCP connections to each other. A
+rank that aborts, dies or reconfigures shuts down its own connections. The others notice at once, also if they wait for
+a third rank, and also if a rank in between is stopped.
 
-Once a round a word passes over them (see `word_line`); nothing else is ever said.
+Once a round a word passes over these connections (see `word_line`). They carry no other data.
 
-A connection is taken from who can name the token that its listener put into the store, within the time of the
-`configure`; then the listener is closed. A machine that loses its power cuts nothing, so the kernel asks after silent
-ends by itself, and cuts for those that don't answer. The law of this file: connections and their end; no library, no
-decision about what an end means, and no byte is read here after the greeting.
+A listener accepts a connection only from a caller that knows the token. The listener put the token into the store
+during the `configure`. Then the listener is closed. A machine without power ends no connection. So the kernel probes
+silent ends, and shuts down the connections that don't answer.
+
+Law of this file: connections and their end; no library, no decision about what an end means, and no byte is read here
+after the greeting.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ _TOKEN_BYTES = 16
 _RECORD_BYTES_MAX = 256
 _NAME_BYTES_MAX = 100
 _LOOK_S = 0.02
-# Callers that are none of the group's must not keep out those that are: so many are heard out beside the ranks, and who
-# comes then takes the place of the one that has been silent for the longest.
+# Strangers must not keep out the group's callers. So this many more callers than ranks may wait. A further caller
+# replaces the caller that has been silent for the longest.
 _STRANGERS = 64
 _BACKLOG = 1024
-# The kernel of a machine answers these, so only one that is gone is cut off, and not a process that is stopped.
+# The kernel answers these probes, so they disconnect only a lost machine and not a stopped process.
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
@@ -54,7 +56,7 @@ _UNANSWERED_MS = 1000 * (_KEEPALIVE_IDLE_S + _KEEPALIVE_PROBES * _KEEPALIVE_INTE
 
 @dataclass(frozen=True)
 class _Invitation:
-    """Where one rank listens, and what to say there."""
+    """One rank's listening address, and the token for its callers."""
 
     token: bytes = field(repr=False)
     port: int
@@ -67,12 +69,12 @@ class _Invitation:
 
     @property
     def place(self) -> Place:
-        """Where to call."""
+        """Return the place to connect to."""
         return Place(socket.AF_INET6 if ":" in self.address else socket.AF_INET, (self.address, self.port))
 
     @classmethod
     def read(cls, record: bytes, rank: int) -> _Invitation:
-        """Raises: ConfigureFailed: it is none."""
+        """Parse an invitation. Raises: ConfigureFailed: the record is not an invitation."""
         try:
             if len(record) > _RECORD_BYTES_MAX:
                 raise ValueError("too long")
@@ -92,14 +94,15 @@ class _Invitation:
 class Lifeline:
     """One rank's connections to all others.
 
+    The object is a context manager. Inside, its connections may be used, and stay open even if `end` shuts them down.
+
     Args:
         rank: of this process.
         world_size: of the group.
-        address: numeric, of this machine, to listen on.
+        address: this machine's numeric address to listen on.
         name: of this rank's replica, for the others' messages.
-    Raises: ConfigureFailed: nothing can listen there.
 
-    It is a context manager: inside, its connections may be used, and stay open also where `end` cuts them.
+    Raises: ConfigureFailed: nothing can listen there.
     """
 
     def __init__(self, rank: int, world_size: int, address: str, name: str = "") -> None:
@@ -112,14 +115,14 @@ class Lifeline:
         self._ended = False
         self._ended_because = ""
         self._in_use = threading.Lock()
-        self.is_exchanging = False  # set by who exchanges a word
+        self.is_exchanging = False  # set by the exchange of a word
         self._names: dict[int, str] = {}
         self._wakes = (-1, -1)  # the read end and the write end of a pipe
         self._called: set[Endpoint] = set()
-        self._places: dict[int, Place] = {}  # where the others listen
+        self._places: dict[int, Place] = {}  # the listening addresses of the others
         self._thread: threading.Thread | None = None
         self._invitation = _Invitation(self._token, 0, address, name)
-        with forks_wait():  # a child that is forked meanwhile would keep the listener
+        with forks_wait():  # a child that is forked in the meantime would keep the listener
             if world_size > 1:
                 self._listen(address, name)
             let_go_in_child(self)
@@ -134,36 +137,38 @@ class Lifeline:
         self._invitation = _Invitation(self._token, self._listener.getsockname()[1], address, name)
 
     def record(self) -> bytes:
-        """What the other ranks must know; no two are the same."""
+        """Return the record for the other ranks. No two records are the same."""
         return self._invitation.record()
 
     def unconnected(self) -> dict[int, list[Place]]:
-        """Where those ranks listen to which there is no connection yet."""
+        """Return the listening addresses of the ranks without a connection yet."""
         return {rank: [place] for rank, place in self._places.items() if rank not in self._peers}
 
     def connect(self, records: Sequence[bytes], attempt: Attempt) -> None:
-        """Connect to every other rank; blocks until all are there.
+        """Connect to every other rank, and block until all are connected.
 
         Args:
             records: of all ranks, in order.
             attempt: ends the wait.
+
         Raises: ConfigureFailed: a rank can't be reached; the attempt's error. Nothing is left open then.
         """
         self.call(records, attempt)
         self.take_calls(attempt)
 
     def call(self, records: Sequence[bytes], attempt: Attempt) -> None:
-        """Connect to the ranks below this one; `take_calls` is to follow. Arguments and errors as for `connect`."""
+        """Connect to the lower ranks. `take_calls` must follow. For arguments and errors see `connect`."""
         try:
             invitations = [_Invitation.read(record, rank) for rank, record in enumerate(records)]
             self._places = {rank: each.place for rank, each in enumerate(invitations) if rank != self._rank}
             self._names = {rank: each.name for rank, each in enumerate(invitations) if each.name}
-            # Each calls those below it. A call is complete without the other's help, so nobody waits for a waiter.
+            # Each rank connects to the lower ranks. Connecting completes without the peer's help, so no circular wait
+            # is possible.
             called = dict(enumerate(invitations[: self._rank]))
             self._called |= {Endpoint.of((each.address, each.port)) for each in called.values()}
             calls: dict[int, socket.socket] = {}
             try:
-                with forks_wait():  # a child could not tell whose a socket is that calls nobody yet
+                with forks_wait():  # a forked child could not identify the owner of an unconnected socket
                     for rank, invitation in called.items():
                         calls[rank] = socket.socket(invitation.place.family, socket.SOCK_STREAM)
                         _begin_call(calls[rank], rank, invitation, attempt)
@@ -178,7 +183,7 @@ class Lifeline:
             raise
 
     def take_calls(self, attempt: Attempt) -> None:
-        """Wait for the ranks above this one to connect, and listen no more. Raises: as `connect`."""
+        """Wait until the higher ranks have connected, then close the listener. Raises: as `connect`."""
         try:
             self._take_calls(attempt)
         except BaseException:
@@ -201,7 +206,7 @@ class Lifeline:
                     for caller in ready:
                         if caller is not self._listener:
                             self._hear(caller, selector, callers)  # type: ignore[arg-type]
-                    if self._listener in ready:  # last, so that nobody who has just spoken makes room
+                    if self._listener in ready:  # last, so a caller that has just spoken is not replaced
                         self._accept(selector, callers)
         finally:
             for caller in callers:
@@ -211,10 +216,10 @@ class Lifeline:
         assert self._listener is not None
         try:
             caller, _ = self._listener.accept()
-        except OSError:  # it has hung up already
+        except OSError:  # the caller has already disconnected
             return
         if len(callers) >= self._world_size + _STRANGERS:
-            # A rank speaks as soon as it is through, so it is never the one that has been silent for the longest.
+            # A rank speaks as soon as it is connected, so a rank is never the caller with the longest silence.
             oldest = next(iter(callers))
             selector.unregister(oldest)
             del callers[oldest]
@@ -247,15 +252,15 @@ class Lifeline:
         caller.close()
 
     def cut_by(self) -> int | None:
-        """The rank whose connection has ended by now, before `watch`; None if all are there."""
+        """Return the rank of the first connection that has ended, before `watch`, or None if all are connected."""
         poll = select.poll()
         ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
         for descriptor in ranks:
-            poll.register(descriptor, select.POLLRDHUP)  # a peer that is ahead may have sent a word
+            poll.register(descriptor, select.POLLRDHUP)  # not POLLIN, because a faster peer may have sent a word
         return next((ranks[descriptor] for descriptor, _ in poll.poll(0)), None)
 
     def watch(self, on_cut: Callable[[int], None]) -> None:
-        """From now on be told of the first connection that ends.
+        """Start to report the first connection that ends.
 
         Args:
             on_cut: called at most once, in the watch's thread, with the rank at the other end; never after `settle`.
@@ -263,7 +268,7 @@ class Lifeline:
         if not self._peers:
             return
         self._wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # The thread holds the connections, not this object: one that nobody holds any more ends its thread too.
+        # The thread holds the connections and not this object. So an unreferenced lifeline ends its thread too.
         self._thread = threading.Thread(
             target=_watch,
             args=(dict(self._peers), self._wakes, on_cut, self._in_use),
@@ -273,10 +278,10 @@ class Lifeline:
         self._thread.start()
 
     def end(self, because: str = "") -> None:
-        """Cut every connection, here and at the peers; returns at once. Any thread, any number of times.
+        """Shut down every connection, here and at the peers, and return at once. Any thread may call this repeatedly.
 
         Args:
-            because: why, for who uses the connections; the first counts.
+            because: the reason, for users of the connections. The first reason counts.
         """
         with self._lock:
             if self._ended:
@@ -293,8 +298,8 @@ class Lifeline:
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Close the connections that were cut, unless somebody still uses them: who does, closes them at last."""
-        if self._thread is None and self._in_use.acquire(blocking=False):  # else the watch's thread does it
+        """Close the disconnected sockets, unless a user still holds them. The last user closes them."""
+        if self._thread is None and self._in_use.acquire(blocking=False):  # otherwise the watch's thread does it
             try:
                 for peer in self._peers.values():
                     peer.close()
@@ -303,16 +308,16 @@ class Lifeline:
 
     @property
     def ended(self) -> bool:
-        """Whether `end` was called."""
+        """Return whether `end` was called."""
         return self._ended
 
     @property
     def ended_because(self) -> str:
-        """Why, as it was told."""
+        """Return the reason given to `end`."""
         return self._ended_because
 
     def __enter__(self) -> dict[int, socket.socket]:
-        """The connections by rank, for one user at a time. They may have been closed before: ask `ended` first."""
+        """Return the connections by rank, for one user at a time. They may be closed already: check `ended` first."""
         self._in_use.acquire()
         return self._peers
 
@@ -324,17 +329,17 @@ class Lifeline:
             self._close_unused()
 
     def name_of(self, rank: int) -> str:
-        """A rank with its replica, for a sentence."""
+        """Return a rank with its replica, for a sentence."""
         name = self._names.get(rank)
         return f"rank {rank} (replica {name})" if name else f"rank {rank}"
 
     def settle(self) -> None:
-        """Wait until nothing is left, after `end`; some seconds at most."""
+        """Wait, after `end`, until the thread has ended, for some seconds at most."""
         if self._thread is not None and self._thread is not threading.current_thread():
             join_within(self._thread)
 
     def forked(self) -> Inheritance:
-        """In a child: no connection is held, and `end` cuts nothing of the parent's."""
+        """Release the connections in a forked child. `end` then has no effect on the parent's connections."""
         wakes = () if self._ended else self._wakes  # after its end the thread closes them
         self._ended = True
         self._lock, self._in_use = threading.Lock(), threading.Lock()
@@ -350,7 +355,7 @@ def _begin_call(connection: socket.socket, rank: int, invitation: _Invitation, a
     _set_options(connection)
     try:
         connection.connect_ex((invitation.address, invitation.port))
-    except OSError as error:  # no address at all
+    except OSError as error:  # the address is invalid
         raise _unreachable(rank, invitation, error, attempt) from error
 
 
@@ -378,7 +383,7 @@ def _unreachable(rank: int, invitation: _Invitation, error: OSError, attempt: At
 
 
 def _set_options(connection: socket.socket) -> None:
-    """Have the kernel notice that the other machine is gone, and send a word at once."""
+    """Let the kernel detect a lost machine, and send small messages without delay."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
@@ -405,14 +410,14 @@ def _watch(
     poll.register(wake_read, select.POLLIN)
     ranks = {peer.fileno(): rank for rank, peer in peers.items()}
     for descriptor in ranks:
-        poll.register(descriptor, select.POLLRDHUP)  # a word that comes wakes nobody here
+        poll.register(descriptor, select.POLLRDHUP)  # not POLLIN, because an incoming word must not wake this thread
     ended = [descriptor for descriptor, _ in poll.poll()]
     if wake_read not in ended:
         on_cut(ranks[ended[0]])
         wake = select.poll()
         wake.register(wake_read, select.POLLIN)
         wake.poll()
-    with in_use:  # who waits for a word there was woken by the cut
+    with in_use:  # the shutdown has woken a thread that waited for a word
         for peer in peers.values():
             peer.close()
     os.close(wake_read)

@@ -1,8 +1,9 @@
-"""One configured torch group, from the moment it is built until its last operation has ended.
+"""One configured torch group, from its build until its last operation has ended.
 
-An operation may outlive its group: somebody aborts, a new group is configured, and the old operation fails a
-millisecond later. So every Work holds on to the group that it belongs to, and tells that one, never its successor.
-The law of this file: no building; whoever built it says how to end it.
+An operation may outlive its group. After an abort and a new configure, the old operation fails a millisecond later. So
+every Work holds its own group and reports to that group, never to its successor.
+
+Law of this file: no building; the builder says how to end the group.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ _SENTENCES: Mapping[_Fault, str] = {
 }
 
 
-# Torch groups of which a thread runs an operation that their backend has forgotten, and these operations. A torch group
-# joins its threads when it is destroyed, so it is kept until they have ended by their time-out.
+# Torch groups with a thread that runs a forgotten operation, and these operations. A torch group joins its threads when
+# it is destroyed. So the group is kept until the operations have ended by their timeout.
 _left: list[tuple[dist.ProcessGroup, tuple[dist.Work, ...]]] = []
-# The groups whose operations the end of the process does not wait for.
+# Groups whose operations must not delay the end of the process.
 _kept_at_exit: weakref.WeakSet[LiveGroup] = weakref.WeakSet()
 _left_lock = fork_safe_lock()
 _exit_is_known = False
@@ -66,7 +67,7 @@ def _leave(torch_group: dist.ProcessGroup, works: tuple[dist.Work, ...]) -> None
 
 
 def keep_at_exit(live: LiveGroup) -> None:
-    """At the end of the process nothing destroys this group, if it still lives: that would wait for what runs."""
+    """Prevent this group's destruction at the end of the process, because destruction waits for running operations."""
     global _exit_is_known
     with _left_lock:
         _kept_at_exit.add(live)
@@ -76,7 +77,11 @@ def keep_at_exit(live: LiveGroup) -> None:
 
 
 def _end_of_process() -> None:
-    """Nothing is severed: that would wake waits in the middle of the interpreter's end. The kernel does it after."""
+    """Keep all groups undestroyed, and connected, at the end of the process.
+
+    A shutdown of the connections would wake waits while the interpreter ends. The kernel closes the connections
+    afterwards.
+    """
     with _left_lock:
         for live in _kept_at_exit:
             live.keep_for_ever()
@@ -86,7 +91,9 @@ def _end_of_process() -> None:
 
 
 def reap() -> int:
-    """Let go of the torch groups whose forgotten operations have ended by now; gives how many are left."""
+    """Release the torch groups whose forgotten operations have ended by now. Returns: the number of remaining
+    groups.
+    """
     with _left_lock:
         ended = [entry for entry in _left if all(work.is_completed() for work in entry[1])]
         _left[:] = [entry for entry in _left if entry not in ended]
@@ -98,20 +105,19 @@ class LiveGroup:
     """A torch group with its place, its end and its first error.
 
     Args:
-        torch_group: does the work; destroying it joins its threads.
-        set_timeout: sets its time-out.
-        sever: ends whatever waits in it; called once, from any thread, and returns at once.
-        settle: called last of all, when the torch group is gone; may wait for what `sever` has ended.
-        is_over: whether an operation that has not ended by now never will.
-        tells_its_end: whether a thread of the torch group runs this collective, and its Work tells when it has ended.
-            Such a Work is waited for in shares, and may be left; of any other, what `sever` does must end the wait.
-        classify: which fault an error of its operations is.
-        where: its place, for messages.
+        torch_group: runs the collectives; its destruction joins its threads.
+        set_timeout: sets the torch group's timeout.
+        sever: ends everything that waits in the group; called once, from any thread, and returns at once.
+        settle: called last, when the torch group is gone; may wait for the effects of `sever`.
+        is_over: returns whether unfinished operations can never finish.
+        tells_its_end: returns whether a torch thread runs this collective, and its Work reports its end. Such a Work is
+            waited for in shares, and the wait may be abandoned. For any other Work, `sever` must end the wait.
+        classify: returns the kind of an operation's error.
+        where: the group's place, for messages.
         start: starts a collective of the torch group.
-        blame: which ranks have ended the group by their silence, and why.
-        words: exchanges the words of its ranks; None: it has no connections for that.
-        guard: makes the Work that the caller gets, of the backend's; by default one whose future is settled by the
-            host.
+        blame: returns the ranks whose silence has ended the group, with reasons.
+        words: exchanges the words of the ranks; None: the group has no connections for words.
+        guard: makes the caller's Work from the backend's. By default the host settles the future of the caller's Work.
     """
 
     def __init__(
@@ -142,7 +148,7 @@ class LiveGroup:
         self._tells_its_end = tells_its_end
         self._is_over = is_over
         self._unfinished: weakref.WeakSet[GuardedWork] = weakref.WeakSet()
-        self._gave_up = False  # whoever failed the futures of what is forgotten has looked for the last time
+        self._gave_up = False  # the thread that fails the forgotten futures has made its last check
         self._classify = classify
         self._lock = threading.Lock()
         self._running: deque[dist.Work] = deque()
@@ -152,12 +158,12 @@ class LiveGroup:
 
     @property
     def error(self) -> ProcessGroupError | None:
-        """Why it is of no use any more; None while it is."""
+        """Return why the group is unusable, or None while it is usable."""
         return self._ended or self._failed
 
     def run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         """Start a collective. Raises: Aborted or Closed after `end`; OperationRefused; TypeError."""
-        # An error that somebody keeps must not keep the torch group, and with it threads; so this frame lets go of it.
+        # A stored error must not keep the torch group and its threads alive, so this frame drops its reference.
         torch_group = self._torch_group
         try:
             if self._ended is not None or torch_group is None:
@@ -179,14 +185,14 @@ class LiveGroup:
             torch_group = None
 
     def exchange_word(self, values: tuple[int, ...], round_number: int, timeout: timedelta) -> WordExchange:
-        """Start to exchange a word. Raises: Aborted or Closed after `end`; what `WordLine.start` raises."""
+        """Start to exchange a word. Raises: Aborted or Closed after `end`; the errors of `WordLine.start`."""
         assert self.words is not None
         if self._ended is not None:
             raise self._because_ended("exchange_word")
         return self.words.start(values, round_number=round_number, timeout=timeout, fail=self._word_failed)
 
     def _word_failed(self, error: ProcessGroupError) -> ProcessGroupError:
-        """Note that the group has no words any more; gives the error to raise for it."""
+        """Record that the group can't exchange words any more. Returns: the error to raise."""
         with self._lock:
             if self._ended is None:
                 self._failed = self._failed or copy.copy(error)
@@ -194,7 +200,7 @@ class LiveGroup:
         return self._because_ended("exchange_word")
 
     def convert(self, operation: str, error: Exception) -> ProcessGroupError:
-        """Note what an operation's error says about the group, and put it into this package's words."""
+        """Record what an operation's error says about the group, and convert it to this package's errors."""
         if self._ended is not None:
             return self._because_ended(operation)
         fault = self._classify(error)
@@ -212,7 +218,9 @@ class LiveGroup:
         return fault(message, where=self.where)
 
     def forgotten(self, operation: str) -> ProcessGroupError | None:
-        """The error of an operation that the backend has forgotten when its connections ended; None if it may end."""
+        """Return the error of an operation that the backend forgot when its connections ended, or None if it may
+        still end.
+        """
         if not self._is_over():
             return None
         if self._ended is not None:
@@ -226,7 +234,7 @@ class LiveGroup:
             return copy.copy(self._failed)
 
     def handed_out_future(self, work: GuardedWork) -> None:
-        """Have this work's future fail if the backend forgets it."""
+        """Register this work, so that its future fails if the backend forgets the operation."""
         with self._lock:
             self._unfinished.add(work)
             nobody_looks = self._gave_up
@@ -234,7 +242,7 @@ class LiveGroup:
             threading.Thread(target=self.give_up, name="tft-pg-give-up", daemon=True).start()
 
     def give_up(self) -> None:
-        """Fail the futures of what the backend has forgotten; to be called when the connections have ended."""
+        """Fail the futures of forgotten operations. Callers run this after the connections have ended."""
         while True:
             over = self._is_over()
             with self._lock:
@@ -252,13 +260,13 @@ class LiveGroup:
             setter(timeout)
 
     def keep_for_ever(self) -> None:
-        """Have nothing destroy the torch group, because the process ends."""
+        """Prevent the destruction of the torch group, because the process ends."""
         torch_group = self._torch_group
         if torch_group is not None:
             keep_for_ever(torch_group)
 
     def forked(self) -> Inheritance:
-        """In a child: of no use, and the torch group is never destroyed."""
+        """Make this group unusable in a forked child, and never destroy its torch group there."""
         self._lock = threading.Lock()
         torch_group, self._torch_group = self._torch_group, None
         self._ended = self._ended or Closed(
@@ -269,7 +277,9 @@ class LiveGroup:
         return Inheritance(kept=[each for each in kept if each is not None])
 
     def end(self, why: ProcessGroupError) -> None:
-        """End what runs, at once; the first call counts. Any thread, also one of the group's own."""
+        """End the running operations at once. The first call counts. Any thread may call this, also one of the
+        group's own.
+        """
         with self._lock:
             if self._ended is not None:
                 return
@@ -277,11 +287,12 @@ class LiveGroup:
         self._sever()
 
     def release(self) -> None:
-        """Let go of the torch group; blocks until its last operation has ended and its threads are gone.
+        """Release the torch group, and block until its last operation has ended and its threads are gone.
 
-        Only after `end`, which makes that a matter of milliseconds, and never from a callback of one of its
-        operations, which runs on such a thread. An operation that the backend has forgotten (a peer that was killed
-        in the middle of a message) keeps the torch group's threads until its own time-out; nobody waits for that.
+        Call this method only after `end`, which makes the wait a matter of milliseconds. Never call it from a callback
+        of an operation, which runs on such a thread. If a peer is killed in the middle of a message, the backend
+        forgets the operation. Such an operation keeps the torch group's threads until its own timeout, and this method
+        does not wait for that.
         """
         assert self._ended is not None
         self._set_timeout = None

@@ -1,8 +1,9 @@
-"""How the ranks of one group find each other under one prefix of a store, before a library of theirs does.
+"""The rendezvous of the ranks of one group under one store prefix, before their library connects.
 
-Each rank puts a record under its rank, unless somebody has, and then waits for the records of all. So a prefix that was
-used before is noticed at once, and at the deadline it is known who is missing; neither can be said of what happens
-inside a library. The law of this file: one meeting; the records' meaning is their owner's.
+Each rank writes a record under its rank, unless a record exists, and then waits for the records of all ranks. So a used
+prefix is noticed at once, and the missing ranks are known at the deadline. A library reports neither.
+
+Law of this file: one rendezvous; the owner of the records knows their meaning.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ _PLACE = "tft-pg/rank"
 def meet(
     store: Store, attempt: Attempt, record: bytes, *, silent: Callable[[], ConfigureFailed] | None = None
 ) -> list[bytes]:
-    """Publish this rank's record, and wait for everybody's.
+    """Publish this rank's record, and wait for the records of all ranks.
 
     Args:
-        store: under this configure's prefix. Whoever stops the attempt must break its connection.
-        attempt: says who takes part, and bounds the wait.
-        record: of this rank; no two calls may give the same, so that a used prefix is told from an unused one.
-        silent: makes the error where the store does not answer any more.
+        store: under this configure's prefix. A caller that stops the attempt must break the store's connection.
+        attempt: has the rank and the size, and bounds the wait.
+        record: of this rank. No two calls may give the same record, because the record shows whether a prefix is used.
+        silent: returns the error if the store does not answer any more.
+
     Returns: the record of each rank, in order.
-    Raises: ConfigureFailed: the prefix was used before, or ranks did not come (they are named); the attempt's own error
-        if it was stopped.
+    Raises: ConfigureFailed: the prefix was used before, or ranks are missing (the error names them). The attempt's own
+        error, if it was stopped.
     """
     where = attempt.where
     attempt.enter(Phase.RANKS, late=silent)
     store.set_timeout(attempt.remaining())
-    found = store.compare_set(f"{_PLACE}/{where.rank}", "", record)  # type: ignore[arg-type]  # bytes, in fact
+    # type: ignore[arg-type]  # accepts bytes, contrary to torch's stub
+    found = store.compare_set(f"{_PLACE}/{where.rank}", "", record)
     if found != record:
         raise ConfigureFailed(
             f"rank {where.rank} found its place under the store prefix taken; every configure needs a fresh prefix",

@@ -1,14 +1,14 @@
-"""The libraries that torch has a class for, as `accelerator` needs them: NCCL and XCCL differ in names only.
+"""The accelerator libraries with a torch class, adapted to `accelerator`. NCCL and XCCL differ only in names.
 
-Torch's class comes with a watchdog, which ends the process when an operation has failed or is late, in a way that also
-reaches groups that are not ours: it raises a flag for the whole process. None of that is wanted here, where a failed
-operation is an everyday thing and the watch is our own. The one way to have no watchdog is to ask for blocking waits
-while the class makes its object; those are not wanted either, but they only happen in torch's `wait`, which is never
-called before the operation has ended. So the variable that asks for it is set for that moment. What it would
-have taken care of is taken care of here: that looking at an operation from another thread starts no other device, and
-does not spoil a CUDA graph that is being recorded.
+Torch's class starts a watchdog, which ends the process when an operation has failed or is late. The watchdog also
+affects other groups, because it raises a flag for the whole process. This package expects failed operations and has its
+own watch. The only way to have no watchdog is to request blocking waits while the class makes its object.
 
-The law of this file: how torch's objects are made, proven and ended. No life cycle, no watch.
+Blocking waits happen only in torch's `wait`, which this package calls only after the operation has ended. So the
+variable that requests them is set only for that moment. The watchdog also had two safeguards, which this file replaces.
+A query from another thread must not initialise another device, and must not invalidate a CUDA graph capture.
+
+Law of this file: how torch's objects are made, verified and ended. No life cycle, no watch.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tft_pg.forks import fork_safe_lock
 
 __all__ = ["Library", "TorchLibrary", "checked_device"]
 
-# Torch waits this long for its own abort; ours runs on a thread that nobody waits for that long.
+# Torch waits this long for its own abort. This package's abort runs on a thread whose waiters give up earlier.
 _TORCH_LIMIT = timedelta(minutes=10)
 _LOOK_S = 0.001
 _DRIVER = "libcuda.so.1"
-_CAPTURE_MODE_THREAD_LOCAL = 1  # the driver's number for it
+_CAPTURE_MODE_THREAD_LOCAL = 1  # the driver's number of this mode
 _NO = frozenset({"0", "n", "no", "f", "false"})
 
 _log = logging.getLogger("tft_pg")
@@ -53,13 +53,13 @@ class Library:
 
     Args:
         name: for people.
-        torch_class: of `torch.distributed`.
-        group: of this package.
-        device_type: whose tensors it moves.
-        backend_type: torch's number for it.
-        blocking_wait_envs: variables that ask torch's class for blocking waits, the one to set first.
+        torch_class: in `torch.distributed`.
+        group: in this package.
+        device_type: of the tensors.
+        backend_type: torch's name of the backend's enum member.
+        blocking_wait_envs: variables that request blocking waits from torch's class. The first one is set.
         connect_limit_env: how many seconds torch's class waits for the library in a call; read once a process.
-        is_abortable: whether torch's class can end what runs.
+        is_abortable: whether torch's class can end running operations.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Library:
 
 
 def checked_device(device: torch.device | int | str | None, library: Library) -> torch.device | None:
-    """A device of the library, from what a user writes. Raises: InvalidSetting: it is another kind."""
+    """Return a device of the library from the user's setting. Raises: InvalidSetting: the device has another type."""
     if device is None:
         return None
     found = torch.device(library.device_type, device) if isinstance(device, int) else torch.device(device)
@@ -84,7 +84,7 @@ def checked_device(device: torch.device | int | str | None, library: Library) ->
 
 @final
 class TorchLibrary(AcceleratorBackend):
-    """One library, through torch's class for it."""
+    """One library, used through its torch class."""
 
     def __init__(self, library: Library) -> None:
         self._library = library
@@ -120,7 +120,7 @@ class TorchLibrary(AcceleratorBackend):
         options = made_by.Options()
         options._timeout = _TORCH_LIMIT
         if hasattr(options, "config"):
-            options.config.blocking = 0  # a communicator that blocks can't be aborted while it connects
+            options.config.blocking = 0  # a blocking communicator can't be aborted while it connects
         with module.device(device), _made_without_watchdog(library, limit):
             backend = made_by(store, rank, world_size, options)
         backend_type = getattr(dist.ProcessGroup.BackendType, library.backend_type)
@@ -132,7 +132,7 @@ class TorchLibrary(AcceleratorBackend):
 
 @contextlib.contextmanager
 def _made_without_watchdog(library: Library, limit: timedelta) -> Iterator[None]:
-    """The environment in which torch's class makes an object. What the user has set stays as it is."""
+    """Set the environment in which torch's class makes an object. The user's own settings stay."""
     with _environment:
         if library.connect_limit_env not in os.environ:
             seconds = max(1, math.ceil(limit.total_seconds()))
@@ -171,11 +171,13 @@ class _TorchCommunicator(Communicator):
         return self._group
 
     def connect(self) -> None:
-        """One communicator for everything, sends and receives too, made now and not in the first operation."""
+        """Connect one communicator for all operations, also sends and receives, now instead of in the first
+        operation.
+        """
         module: Any = torch.get_device_module(self._device.type)
         with module.device(self._device):
             self._backend.eager_connect_single_device(self._device)
-            # On a stream of its own, which waits for nothing that the user has queued.
+            # On a separate stream, which does not wait for the user's queued work.
             with module.stream(module.Stream(device=self._device)):
                 proof = torch.ones(1, device=self._device)
                 work = self._group.allreduce([proof])
@@ -204,9 +206,9 @@ class _TorchCommunicator(Communicator):
 
 @contextlib.contextmanager
 def _unnoticed(device: torch.device) -> Iterator[None]:
-    """Where a thread asks the device something that is nobody else's business."""
+    """Query the device without effects on other devices and on graph captures of other threads."""
     module: Any = torch.get_device_module(device.type)
-    with module.device(device):  # a thread's own is the first, and would be started for it
+    with module.device(device):  # a thread's own current device is the first one, and a query would initialise it
         exchange = _exchange_of_capture_modes() if device.type == "cuda" else None
         mode = ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)
         exchanged = exchange is not None and exchange(ctypes.byref(mode)) == 0
@@ -214,15 +216,16 @@ def _unnoticed(device: torch.device) -> Iterator[None]:
             yield
         finally:
             if exchange is not None and exchanged:
-                exchange(ctypes.byref(mode))  # holds what it was before
+                exchange(ctypes.byref(mode))  # holds the previous mode
 
 
 @functools.cache
 def _exchange_of_capture_modes() -> Callable[[Any], int] | None:
-    """Of the CUDA driver: says which captures of a graph what this thread does can spoil.
+    """Return the CUDA driver's function that sets which graph captures a thread's calls can invalidate.
 
-    By default those of all threads, and an event that is asked for its state does. Torch's Python has no way to it.
-    None: there is no such driver, as on ROCm, whose way would not help: there such a question spoils a capture anyway.
+    By default a call affects the captures of all threads, and an event query invalidates them. Torch's Python API does
+    not offer this function. None: there is no such driver, as on ROCm. ROCm's own function would not help, because an
+    event query there invalidates a capture in any mode.
     """
     try:
         exchange: Any = ctypes.CDLL(_DRIVER).cuThreadExchangeStreamCaptureMode

@@ -1,12 +1,14 @@
-"""Sends and receives of Gloo, with a wait that can be ended from another thread.
+"""Sends and receives of Gloo, with a wait that another thread can end.
 
-No thread of torch's runs a send or a receive: Gloo's event loop does, and its Work only waits for a signal of it. That
-signal never comes when a connection ends in the middle of a message, and a time-out given to the wait would end the
-group. Torch's C++ classes have what is needed, an `abort` that wakes who waits; but Python can't see it. So it is
-called through the C interface of the library: by its name, on the object that torch's Python handle points to, and
-only after the object's table of virtual functions has been found to be that of the class whose function it is. It is
-called when the connections have been shut down and nothing more can arrive, so that a time-out is harmless as well.
-The law of this file: one group's transfers; nothing of connections, and no other call into C++.
+Gloo's event loop runs sends and receives, without a thread of torch. Torch's Work only waits for a signal of the event
+loop. That signal never comes when a connection ends in the middle of a message, and a timeout of the wait would end the
+group. Torch's C++ classes have an `abort` that wakes the waiter, but Python can't call it.
+
+So this file calls `abort` through the C interface of the library, by its symbol name. The target is the object that
+torch's Python handle points to. The call happens only if the object's virtual function table belongs to the function's
+class. By then the connections are shut down and no data can arrive, so a timeout is harmless too.
+
+Law of this file: one group's transfers; nothing of connections, and no other call into C++.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ __all__ = ["Transfers", "check_supported"]
 
 _MOMENT = timedelta(milliseconds=1)
 _CLASSES = ("SendWork", "RecvWork")
-# As the Itanium C++ ABI writes c10d::ProcessGroupGloo's member classes: the table of virtual functions, and `abort()`.
-# An object points behind the table's first two entries.
+# Symbols of c10d::ProcessGroupGloo's member classes in the Itanium C++ ABI: the virtual function table, and `abort()`.
+# An object's pointer refers to the address after the table's first two entries.
 _TABLE = "_ZTVN4c10d16ProcessGroupGloo8{}E"
 _ABORT = "_ZN4c10d16ProcessGroupGloo8{}5abortEv"
 _TABLE_START_BYTES = 2 * ctypes.sizeof(ctypes.c_void_p)
@@ -40,7 +42,7 @@ _Abort = Callable[[int], None]
 
 @functools.cache
 def _aborts() -> Mapping[int, _Abort]:
-    """The function that ends a wait, by the address of the table of virtual functions.
+    """Return the functions that end a wait, by the address of the virtual function table.
 
     Raises: Unsupported: this torch has no such functions.
     """
@@ -61,16 +63,16 @@ def _aborts() -> Mapping[int, _Abort]:
 
 
 def check_supported() -> None:
-    """Raises: Unsupported: a wait for a send or a receive could not be ended with this torch."""
+    """Check that this torch can end the wait of a send or a receive. Raises: Unsupported: it can't."""
     _aborts()
 
 
 def _waker(work: dist.Work) -> Callable[[], None]:
-    """What ends a wait for a send or a receive of torch's, as long as somebody holds that.
+    """Return a function that ends a wait of this torch Work. It is valid while the Work exists.
 
-    Raises: Unsupported: it is none.
+    Raises: Unsupported: the Work is not a send or a receive of a supported torch.
     """
-    # What follows the head of a Python object of pybind11's is the address of the C++ object.
+    # In a pybind11 object, the address of the C++ object follows the Python object head.
     address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
     table = ctypes.c_void_p.from_address(address).value if address else None
     abort = _aborts().get(table) if table else None
@@ -81,10 +83,10 @@ def _waker(work: dist.Work) -> Callable[[], None]:
 
 @final
 class Transfers:
-    """The sends and receives of one group in which somebody waits.
+    """The sends and receives of one group with a waiting thread.
 
     Args:
-        timeout: of each: torch's own is fixed when the group is built.
+        timeout: of each transfer, because torch's own timeout is fixed when the group is built.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -94,22 +96,24 @@ class Transfers:
         self._timeout = timeout
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a wait without a time-out of its own takes, for what starts from now on."""
+        """Set the timeout of later transfers, for waits without their own timeout."""
         self._timeout = timeout
 
     def adopt(self, work: dist.Work) -> dist.Work:
-        """The Work of a send or a receive, so that its wait can be ended. Raises: Unsupported: by another torch."""
+        """Wrap the Work of a send or a receive so that its wait can be ended. Raises: Unsupported: with another
+        torch.
+        """
         return _Transfer(work, _waker(work), self, self._timeout)
 
     def end(self) -> None:
-        """End every wait, now that the connections have been shut down and nothing can arrive any more."""
+        """End every wait, after the connections have been shut down and no data can arrive any more."""
         with self._lock:
             self._over = True
             for wake in self._waited_for.values():
                 wake()
 
     def wait(self, work: dist.Work, wake: Callable[[], None], timeout: timedelta | None) -> bool:
-        """Wait for one of torch's Works; False if it will never end."""
+        """Wait for one of torch's Works. Returns False if it will never end."""
         with self._lock:
             over = self._over
             if not over:
@@ -121,12 +125,12 @@ class Transfers:
         finally:
             with self._lock:
                 del self._waited_for[work]
-        # It is woken also if it had ended in that very moment.
+        # The wake-up may come at the moment when the transfer ends.
         return ended or _has_ended(work)
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Whether a transfer of a group without connections came to its end before. Raises: RuntimeError: it failed."""
+    """Return whether a transfer had finished before its group lost its connections. Raises: RuntimeError: it failed."""
     try:
         return work.wait(_MOMENT)
     except RuntimeError as error:
@@ -137,13 +141,13 @@ def _has_ended(work: dist.Work) -> bool:
 
 @final
 class _Transfer(dist.Work):
-    """One send or receive: torch's Work is waited for once, and what came of that is kept.
+    """One send or receive. It waits once for torch's Work, and keeps the result.
 
     Args:
-        work: torch's; a time-out given to its `wait` ends the group when it passes, as it does with torch alone.
+        work: torch's Work. If a timeout given to its `wait` expires, the group ends, as in torch.
         wake: ends that wait.
         transfers: of its group.
-        limit: how long a wait without a time-out of its own waits.
+        limit: how long a wait without its own timeout waits.
     """
 
     def __init__(self, work: dist.Work, wake: Callable[[], None], transfers: Transfers, limit: timedelta) -> None:
@@ -171,7 +175,7 @@ class _Transfer(dist.Work):
             if not self._transfers.wait(self._work, self._wake, timeout or self._limit):
                 self._work = FailedWork(RuntimeError("Connection closed in the middle of a message"))
         except RuntimeError as error:
-            # Without its frames: an error that somebody keeps must not keep torch's Work, and with it connections.
+            # Without its frames, because a stored error must not keep torch's Work and its connections alive.
             self._work = FailedWork(RuntimeError(*error.args))
         self._ended = True
 

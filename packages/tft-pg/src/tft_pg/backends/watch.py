@@ -1,16 +1,17 @@
-"""Holding a group's connections, so that they can be ended together: on demand, or because one of them has ended.
+"""A watch on a group's connections, which ends all of them on demand or when one of them has ended.
 
-In a collective of three or more, a rank may wait for a neighbour that itself waits, or is stopped, while it was a
-third one that died: nothing that it waits on ever comes, and nothing says so. But its connection to the dead one has
-ended, and the kernel tells. So each group has a watch: one thread that sleeps until any of the group's connections
-ends, leaves a moment for operations that have their data already, and then ends the rest, so that everybody's
-operations fail.
+In a collective of three or more ranks, a rank may wait for a neighbour that is stopped or waits itself, while a third
+rank has died. The expected data never comes, and nothing reports that. But the connection to the dead rank has ended,
+and the kernel reports that. So each group has a watch: one thread that sleeps until any of the group's connections
+ends. The watch gives operations that already have their data a moment to finish. Then it ends the other connections, so
+that the operations of all ranks fail.
 
-It holds a duplicate of each connection, because the owner closes its own descriptor as soon as it sees the end, and
-with it every trace. A duplicate keeps a connection open for the peer that the owner has closed by itself, as Gloo does
-after a time-out, so the watch also looks now and then whether the owner still has all of them. A cut cable ends no
-connection, so it also looks whether the kernel sends the same again and again on one of them. The law of this file: it
-looks at connections and never reads from them.
+The watch holds a duplicate of each connection. The owner closes its own descriptor as soon as it sees the end, and all
+information with it. A duplicate keeps a connection open for the peer after the owner has closed it, as Gloo does after
+a timeout. So the watch also checks regularly whether the owner still has all connections. A cut cable ends no
+connection, so the watch also checks for repeated retransmissions.
+
+Law of this file: it looks at connections and never reads from them.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ from tft_pg.threads import join_within
 
 __all__ = ["Watch"]
 
-# A peer that has finished may leave at once; what the others still exchange among themselves must come to its end.
+# A finished peer may disconnect at once. The exchange between the other ranks may still finish within this time.
 _GRACE_S = 0.05
-# An abort ends everything within 0.2 s: these, and what follows until the last waiter has looked, add up to less.
+# An abort ends everything within 0.2 s. These times and the last waiter's check add up to less.
 _PASS_S = 0.04
 _LET_GO_S = 0.02
-# Once all is shut down the owner lets go in no time, unless the machine is busy with something else.
+# After the shutdown the owner closes its connections at once, unless the machine is busy.
 _CLOSE_S = 0.5
 _LOOK_S = 0.25
 _MOMENT_S = 0.001
 _QUIET_LOOKS = 3
-# The kernel waits twice as long each time, and 0.2 s and a round trip first: so many in a row are 1.4 s in vain.
+# The kernel doubles its wait each time, after 0.2 s and a round trip at first. This many retransmissions take 1.4 s.
 _RETRANSMITS_MOST = 3
-_RETRANSMITS_DOUBTED = 2  # 0.8 s before
+_RETRANSMITS_DOUBTED = 2  # after 0.8 s
 
 
 @final
 class Watch:
-    """Holds some connections of this process until all of them have ended.
+    """A watch that holds some connections of this process until all of them have ended.
 
     Args:
         inodes: the connections.
-        on_severed: called once, in the watch's thread, when they have been shut down; may take its time.
-        needed: so many of them are the group's; by default all. The others are strangers', who have called the owner's
-            listener. Nothing tells which, but the end of one of those ends nothing.
-        on_doubt: called once, in a thread of its own, when the other end of one may be gone; what it finds out within
-            half a second is known when that is sure.
+        on_severed: called once, in the watch's thread, after the shutdown of the connections. The call may block.
+        needed: the number of connections that belong to the group; by default all. The others belong to strangers that
+            have connected to the owner's listener. Nothing distinguishes them, but a stranger's end has no effect.
+        on_doubt: called once, in a separate thread, when the other end of a connection may be lost. Its findings of the
+            first half second are available when the loss is certain.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Watch:
         for held in self._held:
             held.hide_from_programs()
         self._needed = len(inodes) if needed is None else needed
-        self._strangers: frozenset[int] = frozenset()  # duplicates of those that have ended
+        self._strangers: frozenset[int] = frozenset()  # duplicates of the strangers' connections that have ended
         self._all_there = len(self._held) == len(inodes)
         self._lock = threading.Lock()
         self._on_severed = on_severed
@@ -85,16 +86,16 @@ class Watch:
 
     @property
     def severed_s(self) -> float | None:
-        """When the connections had been shut down and their owner had closed them, on the monotonic clock; or None."""
+        """Return when the connections were shut down and closed by their owner, on the monotonic clock, or None."""
         return self._severed_s
 
     @property
     def silent(self) -> tuple[Endpoint, ...]:
-        """Who acknowledges nothing any more, at the other ends, where that has ended the group."""
+        """Return the remote ends that stopped acknowledging data, if that has ended the group."""
         return self._silent
 
     def end(self) -> None:
-        """End every connection, here and at the peers, and the watch; returns at once. Any thread."""
+        """End every connection, here and at the peers, and the watch. Returns at once. Any thread may call this."""
         with self._lock:
             if self._stopped:
                 return
@@ -103,11 +104,11 @@ class Watch:
             os.write(self._wake_write, b"x")
 
     def join(self) -> None:
-        """Wait until the watch has let go of everything, after `end`; some seconds at most."""
+        """Wait, after `end`, until the watch has released everything, for some seconds at most."""
         join_within(self._thread)
 
     def forked(self) -> Inheritance:
-        """In a child: no connection is held, and `end` ends nothing of the parent's."""
+        """Release the connections in a forked child. `end` then has no effect on the parent's connections."""
         self._stopped = True
         self._lock = threading.Lock()
         wakes = () if self._closed else (self._wake_read, self._wake_write)
@@ -142,14 +143,18 @@ class Watch:
         self._on_severed()
         wake.poll()
         with self._lock:  # `end` writes under it
-            self._closed = True  # first: a child that is forked from here on must not take these numbers for ours
+            # first, because a child that is forked after this must not take these numbers for the watch's
+            self._closed = True
             sockets.let_go(self._held)
             os.close(self._wake_read)
             os.close(self._wake_write)
 
     def _are_strangers(self, ended: frozenset[int]) -> bool:
-        """Whether what has ended can do so without a loss: there is more than is needed, and the owner, who lets go of
-        a member that has ended and keeps a stranger, keeps it."""
+        """Return whether the ended connections belong to strangers.
+
+        That requires more connections than needed. The owner must also keep the ended ones, because the owner closes a
+        member's connection and keeps a stranger's.
+        """
         if self._wake_read in ended or len(self._held) - len(self._strangers | ended) < self._needed:
             return False
         held = [each for each in self._held if each.duplicate in ended]
@@ -161,7 +166,10 @@ class Watch:
         return not self._stopped
 
     def _sever(self) -> None:
-        """First no more is read, so that Gloo lets go by itself: it forgets who sends before it has read the end."""
+        """End the connections. Reading stops first, so that Gloo closes its sockets by itself.
+
+        Gloo forgets a sending operation if the connection ends before Gloo has read the end of the stream.
+        """
         for held in self._held:
             held.stop_reading()
         self._wait_for_owner(_LET_GO_S)
@@ -176,7 +184,7 @@ class Watch:
             time.sleep(_MOMENT_S)
 
     def _let_messages_pass(self) -> None:
-        """Wait until nothing is under way, or moves any more: Gloo forgets who waits for half a message."""
+        """Wait until no data moves any more, because Gloo forgets operations that wait for half a message."""
         deadline_s = time.monotonic() + _PASS_S
         before = None
         num_quiet = 0

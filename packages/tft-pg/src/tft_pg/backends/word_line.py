@@ -1,16 +1,15 @@
 """The word of a round over the connections that a group keeps between its ranks.
 
-The thread that calls sends its own word at the start, and reads the others' while it waits: there is no other thread,
-and nothing is read between two words. So a peer that is a round ahead is buffered by the kernel, one frame of it at
-most: it can't be further ahead, because it needs this rank's word of its own round. No more is read than what is due of
-a round's frame, so never a byte of the next round's.
+The calling thread sends its own word at the start, and reads the other words while it waits. There is no other thread,
+and nothing is read between two words. The kernel buffers the frame of a peer that is a round ahead. That is at most one
+frame, because the peer needs this rank's word of its own round. A read never exceeds the current round's frame, so it
+never takes a byte of the next round.
 
-A rank fails as soon as the connection to a rank ends whose word it still needs. A rank that has said its word may have
-ended its exchange, and then all words are on their way: the others have a moment to end theirs. An exchange that fails
-cuts this rank's connections, so that the others fail too.
+An exchange fails as soon as a connection ends whose rank still owes its word. If a rank disconnects after its word, it
+may have finished its exchange, and then all words are on their way. The other ranks then get a moment to finish. A
+failed exchange shuts down this rank's connections, so that the other ranks fail too.
 
-The law of this file: it moves the bytes of `word_round`, and knows no library. What an error means for the group is
-said by the group.
+Law of this file: it moves the bytes of `word_round`, and knows no library. The group says what an error means for it.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ __all__ = ["WordLine"]
 
 _ENDS: Final = select.POLLRDHUP
 _HEARS: Final = select.POLLIN | select.POLLRDHUP
-# What was sent to a rank that has ended its exchange was sent to this one too, up to a moment of a busy machine.
+# Words sent to a rank that has finished its exchange reach this rank too, within a moment of a busy machine.
 _GRACE_S: Final = 0.25
-# Who has waited that long looks whether what it has sent was acknowledged: a cut cable ends no connection.
+# After this time, a waiting thread checks whether its data was acknowledged, because a cut cable ends no connection.
 _LOOK_S: Final = 0.25
-# The kernel waits twice as long each time, and 0.2 s and a round trip first: so many in a row are 1.4 s in vain.
+# The kernel doubles its wait each time, after 0.2 s and a round trip at first. This many retransmissions take 1.4 s.
 _RETRANSMITS_MOST: Final = 3
 _TCP_RETRANSMITS: Final = 2  # the byte of struct tcp_info
 _TCP_INFO_BYTES: Final = 8
@@ -53,7 +52,7 @@ class WordLine:
     Args:
         lifeline: the connections; empty in a group of one.
         where: this rank's place.
-        direct_most: the largest group in which each rank sends its word to every other one; None: as measured.
+        direct_most: the largest group in which each rank sends its word to every other one; None: the measured default.
     """
 
     def __init__(self, lifeline: Lifeline, where: Where, *, direct_most: int | None = None) -> None:
@@ -68,7 +67,9 @@ class WordLine:
         self._ranks: dict[int, int] = {}  # by descriptor
 
     def ends(self, peers: dict[int, socket.socket]) -> tuple[select.poll, dict[int, int]]:
-        """Return what tells of the end of a connection, and the ranks by descriptor; the same for each round."""
+        """Return a poll object for the end of a connection, and the ranks by descriptor. Both are the same for
+        each round.
+        """
         if self._poll is None:
             self._poll = select.poll()
             for rank, peer in peers.items():
@@ -80,10 +81,11 @@ class WordLine:
         """Start an exchange: send this rank's word, or the first step of it.
 
         Args:
-            values: checked.
-            round_number: of the round; the exchange of the round before it must have ended.
+            values: checked values.
+            round_number: of the round. The exchange of the previous round must have ended.
             timeout: from now.
-            fail: told of an error that ends the group's words; gives the one to raise.
+            fail: receives an error that ends the group's words, and returns the error to raise.
+
         Raises: InvalidSetting: the round's number; nothing was sent. ProcessGroupError: a peer is gone.
         """
         check_round(round_number, self._last_round)
@@ -104,9 +106,9 @@ class WordLine:
         return exchange
 
     def linger(self, timeout: timedelta) -> bool:
-        """Wait until every other rank has ended its connection, or has sent a word of a later round.
+        """Wait until every other rank has disconnected, or has sent a word of a later round.
 
-        Returns: whether they all have, within the time.
+        Returns: whether all ranks have done so within the time.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
         with self.lifeline as peers:
@@ -133,7 +135,7 @@ class _LineExchange(WordExchange):
         line: of the group.
         state: of the exchange.
         round_number: for messages.
-        limit: the time-out, and when it is over on the monotonic clock.
+        limit: the timeout, and its end on the monotonic clock.
         fail: as for `WordLine.start`.
     """
 
@@ -145,7 +147,7 @@ class _LineExchange(WordExchange):
         self._round_number = round_number
         self._timeout, self._deadline_s = limit
         self._fail = fail
-        self._ended_rank: int | None = None  # the first whose connection ended when its own word was here
+        self._ended_rank: int | None = None  # the first rank that disconnected after its own word
         self._outcome: tuple[int, ...] | ProcessGroupError | None = None
 
     def start(self) -> None:
@@ -176,8 +178,8 @@ class _LineExchange(WordExchange):
         return self._outcome
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Cut the connections, because nothing that comes over them could be told from this round any more."""
-        # First, so that an abort which has ended them is found as the reason.
+        """Shut down the connections, because their later data could not be distinguished from this round's."""
+        # First, so that an abort which has ended the connections is found as the reason.
         told = self._fail(error) if isinstance(error, ProcessGroupError) else error
         self._line.lifeline.is_exchanging = False
         self._line.lifeline.end(f"the word of round {self._round_number} failed")
@@ -195,9 +197,12 @@ class _LineExchange(WordExchange):
             self._send(peers)
 
     def _check_all_there(self, peers: dict[int, socket.socket]) -> None:
-        """Raises: PeerFailed: a rank has ended before it could get this rank's word, so it has not ended its exchange.
+        """Check that every rank is connected.
 
-        Its word may be here all the same, and then nothing else would tell.
+        Such a rank can't have finished its exchange without this rank's word. Its own word may have arrived even so,
+        and then no other check would notice.
+
+        Raises: PeerFailed: a rank disconnected before it could get this rank's word.
         """
         self._check_not_ended()
         poll, ranks = self._line.ends(peers)
@@ -245,13 +250,13 @@ class _LineExchange(WordExchange):
                 self._check_acknowledged(peers)
 
     def _has_ended(self, rank: int) -> None:
-        """Note the end of a rank whose own word is here."""
+        """Record the end of a rank whose own word has arrived."""
         if self._ended_rank is None:
             self._ended_rank = rank
             self._deadline_s = min(self._deadline_s, time.monotonic() + _GRACE_S)
 
     def _read(self, rank: int, connection: socket.socket) -> bool:
-        """Read what a rank has sent; returns whether its frame is complete."""
+        """Read the data that a rank has sent. Returns: whether its frame is complete."""
         try:
             heard = connection.recv(self._state.due_bytes(rank))
         except BlockingIOError:
@@ -267,12 +272,12 @@ class _LineExchange(WordExchange):
             raise self._peer_failed(rank, f"{self._name(rank)} {fault}") from None
 
     def _check_not_ended(self) -> None:
-        """Raises: PeerFailed: this rank's own connections were cut."""
+        """Check this rank's own connections. Raises: PeerFailed: they were shut down."""
         if self._line.lifeline.ended:
             raise self._peer_failed(None, self._line.lifeline.ended_because or "the group was ended")
 
     def _check_acknowledged(self, peers: dict[int, socket.socket]) -> None:
-        """Raises: PeerFailed: the machine of a rank that is missing acknowledges nothing any more."""
+        """Check that the missing ranks acknowledge data. Raises: PeerFailed: the machine of a missing rank does not."""
         for rank in self._state.missing:
             information = peers[rank].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             if information[_TCP_RETRANSMITS] >= _RETRANSMITS_MOST:

@@ -1,10 +1,10 @@
-"""How the ranks of a Gloo group get their connections for words while Gloo connects them for everything else.
+"""The setup of a Gloo group's connections for words, while Gloo connects the ranks for everything else.
 
-Each rank's invitation travels behind what Gloo publishes in the store, so that nobody asks the store more often. The
-calls are made before Gloo connects, and taken when it has: then all of them are there. A rank that publishes nothing
-behind its record runs another program's Gloo, and then no rank of the group has such connections.
+Each rank's invitation is appended to the record that Gloo publishes in the store, so there are no extra store requests.
+The ranks connect before Gloo connects, and accept after Gloo has connected. Then all connections exist. A rank without
+an invitation runs another program's Gloo. In that case no rank of the group has connections for words.
 
-The law of this file: one meeting; no store, no Gloo.
+Law of this file: one setup; no store, no Gloo.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tft_pg.backends.lifeline import Lifeline
 __all__ = ["WordMeeting", "attach", "detach"]
 
 _MARK: Final = b"tft-pg"
-_TAIL: Final = struct.Struct("=6sH")  # the mark, and the length of what is before it
-# Gloo takes what follows an address for numbers of so many bytes, and looks only at those that it knows of.
+_TAIL: Final = struct.Struct("=6sH")  # the mark, and the length of the data before it
+# Gloo takes the data after an address for numbers of this many bytes, and reads only the numbers that it knows of.
 _NUMBER_BYTES: Final = 8
 
 
 def attach(record: bytes, invitation: bytes) -> bytes:
-    """Return Gloo's record with an invitation behind it."""
+    """Return Gloo's record with an invitation appended."""
     padding = b" " * (-len(invitation) % _NUMBER_BYTES)
     return record + padding + invitation + _TAIL.pack(_MARK, len(padding) + len(invitation))
 
 
 def detach(published: bytes) -> tuple[bytes, bytes | None]:
-    """Return Gloo's record, and the invitation behind it; None where there is none."""
+    """Return Gloo's record, and the appended invitation or None."""
     if len(published) < _TAIL.size:
         return published, None
     mark, length = _TAIL.unpack_from(published, len(published) - _TAIL.size)
@@ -45,22 +45,23 @@ class WordMeeting:
     """The connections for words of one rank, while its group is built.
 
     Args:
-        attempt: the building.
+        attempt: the current attempt.
     """
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._device: str | None = None  # the first of Gloo's
+        self._device: str | None = None  # Gloo's first device
         self._lifeline: Lifeline | None = None
         self._invitations: dict[int, bytes | None] = {}
 
     def publish(self, device: str, record: bytes, address: str) -> bytes:
-        """Return what to publish as the record of a device of Gloo's.
+        """Return the record to publish for a device of Gloo.
 
         Args:
-            device: which.
-            record: Gloo's.
-            address: where the device listens.
+            device: the device.
+            record: Gloo's record.
+            address: the listening address of the device.
+
         Raises: ConfigureFailed: nothing can listen there.
         """
         if self._device is not None:
@@ -71,14 +72,14 @@ class WordMeeting:
         return attach(record, self._lifeline.record())
 
     def met(self, device: str, rank: int, published: bytes) -> bytes:
-        """Take what another rank has published; returns Gloo's record."""
+        """Record another rank's invitation. Returns: Gloo's record."""
         record, invitation = detach(published)
         if device == self._device:
             self._invitations[rank] = invitation
         return record
 
     def call(self, device: str) -> None:
-        """Call the ranks below, now that all other ranks of a device are met. Raises: as `Lifeline.call`."""
+        """Connect to the lower ranks, after all ranks of a device are known. Raises: as `Lifeline.call`."""
         if self._lifeline is None or device != self._device:
             return
         where = self._attempt.where
@@ -91,7 +92,7 @@ class WordMeeting:
             self._lifeline = None
 
     def finish(self) -> Lifeline | None:
-        """Take the calls of the ranks above; returns the connections, None where some ranks have none."""
+        """Accept the connections of the higher ranks. Returns: the connections, or None if some ranks have none."""
         where = self._attempt.where
         if where.world_size == 1:
             return Lifeline(0, 1, "")
@@ -100,6 +101,6 @@ class WordMeeting:
         return self._lifeline
 
     def end(self) -> None:
-        """Let go of the connections, because no group was built."""
+        """Release the connections, because no group was built."""
         if self._lifeline is not None:
             self._lifeline.end()

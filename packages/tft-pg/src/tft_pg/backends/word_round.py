@@ -1,13 +1,13 @@
-"""What one rank sends and hears in the exchange of one word, and what a frame of it looks like.
+"""The messages and frames of one rank in the exchange of one word.
 
-In a small group each rank sends its word to every other one, so one step does it. In a larger one the number of
-messages counts, and the ranks double what they know: in each step a rank gives the sum that it has to a partner, and
-gets the partner's, so that 2, 4, 8 … ranks' words are in it. Where the number of ranks is no power of two, the ranks
-above the largest such power give their words to a rank below it first, and get the sum from it last.
+In a small group each rank sends its word to every other one, so one step is enough. In a larger group the number of
+messages matters, and the ranks use recursive doubling. In each step a rank sends its sum to a partner and gets the
+partner's sum. The sums then cover 2, 4, 8 … ranks. If the number of ranks is no power of two, the ranks above the
+largest such power first send their words to a lower rank. They receive the sum from that rank at the end.
 
-A sum on its way may be larger than its end. So a frame whose values don't fit into 64 bits has 128 for each.
+An intermediate sum may be larger than the final one. So a frame with values beyond 64 bits has 128 bits for each value.
 
-The law of this file: numbers and bytes only; no clock, no connections.
+Law of this file: numbers and bytes only; no clock, no connections.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _LOW_MASK: Final = (1 << _LOW_BITS) - 1
 
 
 class BadFrame(Exception):
-    """A peer has sent something else than is due; the text says what, as the end of a sentence."""
+    """A frame of a peer that is not the expected one. The text describes it, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one rank: it sends first, then it hears.
+    """One step of one rank: it sends first, then it receives.
 
     Args:
         number: of the step, the same on both sides.
         sends_to: the ranks that get the sum as it is before the step.
-        hears_from: the ranks whose sums come.
-        replaces: whether what comes is the whole sum; else it is added.
+        hears_from: the ranks whose sums arrive.
+        replaces: whether the received value is the whole sum; otherwise it is added.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Step:
 
 
 def steps_of(rank: int, world_size: int, *, direct_most: int = DIRECT_MOST) -> tuple[Step, ...]:
-    """Return the steps of a rank, in order; none in a group of one.
+    """Return the steps of a rank, in order. The result is empty in a group of one.
 
     Args:
         rank, world_size: its place.
@@ -64,7 +64,7 @@ def steps_of(rank: int, world_size: int, *, direct_most: int = DIRECT_MOST) -> t
     if world_size == 1:
         return ()
     if world_size <= direct_most:
-        # Each begins with the rank after it, so that the first messages go to different ranks.
+        # Each rank begins with the next rank, so that the first messages go to different ranks.
         others = tuple((rank + distance) % world_size for distance in range(1, world_size))
         return (Step(_DIRECT, others, others),)
     num_doubling = 1 << (world_size.bit_length() - 1)
@@ -85,7 +85,7 @@ def steps_of(rank: int, world_size: int, *, direct_most: int = DIRECT_MOST) -> t
 
 @functools.cache
 def _formats(num_values: int) -> tuple[struct.Struct, struct.Struct]:
-    """The values of a narrow frame, and of a wide one."""
+    """Return the formats of the values in a narrow frame and in a wide one."""
     return struct.Struct(f"!{num_values}q"), struct.Struct("!" + "qQ" * num_values)
 
 
@@ -93,12 +93,12 @@ def _formats(num_values: int) -> tuple[struct.Struct, struct.Struct]:
 class WordRound:
     """The state of one exchange on one rank.
 
+    The caller sends `frame` to `recipients` and then reads from the `missing` ranks, until `advance` returns False.
+
     Args:
         steps: of this rank, at least one.
         round_number: of the round.
         values: of this rank's word.
-
-    `frame` is to be sent to `recipients`, then `missing` ranks are to be heard, until `advance` says that it is over.
     """
 
     def __init__(self, steps: tuple[Step, ...], round_number: int, values: tuple[int, ...]) -> None:
@@ -107,7 +107,7 @@ class WordRound:
         self._round_number = round_number
         self._sums = values
         self._narrow, self._wide = _formats(len(values))
-        self._partial: dict[int, bytes] = {}  # the first bytes of a frame whose rest has not come yet
+        self._partial: dict[int, bytes] = {}  # the first bytes of an incomplete frame
         self._begin(steps[0])
 
     def _begin(self, step: Step) -> None:
@@ -117,28 +117,29 @@ class WordRound:
 
     @property
     def recipients(self) -> tuple[int, ...]:
-        """The ranks that get a frame in this step."""
+        """Return the ranks that get a frame in this step."""
         return self._step.sends_to
 
     def frame(self) -> bytes:
-        """Return what they get; to be called before anything of the step is heard."""
+        """Return the frame for the recipients. Call this before any data of the step is received."""
         try:
             return self._head + self._narrow.pack(*self._sums)
-        except struct.error:  # in the middle of an exchange whose end may fit again
+        except struct.error:  # an intermediate sum is too large; the final one may fit again
             head = _HEADER.pack(_WIDE, self._step.number, len(self._sums), self._round_number)
             halves = [half for value in self._sums for half in (value >> _LOW_BITS, value & _LOW_MASK)]
             return head + self._wide.pack(*halves)
 
     def due_bytes(self, rank: int) -> int:
-        """Return how much to read from a missing rank, at most: never more than what is left of its frame."""
+        """Return the largest number of bytes to read from a missing rank. It never exceeds the rest of its frame."""
         begun = self._partial.get(rank, b"") if self._partial else b""
         length = _HEADER.size + self._narrow.size if len(begun) < _HEADER.size else self._length(begun)
         return length - len(begun)
 
     def hear(self, rank: int, data: bytes) -> bool:
-        """Take bytes of a missing rank's frame; returns whether it is complete.
+        """Process bytes of a missing rank's frame. Returns: whether the frame is complete.
 
-        Raises: BadFrame: it is not the one that is due. One that is too long is refused before the rest of it is read.
+        Raises: BadFrame: the frame is not the expected one. A frame that is too long is refused before its rest is
+            read.
         """
         if self._partial:
             data = self._partial.pop(rank, b"") + data
@@ -156,7 +157,7 @@ class WordRound:
         return True
 
     def _length(self, frame: bytes) -> int:
-        """The length of the frame that begins so. Raises: BadFrame: it is not the one that is due."""
+        """Return the length of the frame with this beginning. Raises: BadFrame: the frame is not the expected one."""
         if frame.startswith(self._head):
             return _HEADER.size + self._narrow.size
         kind, step, num_values, round_number = _HEADER.unpack_from(frame)
@@ -171,7 +172,7 @@ class WordRound:
         return _HEADER.size + self._wide.size
 
     def advance(self) -> bool:
-        """Go on to the next step, when nobody is missing; returns whether there is one."""
+        """Go on to the next step when no rank is missing. Returns: whether there is one."""
         assert not self.missing, "a step ends when all of it has been heard"
         self._at += 1
         if self._at == len(self._steps):
@@ -181,5 +182,5 @@ class WordRound:
 
     @property
     def sums(self) -> tuple[int, ...]:
-        """The sum of each value, when it is over; in the middle of it, of those ranks that are in it so far."""
+        """Return the sum of each value. During the exchange, it covers only the ranks received so far."""
         return self._sums
