@@ -1,1 +1,1 @@
-"""Process groups that talk to other processes, one backend a file. Each only makes its torch group."""
+"""Process groups that talk to other processes, one backend for each file. A backend only makes its torch group."""

@@ -1,7 +1,7 @@
 """A watch on a group's connections, which ends all of them on demand or when one of them has ended.
 
-In a collective of three or more ranks, a rank may wait for a neighbour that is stopped or waits itself, while a third
-rank has died. The expected data never comes, and nothing reports that. But the connection to the dead rank has ended,
+In a collective of three or more ranks, one rank may have died while the others wait for each other. A waiting rank
+then waits for a live neighbour that is stopped or waits itself. The expected data never comes, and nothing reports that. But the connection to the dead rank has ended,
 and the kernel reports that. So each group has a watch: one thread that sleeps until any of the group's connections
 ends. The watch gives operations that already have their data a moment to finish. Then it ends the other connections, so
 that the operations of all ranks fail.

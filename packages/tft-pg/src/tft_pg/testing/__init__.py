@@ -1,4 +1,4 @@
-"""What tests of process groups need, of this package's and of yours: the conformance suite and its bench."""
+"""Public test tools for process groups of this and other packages: the conformance suite and its bench."""
 
 from tft_pg.testing.bench import Bench, Outcome
 from tft_pg.testing.computing import Combination, combinations

@@ -1,7 +1,8 @@
-"""A bench to try process groups on: a store, and ranks that act at once, as threads of this process.
+"""A bench for process groups: a store, and ranks that act concurrently, as threads of this process.
 
-Several groups in one process, over one store, behave like as many processes would, save that they can't be killed
-one by one. The law of this file: every wait has a bound, and the bench leaves no thread behind.
+Several groups in one process, over one store, behave like separate processes, except that they can't be killed singly.
+
+Law of this file: every wait has a bound, and the bench leaves no thread behind.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ GUARD_S = 30.0
 
 @dataclass(frozen=True)
 class Outcome(Generic[_T]):
-    """What one rank's action came to: a value or an error."""
+    """The result of one rank's action: a value or an error."""
 
     value: _T | None = None
     error: BaseException | None = None
 
     def get(self) -> _T:
-        """The value; raises the error."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
@@ -44,10 +45,10 @@ class Outcome(Generic[_T]):
 
 @final
 class Bench:
-    """A store on loopback and the groups made on it; a context manager, which shuts all of them down.
+    """A store on loopback and the groups made on it. The context manager shuts all groups down.
 
     Args:
-        make: makes one unconfigured group; called once a rank.
+        make: makes one unconfigured group; called once for each rank.
         timeout: given to every `configure`.
     """
 
@@ -68,23 +69,23 @@ class Bench:
             group.shutdown()
 
     def fresh_address(self) -> str:
-        """A store address with a prefix that nobody has used."""
+        """Return a store address with an unused prefix."""
         return format_store_addr("127.0.0.1", self._store.port, f"bench/{next(self._prefixes)}")
 
     def make(self) -> ProcessGroup:
-        """One more unconfigured group."""
+        """Make one more unconfigured group."""
         group = self._make()
         self._groups.append(group)
         return group
 
     def configured(self, world_size: int) -> list[ProcessGroup]:
-        """That many new groups, configured together."""
+        """Make and configure `world_size` new groups together."""
         groups = [self.make() for _ in range(world_size)]
         self.configure(groups)
         return groups
 
     def configure(self, groups: Sequence[ProcessGroup]) -> None:
-        """Configure these groups together, their ranks in this order."""
+        """Configure these groups together, with their ranks in this order."""
         address = self.fresh_address()
         self.all(
             groups,
@@ -94,16 +95,16 @@ class Bench:
         )
 
     def all(self, groups: Sequence[ProcessGroup], action: Callable[[int, ProcessGroup], _T]) -> list[_T]:
-        """Let every rank act at once; gives their values in order, or raises the first rank's error."""
+        """Run the action on all ranks concurrently. Returns: their values in order. Raises: the first rank's error."""
         return [outcome.get() for outcome in self.outcomes(groups, action)]
 
     def outcomes(self, groups: Sequence[ProcessGroup], action: Callable[[int, ProcessGroup], _T]) -> list[Outcome[_T]]:
-        """Let every rank act at once; gives what each came to, in order."""
+        """Run the action on all ranks concurrently. Returns: the result of each, in order."""
         started = [self.start(partial(action, rank, group)) for rank, group in enumerate(groups)]
         return [finish() for finish in started]
 
     def start(self, action: Callable[[], Any]) -> Callable[[], Outcome[Any]]:
-        """Act in a thread of its own; gives a function that waits for it."""
+        """Run the action in a separate thread. Returns: a function that waits for the thread."""
         outcomes: list[Outcome[Any]] = []
 
         def run() -> None:

@@ -1,7 +1,9 @@
-"""Every collective, once, ready to be called on any rank with any tensors, and what one process makes of it.
+"""Every collective, once, callable on any rank with any tensors, and its expected result.
 
-A check that wants to try all collectives reads this table. The oracle is computed from all ranks' inputs in one
-process, by torch's own arithmetic and not by a group. The law of this file: no configuring, no threads.
+A check of all collectives reads this table. The expected result is computed from all ranks' inputs in one process, by
+torch's own arithmetic and without a group.
+
+Law of this file: no configuring, no threads.
 """
 
 from __future__ import annotations
@@ -25,15 +27,15 @@ PREMUL_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Sample:
-    """What one rank puts in.
+    """The input of one rank.
 
     Args:
-        rank, world_size: its place.
+        rank, world_size: the place of the rank.
         dtype: of every tensor.
-        length: elements of one portion; a rank that puts in something for each rank puts in that times the size.
-        op: the reduction's name in `REDUCTIONS`; of no meaning for what does not reduce.
-        lay_out: makes of a contiguous tensor one of equal shape with another layout.
-        shape: of one portion if it is not flat; its elements are then `length`.
+        length: elements of one portion. An input for each rank has this many elements times the world size.
+        op: the reduction's name in `REDUCTIONS`; ignored by collectives that do not reduce.
+        lay_out: converts a contiguous tensor to a tensor of equal shape with another layout.
+        flat: whether a portion has one dimension; otherwise it has none, and `length` is 1.
     """
 
     rank: int
@@ -45,35 +47,35 @@ class Sample:
     flat: bool = True
 
     def at(self, rank: int) -> Sample:
-        """The same on another rank."""
+        """Return the same sample on another rank."""
         return Sample(rank, self.world_size, self.dtype, self.length, self.op, self.lay_out, self.flat)
 
     def portion(self, salt: int = 0) -> torch.Tensor:
-        """This rank's input of one portion: whole numbers from 1 to 3, so that every result is exact in most dtypes."""
+        """Return this rank's input of one portion. Whole numbers from 1 to 3 make every result exact in most dtypes."""
         return self.lay_out(self._numbers(self.length, salt).reshape(self._shape()))
 
     def portions(self) -> list[torch.Tensor]:
-        """This rank's input for each rank."""
+        """Return this rank's input for each rank."""
         return [self.portion(salt) for salt in range(self.world_size)]
 
     def whole(self) -> torch.Tensor:
-        """The same in one tensor, the ranks' portions one after another."""
+        """Return this rank's input for each rank in one tensor, one portion after another."""
         return self.lay_out(torch.cat([self.portion(salt).reshape(-1) for salt in range(self.world_size)]))
 
     def blank(self) -> torch.Tensor:
-        """A portion to be filled in."""
+        """Return a portion to be filled in."""
         return self.lay_out(torch.zeros(self._shape(), dtype=self.dtype))
 
     def blanks(self) -> list[torch.Tensor]:
-        """A portion to be filled in for each rank."""
+        """Return a portion to be filled in for each rank."""
         return [self.blank() for _ in range(self.world_size)]
 
     def blank_whole(self) -> torch.Tensor:
-        """The same in one tensor."""
+        """Return one tensor to be filled in with a portion for each rank."""
         return self.lay_out(torch.zeros(self.length * self.world_size, dtype=self.dtype))
 
     def reduce_op(self) -> Any:
-        """torch's name of the reduction."""
+        """Return torch's object for the reduction."""
         return REDUCTIONS[self.op]
 
     def _shape(self) -> tuple[int, ...]:
@@ -93,7 +95,7 @@ REDUCTIONS: dict[str, Any] = {
 
 
 def reduced(op: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """What a reduction makes of one tensor from each rank, in their dtype; None: there is no such thing."""
+    """Return the reduction of one tensor from each rank, in their dtype, or None if that reduction does not exist."""
     dtype = tensors[0].dtype
     if len(tensors) == 1 and op != "PREMUL_SUM":
         return tensors[0].contiguous()
@@ -128,11 +130,11 @@ _STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Started:
-    """A collective that runs on this rank.
+    """A running collective on this rank.
 
     Args:
-        works: to be waited for, in any order.
-        outputs: what it fills in on this rank; empty where it fills in nothing.
+        works: the Works to wait for, in any order.
+        outputs: the tensors that the collective fills in on this rank; may be empty.
     """
 
     works: list[dist.Work]
@@ -145,10 +147,10 @@ class Case:
 
     Args:
         row: its name in `tft_pg.COLLECTIVES`.
-        start: calls it on one rank.
-        expected: what its outputs hold on one rank; None: there is no such result.
-        reduces: whether it reduces.
-        sends: whether it exchanges tensors.
+        start: calls the collective on one rank.
+        expected: returns the expected outputs on one rank; None: the result does not exist.
+        reduces: whether the collective reduces.
+        sends: whether the collective exchanges tensors.
     """
 
     row: str
@@ -172,7 +174,7 @@ def _options(kind: Any, sample: Sample, root: int | None = None) -> Any:
 
 
 def _last(sample: Sample) -> int:
-    """The root of what has one."""
+    """Return the root of collectives that have one."""
     return sample.world_size - 1
 
 
@@ -193,7 +195,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-# --- how each is called ---
+# --- how to call each one ---
 
 
 def _allreduce(group: ProcessGroup, sample: Sample) -> Started:
@@ -306,11 +308,11 @@ def _scatter(group: ProcessGroup, sample: Sample) -> Started:
 
 
 def _ring(group: ProcessGroup, sample: Sample, kind: int, receive: Callable[..., dist.Work]) -> Started:
-    """Each sends to the next and receives from the one before; alone there is nobody.
+    """Send to the next rank and receive from the previous one. A single rank does nothing.
 
     Args:
-        kind: 0 to 2, so that nobody receives what was meant for another kind or length.
-        receive: given a tensor, the rank that it comes from, and the tag.
+        kind: 0 to 2, so that no rank receives a message of another kind or length.
+        receive: called with a tensor, the source rank, and the tag.
     """
     if sample.world_size == 1:
         return Started([], [])

@@ -1,8 +1,10 @@
-"""What a group computes: every collective, dtype, reduction, layout and call form against one process's arithmetic.
+"""Checks of a group's results: every collective, dtype, reduction, layout and call form against one process's
+arithmetic.
 
-A group need not have every combination. What it has gives the oracle's result on all ranks; what it has not is an
-`OperationRefused` on all ranks that names the dtype, or the reduction, and the group works on as if nothing had been.
-The law of this file: checks of results only; whoever dies is in `dying`.
+A group may lack combinations. A supported combination gives the expected result on all ranks. An unsupported one is an
+`OperationRefused` on all ranks that names the dtype or the reduction. The group then keeps working.
+
+Law of this file: checks of results only; dying ranks are in `dying`.
 """
 
 from __future__ import annotations
@@ -55,18 +57,18 @@ DTYPES: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
 )
 
-# Torch 2.13 renamed them, and warns of the old names.
+# Torch 2.13 renamed these functions, and warns about the old names.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# An operation that one rank was refused and another was not would wait for it.
+# If only one rank refuses an operation, the other ranks wait for that rank.
 _PATIENCE = timedelta(seconds=GUARD_S / 3)
 _LARGE = 1 << 21
 
 
 @dataclass(frozen=True)
 class Combination:
-    """A collective with a dtype and a reduction; no reduction where the collective has none.
+    """A collective with a dtype and a reduction. A collective without a reduction has an empty one.
 
     Args:
         row: the collective's name.
@@ -80,10 +82,10 @@ class Combination:
 
 
 def combinations(subject: Subject, world_size: int) -> frozenset[Combination]:
-    """Which of all combinations a kind of group has; each was tried.
+    """Return the combinations that a kind of group supports, after trying all.
 
-    Raises: AssertionError: one gave another result than the oracle, or was refused on some ranks only, or without a
-        clear sentence, or the group did not work on after it.
+    Raises: AssertionError: a result was wrong, a refusal came on some ranks only or without a clear message, or the
+        group failed after it.
     """
     trials = {
         Combination(case.row, _name(dtype), op): (case, Sample(0, world_size, dtype, op=op or "SUM"))
@@ -105,7 +107,7 @@ def _name(dtype: torch.dtype) -> str:
 def _try(
     bench: Bench, groups: Sequence[ProcessGroup], trials: Sequence[tuple[Case, Sample]], *, must_name: bool = False
 ) -> list[bool]:
-    """Try each on all ranks at once; whether the group has it."""
+    """Try each case on all ranks concurrently. Returns: for each, whether the group supports it."""
     found = bench.all(groups, lambda rank, group: [_tried(group, case, sample.at(rank)) for case, sample in trials])
     had = []
     for (case, sample), outcomes in zip(trials, zip(*found, strict=True), strict=True):
@@ -123,7 +125,7 @@ def _try(
 
 
 def _tried(group: ProcessGroup, case: Case, sample: Sample) -> BaseException | None:
-    """None if it gave the oracle's result; else its refusal, after which the group worked on."""
+    """Run a case. Returns: None for the expected result, or the refusal, after which the group still worked."""
     try:
         started = case.start(group, sample)
         for work in started.works:
@@ -131,7 +133,7 @@ def _tried(group: ProcessGroup, case: Case, sample: Sample) -> BaseException | N
     except OperationRefused as error:
         agree(reduce_ones(group), torch.full((3,), float(sample.world_size)))
         return error
-    except Exception as error:  # told by the caller, for all ranks at once
+    except Exception as error:  # the caller reports it, for all ranks at once
         return error
     try:
         _compare(case, sample, started)
@@ -149,7 +151,7 @@ def _compare(case: Case, sample: Sample, started: Started) -> None:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """A bool's byte is 0 or 1, or else it is no bool; torch compares no float8."""
+    """Convert a tensor for comparison: bools to bytes, because a valid bool is 0 or 1, and float8 to float32."""
     tensor = tensor.contiguous()
     if tensor.dtype == torch.bool:
         return tensor.view(torch.uint8)
@@ -157,7 +159,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rounding(sample: Sample) -> float:
-    """The inputs are whole and small: only a division, and a product in a short mantissa, rounds."""
+    """Return the allowed rounding error. The inputs are small whole numbers, so only AVG and PRODUCT may round."""
     short = sample.op == "PRODUCT" and sample.world_size > 3
     if not (sample.dtype.is_floating_point or sample.dtype.is_complex) or not (sample.op == "AVG" or short):
         return 0.0
@@ -165,9 +167,10 @@ def _rounding(sample: Sample) -> float:
 
 
 def every_combination_agrees_or_is_refused(subject: Subject) -> None:
-    """Each collective in each dtype and reduction agrees with the oracle on all ranks, or is refused on all.
+    """Check that each collective in each dtype and reduction gives the expected result or is refused, alike on all
+    ranks.
 
-    A refusal is an `OperationRefused` that names the collective and its dtype or reduction; the group works on
+    A refusal is an `OperationRefused` that names the collective and its dtype or reduction. The group keeps working
     without a `configure`.
     """
     for world_size in sorted({min(subject.world_sizes), subject.most}):
@@ -175,7 +178,7 @@ def every_combination_agrees_or_is_refused(subject: Subject) -> None:
 
 
 def every_size_agrees(subject: Subject) -> None:
-    """Each collective agrees with the oracle in every size that the group can have."""
+    """Check that each collective gives the expected result in every supported size."""
     for world_size in subject.world_sizes:
         with Bench(subject.make) as bench:
             groups = bench.configured(world_size)
@@ -183,7 +186,9 @@ def every_size_agrees(subject: Subject) -> None:
 
 
 def what_it_lacks_is_refused(subject: Subject) -> None:
-    """A collective that it does not have is an `OperationRefused` that names it, on all ranks; the group works on."""
+    """Check that unsupported collectives raise an `OperationRefused` with their name, on all ranks, and the group
+    works on.
+    """
     lacking = [case for case in CASES if case.row in subject.lacks]
     with Bench(subject.make) as bench:
         groups = bench.configured(subject.most)
@@ -196,7 +201,7 @@ def _strided(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def every_layout_agrees_or_is_refused(subject: Subject) -> None:
-    """Tensors with strides, without elements, without dimensions and of 8 MB agree with the oracle, or are refused."""
+    """Check strided, empty, zero-dimensional and 8 MB tensors: the result is as expected, or the call is refused."""
     n = subject.most
     layouts = {
         "strided": Sample(0, n, lay_out=_strided),
@@ -215,7 +220,7 @@ def every_layout_agrees_or_is_refused(subject: Subject) -> None:
 
 
 def low_precision_is_as_good_as_its_rounding(subject: Subject) -> None:
-    """A sum of arbitrary numbers differs from the exact one by no more than the rounding of each addition."""
+    """Check that a sum of arbitrary numbers is within the rounding error of its additions."""
     n = subject.most
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     with Bench(subject.make) as bench:
@@ -227,7 +232,7 @@ def low_precision_is_as_good_as_its_rounding(subject: Subject) -> None:
             bound = n * torch.finfo(dtype).eps * exact.abs().sum(0)
             for result in results:
                 assert bool(((result.double() - exact.sum(0)).abs() <= bound).all()), f"the sum in {dtype} is off"
-                agree(result, results[0])  # bit for bit: replicas must not drift apart
+                agree(result, results[0])  # bit for bit, because replicas must not drift apart
 
 
 def _summed(inputs: Sequence[torch.Tensor], rank: int, group: ProcessGroup) -> torch.Tensor:
@@ -236,11 +241,11 @@ def _summed(inputs: Sequence[torch.Tensor], rank: int, group: ProcessGroup) -> t
     return tensor
 
 
-# --- the ways to call it ---
+# --- call forms ---
 
 
 def both_call_forms_agree(subject: Subject) -> None:
-    """The short forms of torch (a tensor and a root, a list and a tensor, an op) do what the long ones do."""
+    """Check that torch's short forms (a tensor and a root, a list and a tensor, an op) equal the long ones."""
     for world_size in sorted({min(subject.world_sizes), subject.most}):
         with Bench(subject.make) as bench:
             groups = bench.configured(world_size)
@@ -249,7 +254,7 @@ def both_call_forms_agree(subject: Subject) -> None:
 
 
 def torchs_functions_take_the_group(subject: Subject) -> None:
-    """`torch.distributed`'s functions work with the group as their `group`."""
+    """Check that the functions of `torch.distributed` work with the group as their `group`."""
     for world_size in sorted({min(subject.world_sizes), subject.most}):
         with Bench(subject.make) as bench:
             groups = bench.configured(world_size)
@@ -314,7 +319,7 @@ def _form_reduce(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
 
 
 def _methods(group: ProcessGroup, name: str) -> list[Callable[..., dist.Work]]:
-    """A collective by each of its names."""
+    """Return a collective's methods, under each of its names."""
     row = collective(name)
     return [getattr(group, each) for each in (row.name, *row.aliases)]
 
@@ -441,7 +446,7 @@ def _dist_messages(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
 
 
 def _dist_coalesced(group: ProcessGroup, s: Sample) -> Iterator[tuple[Any, Any]]:
-    """`_coalescing_manager` makes one call of several, as FSDP2 does."""
+    """Check `_coalescing_manager`, which makes one call of several, as FSDP2 does."""
     tensors = [s.portion(salt) for salt in range(2)]
     with _coalescing_manager(group=group):
         for tensor in tensors:
@@ -471,11 +476,11 @@ _FUNCTIONS: dict[str, _Form] = {
 }
 
 
-# --- the ways to wait for it ---
+# --- ways to wait ---
 
 
 def several_may_be_in_flight(subject: Subject) -> None:
-    """Several collectives run at once and may be waited for in another order than they were started."""
+    """Check that several collectives may run at once and be waited for in any order."""
     n = subject.most
     with Bench(subject.make) as bench:
         groups = bench.configured(n)
@@ -496,7 +501,7 @@ def several_may_be_in_flight(subject: Subject) -> None:
 
 
 def futures_hold_the_results(subject: Subject) -> None:
-    """A Work's future gives the results, as do functions hung on it by `then`, before and after it has ended."""
+    """Check that a Work's future, and its `then` callbacks, give the results, before and after the end."""
     n = subject.most
     with Bench(subject.make) as bench:
         groups = bench.configured(n)
@@ -521,14 +526,16 @@ def futures_hold_the_results(subject: Subject) -> None:
 
 
 def _joined(value: Any) -> torch.Tensor:
-    """Gloo's futures hold what a call fills in, one tensor or a list of its parts."""
+    """Flatten the value of a future. Gloo's futures hold the filled tensor or a list of its parts."""
     if isinstance(value, torch.Tensor):
         return value.reshape(-1)
     return torch.cat([_joined(item) for item in value])
 
 
 def a_wait_may_be_given_up_and_repeated(subject: Subject) -> None:
-    """A `wait` whose time-out passes raises `DeadlinePassed`, and one after the peers have come succeeds."""
+    """Check that a `wait` with an expired timeout raises `DeadlinePassed`, and a later one succeeds once the
+    peers start.
+    """
     n = subject.most
     if n < 2:
         return

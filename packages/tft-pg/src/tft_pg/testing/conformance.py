@@ -1,9 +1,10 @@
-"""The contract of `tft_pg.ProcessGroup` as a list of checks that any group can be put through.
+"""The contract of `tft_pg.ProcessGroup` as a list of checks for any group.
 
-A fake or a wrapper that passes them can stand for the real thing, and a real one that passes them can be trusted
-with a training job. Each check is a function of a `Subject`; its docstring says what holds. The law of this file: the
-list only; what a group computes is checked in `computing`, how it lives in `living`, what a
-round's word is in `wording`, what a peer's death does in `dying`.
+A fake or a wrapper that passes these checks can replace the real group. A real group that passes them can be trusted
+with a training job. Each check is a function of a `Subject`, and its docstring states the requirement.
+
+Law of this file: the list only. The checks are in `computing` (results), `living` (life cycle), `wording` (words) and
+`dying` (deaths of peers).
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ def check_process_group(
     meets_peers: bool = True,
     lacks: Collection[str] = (),
 ) -> None:
-    """Put a kind of group through every check; raises AssertionError, or the group's own error, at the first fault.
+    """Run every check on a kind of group. Raises AssertionError, or the group's own error, at the first fault.
 
     Args:
-        make: makes one unconfigured group. It is sent to child processes by pickling if there are peers.
-        world_sizes: the sizes that it can have; a group of one only skips what needs a peer.
-        ready: whether it works before its first `configure`.
+        make: makes one unconfigured group. With peers, it is pickled and sent to child processes.
+        world_sizes: the supported sizes. A group of one only skips the checks that need a peer.
+        ready: whether the group works before its first `configure`.
         meets_peers: whether `configure` waits for the other ranks.
-        lacks: collectives that it does not have, and refuses; by their names in `tft_pg.COLLECTIVES`.
+        lacks: the unsupported collectives, which the group refuses; by their names in `tft_pg.COLLECTIVES`.
+
     Raises: InvalidSetting: `make` can't be pickled; nothing was checked then.
     """
     subject = Subject(make, tuple(world_sizes), ready, meets_peers, frozenset(lacks))
@@ -51,7 +53,7 @@ def _require_sendable(subject: Subject) -> None:
         return
     try:
         ForkingPickler.dumps(subject.make)
-    except Exception as error:  # of whatever type its parts raise
+    except Exception as error:  # pickling raises any type of error
         raise InvalidSetting(
             f"{subject.make!r} can't be sent to the processes that the checks start ({error}); give a class, or a "
             "function at the top of a module"

@@ -1,9 +1,11 @@
-"""What happens when a peer dies: killed, stopped or cut off, at each point of a collective, in real processes.
+"""Checks of a peer's death: killed, stopped or disconnected, at each point of a collective, in real processes.
 
-Two survive, this process and a child, and a third is the victim. Whoever is left must fail at once with `PeerFailed`,
-or by `abort` where the victim is only stopped and nothing tells, and then work on in a smaller group. The victims that
-survive their fault come back into the next group, so that few processes are started. The law of this file: every
-moment is one that the processes told of, and no wait depends on a time-out of the group's.
+Two ranks survive, this process and a child, and a third is the victim. The survivors must fail at once with
+`PeerFailed`. If the victim is only stopped, nothing reports that, and `abort` must end the operation. Then the
+survivors must work in a smaller group. Victims that survive their fault join the next group, so that few processes are
+started.
+
+Law of this file: processes report every moment, and no wait depends on a timeout of the group.
 """
 
 from __future__ import annotations
@@ -50,18 +52,18 @@ _GUARD = timedelta(seconds=GUARD_S)
 _SURVIVORS = 2
 _VICTIM = 2
 _SMALL = 5
-# Larger than what the kernel holds for a connection, so that a stopped receiver stops its senders.
+# Larger than the kernel's buffers of a connection, so that a stopped receiver stops its senders.
 _LARGE = 1 << 23
 _LENGTHS = dict.fromkeys(("allgather", "reduce_scatter", "alltoall_base"), _LARGE // 4)
 _ABORT_S = 0.2
-# Two cores may be shared by many processes; what must not happen is a wait for the time-out of an hour.
+# Many processes may share two cores. The check must only exclude a wait for the timeout of an hour.
 _SLACK_S = 0.8
 _UNDER_WAY_BYTES = 1 << 14
 _TRIES = 8
 
 
 class Fault(enum.Enum):
-    """What becomes of the victim."""
+    """The fault of the victim."""
 
     KILLED = "killed"
     STOPPED = "stopped"
@@ -69,7 +71,7 @@ class Fault(enum.Enum):
 
 
 class Point(enum.Enum):
-    """When."""
+    """The moment of the fault."""
 
     BEFORE = "before it starts"
     MIDDLE = "in the middle of a large message"
@@ -84,7 +86,7 @@ _ROWS = ("allreduce", "allgather", "broadcast", "reduce_scatter", "alltoall_base
 
 @dataclass(frozen=True)
 class _Order:
-    """What a child shall do next; it answers with an error's name and words, or None."""
+    """An order for a child. The child answers with an error's name and text, or None."""
 
     what: str
     address: str = ""
@@ -115,7 +117,8 @@ class _Child:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.process.is_alive():  # else its number may be another's by now: it is the forkserver's child
+        # otherwise another process may have its number by now, because the forkserver is its parent
+        if self.process.is_alive():
             self.process.kill()
         self.process.join(GUARD_S)
         self._ours.close()
@@ -173,7 +176,7 @@ def _obey(order: _Order, group: ProcessGroup, runs: list[_Run], words: list[Word
 
 @final
 class _Run:
-    """A collective that runs."""
+    """A running collective."""
 
     def __init__(self, group: ProcessGroup, row: str, sample: Sample) -> None:
         self._group = group
@@ -186,7 +189,7 @@ class _Run:
         self._started = self._case.start(self._group, self._sample)
 
     def finish(self) -> None:
-        """Wait for its end, and check what it gave if it ended well. Raises: its error, AssertionError."""
+        """Wait for the end, and check a successful result. Raises: the operation's error, AssertionError."""
         if self._error is not None:
             raise self._error
         assert self._started is not None
@@ -199,17 +202,17 @@ class _Run:
 
 
 def _check_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """As `agree`, whose first use in a process takes a second."""
+    """Check equality without `agree`, whose first use in a process takes a second."""
     assert torch.equal(got, expected), f"got {got}, expected {expected}"
 
 
 def _tcp_sockets() -> dict[int, Endpoint]:
-    """The inodes of this process's connected TCP sockets, each with the address at its other end."""
+    """Return the inodes of this process's connected TCP sockets, each with its remote address."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             duplicate = os.dup(int(name))
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of the listing itself
             continue
         try:
             status = os.fstat(duplicate)
@@ -217,7 +220,7 @@ def _tcp_sockets() -> dict[int, Endpoint]:
                 with socket.socket(fileno=os.dup(duplicate)) as opened:
                     if opened.family in (socket.AF_INET, socket.AF_INET6):
                         found[status.st_ino] = Endpoint.of(opened.getpeername())
-        except OSError:  # listens, or is closed meanwhile
+        except OSError:  # a listening socket, or closed in the meantime
             continue
         finally:
             os.close(duplicate)
@@ -225,7 +228,7 @@ def _tcp_sockets() -> dict[int, Endpoint]:
 
 
 def _group_connections(store_addr: str) -> list[int]:
-    """All TCP connections of this process but those of its store."""
+    """Return all TCP connections of this process except those to its store."""
     port = parse_store_addr(store_addr).port
     return [inode for inode, remote in _tcp_sockets().items() if remote.port != port]
 
@@ -235,7 +238,7 @@ def _group_connections(store_addr: str) -> list[int]:
 
 @final
 class _Stage:
-    """This process, a surviving child and a victim, in one group of three again and again."""
+    """This process, a surviving child and a victim, in one group of three, for one case after another."""
 
     def __init__(self, subject: Subject, bench: Bench, stack: ExitStack) -> None:
         self._subject = subject
@@ -248,7 +251,7 @@ class _Stage:
         self.address = ""
 
     def configure(self, children: Sequence[_Child]) -> None:
-        """This process is rank 0, the children come after it."""
+        """Configure a group with this process as rank 0 and the children as the next ranks."""
         self.address = self._bench.fresh_address()
         size = len(children) + 1
         for rank, child in enumerate(children, 1):
@@ -258,9 +261,9 @@ class _Stage:
             assert child.answer() is None
 
     def play(self, row: str, fault: Fault, point: Point) -> bool:
-        """One case, from a whole group of three to a working group of two.
+        """Run one case, from a complete group of three to a working group of two.
 
-        Returns: whether the fault came at its point; if not, the whole message had passed before it.
+        Returns: whether the fault came at its point. If not, the whole message had passed before it.
         """
         if not self.victim.process.is_alive():
             self.victim = self._stack.enter_context(_Child(self._subject.make))
@@ -273,7 +276,7 @@ class _Stage:
             assert self.victim.answer() is None
         before = sockets.traffic(_tcp_sockets())
         if large:
-            # Stopped, the victim takes what the kernel's buffers hold and no more; its own part it does in portions.
+            # A stopped victim receives only what fits into the kernel's buffers. `_let_pass` runs it in small portions.
             self.victim.signal(signal.SIGSTOP)
         self.survivor.order(order("start", rank=1))
         assert self.survivor.answer() is None
@@ -294,17 +297,17 @@ class _Stage:
         mine, theirs = failure(self.group, run.finish), self.survivor.answer()
         took_s = time.monotonic() - began_s
         assert took_s < _ABORT_S + _SLACK_S, f"it took {took_s:.2f} s"
-        # Who has all its data may end well, and is then right: `finish` has compared.
+        # A rank with all its data may succeed, and `finish` has compared the result.
         mine_may_end = point is Point.AFTER or large
         if mine is not None or not mine_may_end:
             require(mine, *expected)
         assert (theirs is None and point is not Point.BEFORE) or (theirs or ("",))[0] == "PeerFailed", theirs
         self._go_on_without_the_victim(fault)
-        # A victim that is to cut itself off runs until then, and may have sent the rest.
+        # A victim that disconnects itself runs until then, and may have sent the rest.
         return mine is not None or not large or fault is Fault.CUT_OFF
 
     def play_word(self, fault: Fault, point: Point) -> None:
-        """One case of a word, from a whole group of three to a working group of two."""
+        """Run one case of a word, from a complete group of three to a working group of two."""
         if not self.victim.process.is_alive():
             self.victim = self._stack.enter_context(_Child(self._subject.make))
         self.configure([self.survivor, self.victim])
@@ -332,12 +335,12 @@ class _Stage:
             assert found == [(3, 3)]
         else:
             require(error, PeerFailed, Aborted)
-        # The survivor has compared the sum itself.
+        # The survivor itself has compared the sum.
         assert (theirs is None and point is Point.AFTER) or (theirs or ("",))[0] == "PeerFailed", theirs
         self._go_on_without_the_victim(fault)
 
     def _let_pass(self, before: dict[int, sockets.Traffic]) -> None:
-        """Let the victim work in the smallest portions until the message is under way."""
+        """Let the victim run in the smallest portions until the message is on the wire."""
         known = {inode: sum(passed) for inode, passed in before.items()}
         deadline_s = time.monotonic() + GUARD_S
         while not any(sum(now) > known[inode] + _UNDER_WAY_BYTES for inode, now in sockets.traffic(known).items()):
@@ -372,7 +375,7 @@ class _Stage:
 
 
 def every_death_at_every_point(subject: Subject, rows: Sequence[str] = _ROWS) -> None:
-    """Every fault at every point of every collective."""
+    """Check every fault at every point of every collective."""
     if 3 not in subject.world_sizes:
         return
     with Bench(subject.make) as bench, ExitStack() as stack:
@@ -381,7 +384,7 @@ def every_death_at_every_point(subject: Subject, rows: Sequence[str] = _ROWS) ->
             for fault in Fault:
                 for point in Point:
                     if row == "barrier" and point is Point.MIDDLE:
-                        continue  # it has no message
+                        continue  # a barrier has no message
                     try:
                         assert any(stage.play(row, fault, point) for _ in range(_TRIES)), "it always came too late"
                     except Exception as error:
@@ -389,7 +392,7 @@ def every_death_at_every_point(subject: Subject, rows: Sequence[str] = _ROWS) ->
 
 
 def every_death_in_a_word(subject: Subject) -> None:
-    """Every fault of a rank before its word, and after it: the others fail, or get its sum, long before an hour."""
+    """Check every fault of a rank before and after its word: the others fail or get its sum, long before an hour."""
     if 3 not in subject.world_sizes:
         return
     with Bench(subject.make) as bench, ExitStack() as stack:
@@ -403,7 +406,7 @@ def every_death_in_a_word(subject: Subject) -> None:
 
 
 def a_dead_peer_fails_the_collective(subject: Subject) -> None:
-    """When another process is killed in a collective, this one's fails, long before its time-out of an hour."""
+    """Check that a collective fails when the other process is killed, long before its timeout of an hour."""
     if 2 not in subject.world_sizes:
         return
     with Bench(subject.make) as bench, _Child(subject.make) as child:

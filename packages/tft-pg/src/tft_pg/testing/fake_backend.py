@@ -1,12 +1,13 @@
-"""A device library without a device: what `ProcessGroupNCCL` and `ProcessGroupXCCL` are tested with on a CPU.
+"""A device library without a device, to test `ProcessGroupNCCL` and `ProcessGroupXCCL` on a CPU.
 
-It has the manners of NCCL, the bad ones too. An operation is taken at once and runs later, on a stream of its own;
-until it has run, nothing is in the tensors, and nobody who does not ask again learns how it went. An abort ends what
-runs here and leaves the peers in theirs, where they stay until they are aborted themselves; or, if the connection error
-is to propagate, they fail late and say so only to who looks. After an abort every Work looks as if it had ended well.
+The fake behaves like NCCL, including its problems. It accepts an operation at once and runs it later, on its own
+stream. Until then the tensors are unchanged, and a caller must check again to learn the outcome.
 
-The data goes over a Gloo group of this package. The law of this file: the library only. The group round it is the real
-one.
+An abort ends the operations here. The peers' operations keep hanging until the peers abort too. If connection errors
+propagate, the peers' operations fail late instead, visible only to a check. After an abort every Work looks successful.
+The data goes over a Gloo group of this package.
+
+Law of this file: the library only. The group around it is the real one.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ _Future = torch.futures.Future[Any]
 
 @final
 class FakeAccelerator(AcceleratorBackend):
-    """The library; give it to a group as `backend`.
+    """The fake library, to pass to a group as `backend`.
+
+    If `records` is set, the library reports that new operations are captured into a graph and not run.
 
     Args:
-        propagates: whether a peer that is gone makes what runs here fail, as over a network; if not, it hangs, as over
-            shared memory.
-
-    `records`: set it to have the library say that what is started now is recorded, and not run.
+        propagates: whether a lost peer makes this rank's operations fail, as over a network. Otherwise they hang, as
+            over shared memory.
     """
 
     def __init__(self, *, propagates: bool = False) -> None:
@@ -62,7 +63,7 @@ class FakeAccelerator(AcceleratorBackend):
         self._made: weakref.WeakSet[_FakeCommunicator] = weakref.WeakSet()
 
     def hold(self) -> None:
-        """Let no operation end from now on, of any group with this library in this process."""
+        """Block the end of operations from now on, in all groups with this library in this process."""
         self._running.clear()
 
     def release(self) -> None:
@@ -70,12 +71,12 @@ class FakeAccelerator(AcceleratorBackend):
         self._running.set()
 
     def pull_the_cable(self) -> None:
-        """End the data connections, and nothing else, of every group with this library in this process."""
+        """End only the data connections of every group with this library in this process."""
         for communicator in list(self._made):
             communicator.lose_connections()
 
     def wait_until_running(self, aborted: threading.Event) -> bool:
-        """Wait out a `hold`; False if it was aborted first."""
+        """Wait for the end of a `hold`. Returns False if the abort came first."""
         while not self._running.wait(_LOOK_S):
             if aborted.is_set():
                 return False
@@ -115,7 +116,8 @@ class _FakeCommunicator(Communicator):
         return self._group
 
     def connect(self) -> None:
-        store, self._store = self._store, None  # this and the group hold each other, and must not hold a connection
+        # this object and the group form a reference cycle, which must not keep a connection
+        store, self._store = self._store, None
         assert store is not None
         if self._rank == 0:
             store.set(_PREFIX_KEY, secrets.token_hex(8))
@@ -146,7 +148,7 @@ class _FakeCommunicator(Communicator):
     def _launch(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         if self._aborted.is_set():
             raise RuntimeError("the communicator was aborted")
-        # The stream works on copies, so that nothing of a result shows before its time.
+        # The stream works on copies, so that no result shows too early.
         copies: dict[int, torch.Tensor] = {}
         work: dist.Work | None
         try:
@@ -159,7 +161,7 @@ class _FakeCommunicator(Communicator):
         except OperationRefused:
             raise
         except ProcessGroupError:
-            work = None  # the peers are gone: an operation that is taken and never ends
+            work = None  # the peers are gone: the operation is accepted and never ends
         outputs = collective.results(args, kwargs)
         kernel = _Kernel(work, [(output, copies[id(output)]) for output in outputs], self._aborted)
         self._queue.put(kernel)
@@ -193,7 +195,7 @@ class _FakeCommunicator(Communicator):
 
 
 class _PeersGone(RuntimeError):
-    """What a network library says, late, when the other end of a connection is gone."""
+    """The late error of a network library when the other end of a connection is gone."""
 
 
 @final
@@ -202,8 +204,8 @@ class _Kernel:
 
     Args:
         work: moves the data; None: nothing ever will.
-        writes: the caller's tensors, and the copies with what is to be written into them.
-        aborted: set when the communicator is.
+        writes: the caller's tensors, and the copies with their new values.
+        aborted: set when the communicator is aborted.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class _Kernel:
             self._pending.fail(error)
 
     def is_left(self) -> bool:
-        """Whether the device is done with it; an abort looks the same."""
+        """Return whether the device has finished the operation. An abort looks the same."""
         return self._ended.is_set() or self._aborted.is_set()
 
     def check(self) -> None:
@@ -265,7 +267,7 @@ class _FakeWork(dist.Work):
         return None
 
     def get_future(self) -> _Future:
-        """There is no stream here that a future could be ordered by, so it is done when the tensors are written."""
+        """Return a future that is done when the tensors are written, because the fake has no real stream."""
         return self._kernel.future()
 
     def result(self) -> list[torch.Tensor]:
@@ -279,7 +281,7 @@ _Launch = Callable[[Collective, tuple[object, ...], Mapping[str, object]], dist.
 @forward_collectives
 class _FakeGroup(dist.ProcessGroup):
     def __init__(self, launch: _Launch, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch names only another form
+        super().__init__(rank, world_size)  # type: ignore[call-arg]  # torch's stub declares only another form
         self._launch = launch
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
@@ -296,13 +298,13 @@ def _copied(value: object, copies: dict[int, torch.Tensor]) -> object:
 
 @final
 class WaitsOnHost(WrappingProcessGroup):
-    """A group of tensors on the CPU, made of one that only orders streams: its Works wait on the host.
+    """A group of CPU tensors over a group that only orders streams. Its Works wait on the host.
 
-    So a group over a device can be put through `check_process_group`, which looks at tensors right after a wait.
+    So `check_process_group`, which reads tensors right after a wait, can check a group over a device.
 
     Args:
-        pg: the group inside.
-        device: where its tensors live; they go there and back. None: they stay where they are.
+        pg: the wrapped group.
+        device: the device of its tensors, which are copied there and back. None: no copies.
     """
 
     def __init__(self, pg: ProcessGroup, *, device: torch.device | None = None) -> None:
@@ -357,7 +359,7 @@ class _HostWork(dist.Work):
         return True
 
     def get_future(self) -> _Future:
-        """Its callbacks see what is written: they run when the library's own future is done."""
+        """Return a future whose callbacks see the written tensors. It runs after the library's own future."""
         return self._work.get_future().then(self._outcome)
 
     def _outcome(self, future: _Future) -> list[torch.Tensor]:

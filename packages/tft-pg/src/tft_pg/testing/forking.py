@@ -1,6 +1,6 @@
-"""Children of a process, by every way in which its user may make one: for tests of what they keep of their parent.
+"""Child processes made in every way that a user may make them, for tests of what they inherit.
 
-The law of this file: making and ending children; what must hold beside them stands in the tests.
+Law of this file: making and ending children; the tests state the requirements.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fork_child(way: str) -> int:
 
 
 def end_children(pids: Iterable[int]) -> None:
-    """End these processes, of whichever parent, and reap those that are this process's own."""
+    """End these processes, also those of other parents, and reap this process's own children."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,7 @@
-"""How a group lives: configured again and again, aborted at any time, bounded in time, and shut down for ever.
+"""Checks of a group's life: configured again and again, aborted at any time, bounded in time, and shut down
+permanently.
 
-The law of this file: peers are threads of this process, and nobody dies; that is in `dying`.
+Law of this file: peers are threads of this process, and no rank dies; deaths are in `dying`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _RACE_S = 0.006
 
 
 def use_before_configure_is_an_error(subject: Subject) -> None:
-    """A group that was never configured says so, reports no error, and can be printed."""
+    """Check that an unconfigured group raises `NotConfigured`, reports no error, and can be printed."""
     with Bench(subject.make) as bench:
         group = bench.make()
         assert group.errored() is None
@@ -65,7 +66,7 @@ def use_before_configure_is_an_error(subject: Subject) -> None:
 
 
 def bad_arguments_are_errors(subject: Subject) -> None:
-    """A rank out of range, an address that is none and a time-out of zero are refused at once; the group works on."""
+    """Check that a bad rank, address or timeout is refused at once, and the group keeps working."""
     with Bench(subject.make) as bench:
         groups = bench.configured(subject.most)
         group, address = groups[0], bench.fresh_address()
@@ -79,7 +80,9 @@ def bad_arguments_are_errors(subject: Subject) -> None:
 
 
 def shutdown_is_for_ever(subject: Subject) -> None:
-    """After `shutdown`, which may be repeated, every use is `Closed`; before the first `configure` too."""
+    """Check that every use after `shutdown` raises `Closed`, also before the first `configure`. `shutdown` may be
+    repeated.
+    """
     with Bench(subject.make) as bench:
         for group in [bench.make(), *bench.configured(subject.most)]:
             group.shutdown()
@@ -92,21 +95,21 @@ def shutdown_is_for_ever(subject: Subject) -> None:
 
 
 def shutdown_leaves_nothing(subject: Subject) -> None:
-    """After `shutdown` the threads of the process and its descriptors are as many as before."""
+    """Check that `shutdown` restores the number of the process's threads and descriptors."""
     with Bench(subject.make) as bench:
-        all_work(bench, bench.configured(subject.most))  # what torch itself keeps from the first use on
+        all_work(bench, bench.configured(subject.most))  # torch keeps some resources from the first use on
     with Bench(subject.make) as bench:
         before = _resources()
         groups = bench.configured(subject.most)
         all_work(bench, groups)
         for group in groups:
             group.shutdown()
-        # The store's server notices a client that left a moment later.
+        # The store's server notices a disconnected client a moment later.
         _until(lambda: all(now <= then for now, then in zip(_resources(), before, strict=True)))
 
 
 def reconfigure_changes_rank_and_size(subject: Subject) -> None:
-    """The same groups work in every size and order, one configure after another."""
+    """Check that the same groups work in every size and order, one configure after another."""
     with Bench(subject.make) as bench:
         groups = [bench.make() for _ in range(subject.most)]
         for world_size in (*subject.world_sizes, *reversed(subject.world_sizes)):
@@ -116,7 +119,7 @@ def reconfigure_changes_rank_and_size(subject: Subject) -> None:
 
 
 def abort_before_configure_is_harmless(subject: Subject) -> None:
-    """An abort of a group that never was leaves an error until the next `configure`, which works."""
+    """Check that an abort before any configure leaves an error until the next `configure`, which works."""
     with Bench(subject.make) as bench:
         groups = [bench.make() for _ in range(subject.most)]
         for group in groups:
@@ -127,7 +130,7 @@ def abort_before_configure_is_harmless(subject: Subject) -> None:
 
 
 def abort_leaves_an_error_until_configure(subject: Subject) -> None:
-    """After `abort` the group is in error, collectives raise `Aborted`, and a new `configure` mends both."""
+    """Check that `abort` leaves an error, collectives then raise `Aborted`, and a new `configure` clears both."""
     with Bench(subject.make) as bench:
         groups = bench.configured(subject.most)
         for _ in range(2):
@@ -141,9 +144,9 @@ def abort_leaves_an_error_until_configure(subject: Subject) -> None:
 
 
 def abort_ends_a_running_collective(subject: Subject) -> None:
-    """A collective whose last peer never comes ends by `abort` from another thread, here and on the others too.
+    """Check that `abort` from another thread ends a collective whose last peer never joins, here and on the others.
 
-    Nothing of it is written into a tensor after that, whatever the group does next.
+    After that, the collective writes into no tensor, even if the group is used again.
     """
     if subject.most < 2:
         return
@@ -167,7 +170,7 @@ def abort_ends_a_running_collective(subject: Subject) -> None:
 
 
 def abort_ends_a_running_configure(subject: Subject) -> None:
-    """A `configure` whose peer never comes ends by `abort` from another thread; the next one works."""
+    """Check that `abort` from another thread ends a `configure` whose peer never joins. The next one works."""
     if subject.most < 2 or not subject.meets_peers:
         return
     with Bench(subject.make) as bench:
@@ -182,7 +185,7 @@ def abort_ends_a_running_configure(subject: Subject) -> None:
 
             running = bench.start(partial(failure, groups[0], configure))
             assert entered.wait(GUARD_S)
-            # Whether it falls before the configure has begun, and is harmless, or into it, is for chance.
+            # The first abort may come before the configure begins, where it has no effect, or during it.
             finished = threading.Event()
             aborting = bench.start(partial(_abort_until, groups[0], finished))
             try:
@@ -197,7 +200,7 @@ def abort_ends_a_running_configure(subject: Subject) -> None:
 
 
 def a_missing_peer_fails_configure(subject: Subject) -> None:
-    """A `configure` whose peer never comes fails at its deadline and names the rank; the next one works."""
+    """Check that a `configure` with a missing peer fails at its deadline and names the rank. The next one works."""
     if subject.most < 2 or not subject.meets_peers:
         return
     with Bench(subject.make) as bench:
@@ -215,7 +218,9 @@ def a_missing_peer_fails_configure(subject: Subject) -> None:
 
 
 def a_used_prefix_is_refused(subject: Subject) -> None:
-    """A second `configure` under the same prefix fails with an error that says so, on every rank; none hangs."""
+    """Check that a second `configure` under the same prefix fails on every rank with an error that says so,
+    without hanging.
+    """
     if not subject.meets_peers:
         return
     with Bench(subject.make) as bench:
@@ -234,7 +239,7 @@ def a_used_prefix_is_refused(subject: Subject) -> None:
 
 
 def set_timeout_acts_at_once(subject: Subject) -> None:
-    """`set_timeout` on a live group bounds the next operation, whichever it is."""
+    """Check that `set_timeout` on a live group bounds the next operation, for several collectives."""
     if subject.most < 2:
         return
     with Bench(subject.make) as bench:
@@ -259,14 +264,14 @@ def _run(group: ProcessGroup, case: Case, sample: Sample) -> None:
 
 
 def _every_collective_fails(bench: Bench, kind: type[Exception], group: ProcessGroup | None = None) -> None:
-    """On this group, or on a new one for each."""
+    """Check that every collective fails, on this group or on a new group for each."""
     for case in CASES:
         on = group or bench.make()
         require(failure(on, partial(case.start, on, Sample(0, 2))), kind)
 
 
 def abort_and_configure_may_race(subject: Subject) -> None:
-    """Aborts that fall at random moments into a configure end it or don't; the next one works."""
+    """Check that aborts at random moments of a configure end it or have no effect. The next configure works."""
     rng = random.Random(4)
     with Bench(subject.make) as bench:
         groups = [bench.make() for _ in range(subject.most)]
@@ -304,7 +309,7 @@ def _resources() -> tuple[int, int]:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    """Wait for what nobody tells of."""
+    """Poll until a condition holds that nothing signals."""
     pause = threading.Event()
     for _ in range(500):
         if condition():

@@ -1,6 +1,6 @@
-"""What the checks of the conformance suite share: what they are about, and how a group's failures are told.
+"""The shared parts of the conformance checks: the kind of group under test, and its failures.
 
-The law of this file: no backend is named; what a group may do otherwise is said by the subject's fields.
+Law of this file: no backend is named; the subject's fields describe the allowed differences.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Subject:
     """A kind of group under test.
 
     Args:
-        make: makes one unconfigured group; can be pickled if the group talks to other processes.
-        world_sizes: the sizes that it can have.
-        ready: whether it works before its first `configure`.
+        make: makes one unconfigured group. It must be picklable if the group talks to other processes.
+        world_sizes: the supported sizes.
+        ready: whether the group works before its first `configure`.
         meets_peers: whether `configure` waits for the other ranks.
-        lacks: collectives that it does not have, and refuses; by their names in `tft_pg.COLLECTIVES`.
+        lacks: the unsupported collectives, which the group refuses; by their names in `tft_pg.COLLECTIVES`.
     """
 
     make: Callable[[], ProcessGroup]
@@ -48,12 +48,12 @@ class Subject:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What it has."""
+        """Return the cases of the supported collectives."""
         return tuple(case for case in CASES if case.row not in self.lacks)
 
 
 def _swallowed(group: ProcessGroup) -> Exception | None:
-    """The error that a wrapper, however deep, keeps to itself."""
+    """Return the error that a wrapper at any depth has swallowed, or None."""
     while isinstance(group, WrappingProcessGroup):
         if isinstance(group, ErrorSwallowingProcessGroupWrapper) and group.error() is not None:
             return group.error()
@@ -62,7 +62,7 @@ def _swallowed(group: ProcessGroup) -> Exception | None:
 
 
 def failure(group: ProcessGroup, act: Callable[[], object]) -> Exception | None:
-    """What an action fails with: what it raises, or what a swallowing group reports instead."""
+    """Return the error of an action: the raised one, or the one that a swallowing group reports instead."""
     try:
         act()
     except RuntimeError as error:
@@ -71,26 +71,28 @@ def failure(group: ProcessGroup, act: Callable[[], object]) -> Exception | None:
 
 
 def require(error: object, *kinds: type[BaseException]) -> None:
-    """The error is of one of these kinds and says something. Raises: AssertionError."""
+    """Require an error of one of these kinds, with a message. Raises: AssertionError."""
     names = " or ".join(kind.__name__ for kind in kinds)
     assert isinstance(error, kinds), f"expected {names}, got {error!r}"
     assert len(str(error)) > 10, f"{error!r} says nothing"
 
 
 def agree(got: object, expected: object, *, rtol: float = 0, atol: float = 0) -> None:
-    """Tensors, or lists of them, are equal in dtype, shape and value. Raises: AssertionError."""
+    """Require that tensors, or lists of them, are equal in dtype, shape and value. Raises: AssertionError."""
     torch.testing.assert_close(got, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def reduce_ones(group: ProcessGroup) -> torch.Tensor:
-    """The sum of a one from each rank."""
+    """Reduce a tensor of ones, and return the sum over all ranks."""
     tensor = torch.ones(3)
     group.allreduce([tensor], ReduceOp.SUM).wait()
     return tensor
 
 
 def all_work(bench: Bench, groups: Sequence[ProcessGroup]) -> None:
-    """The groups reduce together, know their places and are not in error. Raises: AssertionError, the error."""
+    """Check that the groups reduce together, know their ranks and are not in error. Raises: AssertionError, the
+    error.
+    """
     for rank, tensor in enumerate(bench.all(groups, lambda rank, group: reduce_ones(group))):
         agree(tensor, torch.full((3,), float(len(groups))))
         assert (groups[rank].rank(), groups[rank].size()) == (rank, len(groups))

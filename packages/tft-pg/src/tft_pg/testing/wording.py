@@ -1,6 +1,6 @@
-"""The word of a round: the same sum for every rank that gets one, and an error in time for all others.
+"""Checks of the word of a round: the same sum for every rank that gets one, and an error in time for all others.
 
-The law of this file: peers are threads of this process, and a rank dies by its `abort`; real deaths are in `dying`.
+Law of this file: peers are threads of this process, and a rank dies by its `abort`; real deaths are in `dying`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _exchanged(group: ProcessGroup, words: Sequence[int], round_number: int) -> 
 
 
 def a_word_is_one_sum_everywhere(subject: Subject) -> None:
-    """Every rank gets the sum of each value, in every size, for any number of values, round after round."""
+    """Check that every rank gets the sum of each value, in every size, for any number of values, in every round."""
     with Bench(subject.make) as bench:
         groups = [bench.make() for _ in range(subject.most)]
         for size in subject.world_sizes:
@@ -81,11 +81,13 @@ def a_word_is_one_sum_everywhere(subject: Subject) -> None:
 
 
 def a_sum_that_does_not_fit_is_refused_everywhere(subject: Subject) -> None:
-    """Values of 64 bits are summed exactly, also where sums on the way need more; where the end does, all are told."""
+    """Check that 64-bit sums are exact, also with larger intermediate sums. If a final sum overflows, all ranks
+    get an error.
+    """
     size = subject.most
     with Bench(subject.make) as bench:
         groups = bench.configured(size)
-        # The values of the first two of three ranks are too large together, and the third's brings the sum back.
+        # The values of the first two of three ranks overflow together, and the third's brings the sum back.
         values = [_INT64_MAX, _INT64_MAX, _INT64_MIN, *[0] * size][:size] if size != 2 else [_INT64_MAX, _INT64_MIN]
         found = bench.all(groups, lambda rank, group: _exchanged(group, [values[rank], -values[rank] // 2], 1))
         assert found == [(sum(values), sum(-value // 2 for value in values))] * size, found
@@ -105,7 +107,7 @@ def a_sum_that_does_not_fit_is_refused_everywhere(subject: Subject) -> None:
 
 
 def a_word_that_can_not_be_is_refused(subject: Subject) -> None:
-    """No values, too many, none of 64 bits, a round that can't be: refused at once, and the group works on."""
+    """Check that invalid values and rounds are refused at once, and the group keeps working."""
     with Bench(subject.make) as bench:
         groups = bench.configured(subject.most)
         for words, number in (
@@ -125,7 +127,9 @@ def a_word_that_can_not_be_is_refused(subject: Subject) -> None:
 
 
 def a_word_needs_a_group(subject: Subject) -> None:
-    """Before `configure`, after `abort` and after `shutdown` a word is the error that a collective is."""
+    """Check that a word raises the same errors as a collective before `configure`, after `abort` and after
+    `shutdown`.
+    """
     with Bench(subject.make) as bench:
         groups = [bench.make() for _ in range(subject.most)]
         if not subject.ready:
@@ -142,7 +146,7 @@ def a_word_needs_a_group(subject: Subject) -> None:
 
 
 def rounds_are_not_mixed(subject: Subject) -> None:
-    """Where one rank is in another round than the rest, or has another number of values, nobody gets a sum."""
+    """Check that no rank gets a sum if one rank has a different round or number of values."""
     size = subject.most
     if size < 2:
         return
@@ -171,7 +175,7 @@ def rounds_are_not_mixed(subject: Subject) -> None:
 
 
 def _aborting(group: ProcessGroup, act: Callable[[], object]) -> Exception | None:
-    """What an action fails with; who fails ends its group, as a rank that does not commit does."""
+    """Return the error of an action. After an error, abort the group, as a rank that does not commit does."""
     error = failure(group, act)
     if error is not None:
         group.abort()
@@ -179,7 +183,7 @@ def _aborting(group: ProcessGroup, act: Callable[[], object]) -> Exception | Non
 
 
 def words_of_two_configures_are_not_mixed(subject: Subject) -> None:
-    """A word that nobody waited for is gone with the next `configure`, where the same round's number may come again."""
+    """Check that a new `configure` discards an unfinished word, and may use its round number again."""
     size = subject.most
     if size < 2:
         return
@@ -198,7 +202,7 @@ def words_of_two_configures_are_not_mixed(subject: Subject) -> None:
 
 
 def a_rank_that_is_ahead_is_waited_for(subject: Subject) -> None:
-    """A rank may start the next round while others still wait in this one; both come to their own sums."""
+    """Check that a rank may start the next round while others wait in this one. Both get their own sums."""
     size = subject.most
     if size < 2:
         return
@@ -213,7 +217,7 @@ def a_rank_that_is_ahead_is_waited_for(subject: Subject) -> None:
                 if rank:
                     ahead[number].set()
                 elif number + 1 < _ROUNDS:
-                    # In a large group no other rank can be ahead of one that does not read, and this passes in vain.
+                    # In a large group no other rank can be ahead of one that does not read, and this wait expires.
                     ahead[number + 1].wait(_AHEAD_S)
                 found.append(exchange.wait())
             return found
@@ -223,7 +227,7 @@ def a_rank_that_is_ahead_is_waited_for(subject: Subject) -> None:
 
 
 def a_late_word_fails_at_its_deadline(subject: Subject) -> None:
-    """Where a rank's word does not come in time, the others' exchange fails, and so has their group."""
+    """Check that a missing word fails the other ranks' exchange at the deadline, and their group too."""
     size = subject.most
     if size < 2:
         return
@@ -245,7 +249,7 @@ def a_late_word_fails_at_its_deadline(subject: Subject) -> None:
 
 
 def abort_ends_a_word(subject: Subject) -> None:
-    """A word that waits for another rank ends by `abort` from another thread, here and on the other ranks."""
+    """Check that `abort` from another thread ends a waiting word, here and on the other ranks."""
     size = subject.most
     if size < 2:
         return
@@ -262,7 +266,7 @@ def abort_ends_a_word(subject: Subject) -> None:
         entered.wait(GUARD_S)
         groups[0].abort()
         require(waits[0]().get(), Aborted)
-        # The others have rank 0's word, and wait for the last rank's: it may be under way, but not for long.
+        # The others have rank 0's word and wait for the last rank's. Rank 0's abort must end that wait soon.
         for finish in waits[1:]:
             require(finish().get(), PeerFailed)
         require(failure(groups[-1], partial(_exchanged, groups[-1], [1], 1)), PeerFailed)
@@ -272,7 +276,7 @@ def abort_ends_a_word(subject: Subject) -> None:
 
 
 class _Death(enum.Enum):
-    """When a rank ends."""
+    """The moment at which a rank ends."""
 
     BEFORE = "before its word"
     STARTED = "after it has started its word"
@@ -280,7 +284,7 @@ class _Death(enum.Enum):
 
 
 def all_or_an_error_wherever_a_rank_dies(subject: Subject) -> None:
-    """A rank that dies at any point of a word leaves the others with one and the same sum, or an error; none hangs."""
+    """Check that a death at any point of a word gives the others one equal sum or an error. No rank hangs."""
     with Bench(subject.make) as bench:
         groups = [bench.make() for _ in range(subject.most)]
         for size in (size for size in subject.world_sizes if size > 1):
@@ -324,7 +328,7 @@ def _check_death(bench: Bench, groups: Sequence[ProcessGroup], victim: int, deat
 
 
 def a_leaver_waits_until_its_last_word_has_passed(subject: Subject) -> None:
-    """A rank that lingers after its last word, and then shuts down, leaves the others with the sum."""
+    """Check that a rank that lingers after its last word, and then shuts down, leaves the others with the sum."""
     size = subject.most
     with Bench(subject.make) as bench:
         groups = bench.configured(size)
