@@ -1,4 +1,4 @@
-"""Live state transfer between training processes: manifest and raw bytes, checked, without pickle."""
+"""Live state transfer between training processes: a manifest and raw bytes, checked, without pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers give to every transport, checked the same way by each.
+"""Checks of arguments that all transports share.
 
 Law of this file: arguments to plain values, or one sentence about what is wrong with them.
 """
@@ -14,9 +14,9 @@ __all__ = ["key_of", "positive_seconds"]
 
 
 def key_of(key: StateKey | None, step: int) -> StateKey:
-    """The name of the state that is meant.
+    """Return the name of the requested state.
 
-    Raises: WrongSetting: the key is of another step.
+    Raises: WrongSetting: the key names another step.
     """
     if key is None:
         return StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
@@ -26,7 +26,7 @@ def key_of(key: StateKey | None, step: int) -> StateKey:
 
 
 def positive_seconds(timeout: timedelta) -> float:
-    """A time-out in seconds. Raises: WrongSetting: it is no timedelta above zero."""
+    """Return a timeout in seconds. Raises: WrongSetting: it is not a timedelta above zero."""
     if not isinstance(timeout, timedelta):
         raise WrongSetting(f"timeout is {timeout!r}; give a timedelta, such as timedelta(seconds=60)")
     seconds = timeout.total_seconds()

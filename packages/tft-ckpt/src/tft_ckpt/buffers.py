@@ -1,10 +1,12 @@
-"""Memory for runs of bytes, kept because fresh memory is dear.
+"""Reusable memory for the bytes of a state, because fresh memory is expensive.
 
-The first touch of a fresh page costs many times the copy that fills it: a gibibyte copied into fresh pages of the usual
-size takes 1.8 s where 0.06 s would do. So a large buffer is asked for in huge pages (where the system grants them on
-request, a first copy then costs hardly more than a later one), and is kept to be used again. A smaller one is not: of
-pages of the usual size there are always some that were in use a moment ago, while a virtual machine gives free huge
-ones back to its host, and their first touch is then dearer than any other (50 MiB: 0.1 s in place of 0.02).
+The first touch of a fresh page costs many times the copy that fills it. A gibibyte copied into fresh pages of the usual
+size takes 1.8 s instead of 0.06 s. So a large buffer requests huge pages, and is kept for reuse. If the system grants
+huge pages, a first copy costs hardly more than a later one.
+
+A small buffer does not request huge pages. The system usually has recently used pages of the usual size. But a virtual
+machine returns free huge pages to its host, and their first touch is then the most expensive (50 MiB: 0.1 s instead of
+0.02 s).
 
 Law of this file: memory and its reuse; nothing here knows what the bytes mean. Not thread-safe: the owner locks.
 """
@@ -28,13 +30,14 @@ _PIECE_BYTES = 64 << 20
 
 @final
 class Buffer:
-    """Anonymous private memory, page-aligned, zero until written; freed when nothing looks into it any more.
+    """Anonymous private memory, page-aligned, and zero until written. It is freed after its last reference.
 
     Fields:
-        capacity_bytes: what it can hold.
+        capacity_bytes: its size.
         view: all of it, writable.
         tensor: uint8 (capacity_bytes,), the same memory.
-    Raises: StateUnavailable: the system has no such amount of memory.
+
+    Raises: StateUnavailable: the system lacks this amount of memory.
     """
 
     __slots__ = ("_pinned", "capacity_bytes", "tensor", "view")
@@ -59,9 +62,9 @@ class Buffer:
             torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
 
     def pin(self) -> str:
-        """Have its pages stay where they are until it is freed, so that a CUDA device copies into them by itself.
+        """Pin the pages until the buffer is freed, so that a CUDA device copies into them directly.
 
-        Returns: why that can't be, as the device's library says it, or "".
+        Returns: the error text of the device's library, or "".
         """
         if not self._pinned:
             library = torch.cuda.cudart()
@@ -72,11 +75,13 @@ class Buffer:
         return ""
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether it holds so many bytes without waste."""
+        """Return whether this many bytes fit without much waste."""
         return num_bytes <= self.capacity_bytes <= 2 * num_bytes + _HUGE_PAGE_BYTES
 
     def touch(self, give_up: Callable[[], bool]) -> None:
-        """Write to all of it, a piece at a time, so that the next writer finds no fresh page; ends early on give_up."""
+        """Write to the whole buffer piece by piece, so that later writers find no fresh pages. Stop early on
+        give_up.
+        """
         for piece in self.tensor.split(_PIECE_BYTES):
             if give_up():
                 return
@@ -85,34 +90,36 @@ class Buffer:
 
 @final
 class BufferPool:
-    """Keeps one free buffer, the one that came back last."""
+    """A pool of one free buffer, the last returned one."""
 
     def __init__(self) -> None:
         self._free: Buffer | None = None
 
     def take(self, num_bytes: int) -> Buffer:
-        """A buffer of at least so many bytes, the kept one if it fits without waste. Its content is arbitrary."""
+        """Return a buffer of at least this many bytes: the kept one if it fits, or a new one. Its content is
+        arbitrary.
+        """
         kept, self._free = self._free, None
         if kept is not None and kept.fits(num_bytes):
             return kept
-        # Dropped before the new one is made, so that both are not held at once.
+        # Freed before the new one is made, so that both do not exist at once.
         del kept
         return Buffer(num_bytes)
 
     def fresh_bytes(self, num_bytes: int) -> int:
-        """How much more memory `take` would take from the system."""
+        """Return how much more memory `take` would request from the system."""
         if self._free is None:
             return num_bytes
         return 0 if self._free.fits(num_bytes) else max(num_bytes - self._free.capacity_bytes, 0)
 
     def has(self, num_bytes: int) -> bool:
-        """Whether `take` would give the kept one."""
+        """Return whether `take` would return the kept buffer."""
         return self._free is not None and self._free.fits(num_bytes)
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back. Nothing may look into it any more."""
+        """Return a buffer to the pool. No other code may use it any more."""
         self._free = buffer
 
     def clear(self) -> None:
-        """Let go of the kept buffer."""
+        """Release the kept buffer."""
         self._free = None

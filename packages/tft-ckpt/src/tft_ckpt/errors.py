@@ -1,7 +1,7 @@
-"""What can go wrong with a state, named by what the caller can do next.
+"""Errors of state transfers, named after the caller's next action.
 
-A state is asked for by name (its key) from a peer who may be gone, late, behind, or sick. Each way to fail has a class
-here, with its facts as fields, and a message of one sentence: what, where, and what to do.
+A receiver requests a state by its name (its key) from a peer that may be gone, late, behind or faulty. Each failure has
+a class here, with its facts as fields. Its message is one sentence: what, where, and what to do.
 
 Law of this file: classes only, no decisions and no I/O.
 """
@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 
-# The UUID of a replica id: `name:uuid` or the UUID alone, with a rank behind it or not. Never one in a path.
+# The UUID of a replica id: `name:uuid` or the UUID alone, with or without a rank after it. A UUID inside a path does
+# not match.
 _REPLICA_ID: Final = re.compile(
     r"(?:(?<=[^\s:/]:)|(?<![^\s\[({'\"=,])(?<!\bjob )(?<!\bjob ['\"]))"
     r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
@@ -36,26 +37,26 @@ _REPLICA_ID: Final = re.compile(
 
 
 class CheckpointError(Exception):
-    """Base of every error that this package raises on purpose.
+    """Base of all deliberate errors of this package.
 
     Its text has short replica ids, its `args` have whole ones.
     """
 
     def __str__(self) -> str:
-        """The message, with replica ids as people read them: `replica_1:0f3a9c1d`."""
+        """Return the message with shortened replica ids, such as `replica_1:0f3a9c1d`."""
         return _REPLICA_ID.sub(r"\1", super().__str__())
 
 
 class WrongSetting(CheckpointError, ValueError):
-    """An argument can't work as given: change it and call again. Nothing has been done."""
+    """An argument is invalid. Next: change it and call again. Nothing has been done."""
 
 
 class StateUnavailable(CheckpointError):
-    """No source that was asked can give the state: ask another one, or wait for the next quorum.
+    """No source can give the state. Next: ask another source, or wait for the next quorum.
 
     Fields:
-        source: the address that was asked, or several joined by a comma.
-        key: the state that was asked for, or None where there was none yet.
+        source: the requested address, or several joined by a comma.
+        key: the requested state, or None if there was none yet.
     """
 
     def __init__(self, message: str, *, source: str = "", key: StateKey | None = None) -> None:
@@ -65,10 +66,10 @@ class StateUnavailable(CheckpointError):
 
 
 class StateCorrupt(CheckpointError):
-    """Bytes arrived that are not what the source promised: suspect that source, its host or its network.
+    """The received bytes differ from the source's manifest. Next: suspect that source, its host or its network.
 
     Fields:
-        source: the address that served them, or "" where they came from no peer.
+        source: the address that served them, or "" if they came from no peer.
         part: "manifest", "chunk 17", or the path of a leaf.
     """
 
@@ -79,10 +80,10 @@ class StateCorrupt(CheckpointError):
 
 
 class StateUnsupported(CheckpointError):
-    """A leaf of the state can't travel: change it to plain data or a plain tensor, or register its type.
+    """A leaf of the state can't be transferred. Next: use plain data or a plain tensor, or register its type.
 
     Fields:
-        path: where the leaf stands, for example ``state['optim']['state'][0]``.
+        path: the place of the leaf, for example ``state['optim']['state'][0]``.
     """
 
     def __init__(self, message: str, *, path: str) -> None:
@@ -91,12 +92,12 @@ class StateUnsupported(CheckpointError):
 
 
 class StateDiffers(CheckpointError):
-    """The state that arrives does not fit the one that it should be received into: receive it without `into`.
+    """The received state does not fit the state in `into`. Next: receive it without `into`.
 
-    Nothing of it was written; if something of another source's state was before, the message says so.
+    Nothing of it was written. If data of another source's state was written before, the message says so.
 
     Fields:
-        path: where the two part, for example ``state['model']['weight']``.
+        path: the place of the difference, for example ``state['model']['weight']``.
     """
 
     def __init__(self, message: str, *, path: str) -> None:
@@ -105,12 +106,12 @@ class StateDiffers(CheckpointError):
 
 
 class StateMismatch(CheckpointError):
-    """The source has a state of another quorum, step or lineage, and will not have the one that was asked for.
+    """The source has a state of another quorum, step or lineage, and will not have the requested one.
 
     Fields:
-        source: the address that was asked.
-        wanted: the key that was asked for.
-        offered: the key that the source has, or None where it did not say.
+        source: the requested address.
+        wanted: the requested key.
+        offered: the source's key, or None if it is unknown.
     """
 
     def __init__(
@@ -123,10 +124,10 @@ class StateMismatch(CheckpointError):
 
 
 class DeadlinePassed(CheckpointError, TimeoutError):
-    """The time that the caller gave is over: give more, or ask whether the source still lives.
+    """The caller's timeout expired. Next: allow more time, or check whether the source still runs.
 
     Fields:
-        timeout_s: what the caller gave, in seconds.
+        timeout_s: the caller's timeout, in seconds.
     """
 
     def __init__(self, message: str, *, timeout_s: float) -> None:
@@ -135,4 +136,4 @@ class DeadlinePassed(CheckpointError, TimeoutError):
 
 
 class Closed(CheckpointError):
-    """The transport was aborted, cancelled or shut down by its own side: nothing is wrong with the peer."""
+    """This side aborted, cancelled or shut down the transport. Nothing is wrong with the peer."""

@@ -1,16 +1,16 @@
-"""What a forked child keeps of this process: nothing that holds a connection, a port or a thread of ours.
+"""Release of this package's connections, ports and threads in a forked child.
 
-A user's process forks whenever it likes (the workers of a DataLoader, `multiprocessing`, `os.fork`). The child gets a
-copy of every descriptor, and a connection ends only when its last descriptor is closed. The child therefore lets go of
-ours as its first act.
+A user's process forks at any time (DataLoader workers, `multiprocessing`, `os.fork`). The child gets a copy of every
+descriptor, and a connection ends only when its last descriptor is closed. Therefore the child releases this package's
+descriptors first.
 
-It does not close a descriptor but puts the null device in its place: asyncio still knows the number and may close it
-once more. It never shuts a connection down, because that ends the connection for the parent too. It destroys no event
-loop, because that takes sockets out of an epoll that it shares with the parent.
+The child does not close a descriptor but replaces it with the null device. asyncio still knows the number and may close
+it again. The child never shuts a connection down, because that ends the connection for the parent too. The child
+destroys no event loop, because that removes sockets from an epoll that it shares with the parent.
 
 A fork of another thread waits while a new socket exists that its owner does not know yet.
 
-Law of this file: what happens in the child; each owner says what is its own.
+Law of this file: what happens in the child; each owner reports its own resources.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _DESCRIPTORS: Final = "/proc/self/fd"
 
 @dataclass(frozen=True)
 class Inheritance:
-    """What a forked child has a copy of.
+    """The inherited resources of one owner in a forked child.
 
     Args:
-        descriptors: the child lets go of these; negative ones are none.
-        ports: and of sockets that listen at these ports, or were accepted there.
+        descriptors: descriptors to release; negative ones are ignored.
+        ports: release the sockets that listen at these ports, or were accepted there.
         kept: objects that the child must never destroy.
     """
 
@@ -47,10 +47,10 @@ class Inheritance:
 
 
 class Owner(Protocol):
-    """What owns descriptors or threads that a child must not keep."""
+    """An owner of descriptors or threads that a child must not keep."""
 
     def forked(self) -> Inheritance:
-        """Become of no use, in the child; called there once, by its only thread."""
+        """Become unusable in the child. The only thread of the child calls this method once."""
 
 
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
@@ -63,7 +63,7 @@ _forking = threading.local()  # `waited`: whether this thread holds the lock for
 
 
 def let_go_in_child(owner: Owner) -> None:
-    """From now on each forked child asks this owner what to let go of; the owner is held weakly."""
+    """Let each forked child ask this owner from now on what to release. The owner is held weakly."""
     global _hooked
     with _hooking:
         _owners.add(owner)
@@ -84,12 +84,12 @@ def _before() -> None:
 
 
 def _in_parent() -> None:
-    if getattr(_forking, "waited", False):  # False too in a fork that had begun before the hook was there
+    if getattr(_forking, "waited", False):  # also False in a fork that began before the hook was registered
         _no_fork.release()
 
 
 def _in_child() -> None:
-    # As threading and logging do with theirs.
+    # As threading and logging do with their locks.
     _hooking._at_fork_reinit()  # type: ignore[attr-defined]
     _no_fork._at_fork_reinit()  # type: ignore[attr-defined]
     owners = list(_owners)
@@ -110,10 +110,10 @@ def _in_child() -> None:
 
 
 def _sockets_at(ports: Collection[int]) -> set[int]:
-    """The descriptors of the TCP sockets at one of these local ports.
+    """Return the descriptors of the TCP sockets at one of these local ports.
 
-    Only for a process of one thread: a time-out that is the default for new sockets is taken away meanwhile, or each
-    look would make its socket non-blocking, for the parent too.
+    Only for a process with one thread. The function suspends the default timeout of new sockets. Otherwise each look
+    would make its socket non-blocking, for the parent too.
     """
     found = set()
     timeout = socket.getdefaulttimeout()
@@ -129,7 +129,7 @@ def _sockets_at(ports: Collection[int]) -> set[int]:
                         found.add(int(name))
                 finally:
                     look.detach()
-    except FileNotFoundError:  # no Linux: such a child lets go of what we have descriptors of
+    except FileNotFoundError:  # not Linux: the child releases only the known descriptors
         return found
     finally:
         socket.setdefaulttimeout(timeout)

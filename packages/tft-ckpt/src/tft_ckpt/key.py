@@ -1,7 +1,7 @@
 """The name of a state.
 
-Equal step numbers are not equal states, and a quorum id alone may come again after a restart. So a state is named by
-the quorum in which it was taken (id and nonce), the committed step, and the lineage of the commits that led to it.
+Equal step numbers do not mean equal states, and a quorum id may occur again after a restart. So a name contains the
+quorum of the state (id and nonce), the committed step, and the lineage of its commits.
 
 Law of this file: one frozen value, its order, and its spelling in addresses; no I/O.
 """
@@ -22,13 +22,14 @@ _UNSIGNED_MAX = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
-    """Names one state of one job.
+    """The name of one state of one job.
 
     Fields:
-        quorum_id: the quorum in which the state was taken, 0 to 2^63 - 1.
+        quorum_id: the quorum of the state, 0 to 2^63 - 1.
         nonce: that quorum's random word, 64 bits unsigned.
         step: committed steps, 0 to 2^63 - 1.
-        lineage: digest of the commits that led here, 64 bits unsigned.
+        lineage: digest of the previous commits, 64 bits unsigned.
+
     Raises: WrongSetting: a field is no integer or out of its range.
     """
 
@@ -50,12 +51,12 @@ class StateKey:
                 raise WrongSetting(f"StateKey.{name} is {value!r}; give an integer from 0 to {limit}")
 
     def __str__(self) -> str:
-        """The key as it stands in addresses, for example ``7.00000000000000ab.120.0123456789abcdef``."""
+        """Return the key as used in addresses, for example ``7.00000000000000ab.120.0123456789abcdef``."""
         return f"{self.quorum_id}.{self.nonce:016x}.{self.step}.{self.lineage:016x}"
 
     @classmethod
     def parse(cls, text: str) -> StateKey:
-        """Read what ``str(key)`` wrote.
+        """Parse the output of ``str(key)``.
 
         Raises: WrongSetting: the text is no key.
         """
@@ -66,5 +67,5 @@ class StateKey:
         return cls(quorum_id=int(quorum_id), nonce=int(nonce, 16), step=int(step), lineage=int(lineage, 16))
 
     def comes_after(self, other: StateKey) -> bool:
-        """Whether a source that has ``other`` may still come to have this one."""
+        """Return whether a source that has ``other`` may still get this state later."""
         return (self.quorum_id, self.step) > (other.quorum_id, other.step)

@@ -1,7 +1,7 @@
-"""When a state that is served from its live tensors has been served.
+"""The end of serving a state from its live tensors.
 
-The trainer waits meanwhile, so it must not wait for readers that have what they want, or will not come. A reader names
-itself with its first request, and has the state in its hold by a connection until it is done.
+The trainer waits while its live state is served. So it must not wait for readers that have the state already, or never
+come. A reader identifies itself in its first request, and holds the state by a connection until it is done.
 
 Law of this file: pure; the time is given.
 """
@@ -20,11 +20,11 @@ NO_SHOW_S: Final = 5.0
 
 @final
 class Lending:
-    """One state's.
+    """The serving of one live state.
 
     Args:
-        num_expected: readers that were announced, at least 1.
-        now_s: when it began.
+        num_expected: announced readers, at least 1.
+        now_s: start time.
     """
 
     def __init__(self, num_expected: int, now_s: float) -> None:
@@ -33,11 +33,12 @@ class Lending:
         self._busy_s = now_s
 
     def is_over(self, *, num_come: int, num_holding: int, now_s: float) -> bool:
-        """Whether to go on with the training.
+        """Return whether the training may continue.
 
         Args:
-            num_come: readers that have asked for it so far, whether or not they have left.
+            num_come: readers that have requested the state so far, including those that have left.
             num_holding: connections that hold it now.
+            now_s: the present time.
         """
         if num_holding or num_come > self._num_come:
             self._num_come, self._busy_s = num_come, now_s

@@ -1,7 +1,7 @@
-"""The run of a state, read from its tensors where they lie.
+"""The data of a state, read in place from its tensors.
 
-Law of this file: it copies no more than what is asked for, and only what lies on a device or in several places. Who
-reads it sees to it that nobody changes the tensors meanwhile.
+Law of this file: it copies only requested data, and only data on a device or in several places. The reader ensures that
+no thread changes the tensors in the meantime.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["LiveRun", "bytes_of"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A uint8 tensor's memory on the CPU, which lives as long as the view; it must be contiguous."""
+    """Return the CPU memory of a contiguous uint8 tensor. The memory lives as long as the view."""
     memory = (ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
@@ -27,11 +27,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @final
 class LiveRun:
-    """One state's run.
+    """The data of one state, in place.
 
     Args:
-        layout: where each segment is in the run.
-        spans: where each segment is in memory, as `describe` gives both.
+        layout: the place of each segment in the serialized data.
+        spans: the place of each segment in memory; `describe` returns both.
     """
 
     def __init__(self, layout: Layout, spans: Sequence[StorageSpan]) -> None:
@@ -41,12 +41,12 @@ class LiveRun:
             self._bytes = [span.bytes() for span in spans]
 
     def wait_for_devices(self) -> None:
-        """Return when what the calling thread has started on CUDA devices is done: another thread is going to read."""
+        """Wait for the calling thread's present work on CUDA devices, because another thread is going to read."""
         for device in {each.device for each in self._bytes if each.device.type == "cuda"}:
             torch.cuda.current_stream(device).synchronize()
 
     def tensor(self, start: int, end: int) -> torch.Tensor:
-        """uint8 (end - start,): these bytes where they lie, if in one segment; else a copy of them on the CPU."""
+        """Return these bytes as uint8 (end - start,): in place if they are in one segment, else a copy on the CPU."""
         alone = self._alone(start, end)
         if alone is not None:
             return alone
@@ -55,7 +55,7 @@ class LiveRun:
         return packed
 
     def piece(self, start: int, end: int) -> memoryview:
-        """The same in this machine's memory: a view of the state's own tensor, or of a copy."""
+        """Return these bytes in this machine's memory, as a view of the state's own tensor or of a copy."""
         alone = self._alone(start, end)
         if alone is not None and alone.device.type == "cpu" and end > start:
             return bytes_of(alone)

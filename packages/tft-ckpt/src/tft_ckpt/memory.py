@@ -1,12 +1,12 @@
-"""How much memory this process can still get, and whether a second copy of a state fits into it.
+"""The free memory of this process, and whether a second copy of a state fits into it.
 
-The kernel says what the machine has left, and each control group (cgroup) above this process says what the container
-has left; the smallest of these counts. A process that takes more is not refused: it is killed, at some later moment and
-in some other place, so this is asked before memory is taken. What a cgroup counts as used contains files that the
-kernel keeps in memory and gives up first; these are not counted here, as MemAvailable does not count them.
+The kernel reports the free memory of the machine and of each control group (cgroup) above this process. The smallest
+value counts. A process that takes more is not refused but killed later, at some other place. So callers check before
+they take memory. A cgroup's usage contains cached files, which the kernel frees first. They are not counted here, as in
+MemAvailable.
 
-Law of this file: it reads a few small files of the kernel, and decides nothing but whether a number of bytes fits.
-Where the kernel says nothing, as outside Linux, memory counts as free.
+Law of this file: it reads a few small files of the kernel, and decides only whether a number of bytes fits. If the
+kernel reports nothing, as outside Linux, memory counts as free.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["MARGIN_BYTES", "FreeMemory", "free_memory", "gibibytes", "why_no_roo
 
 MARGIN_BYTES: Final = 128 << 20
 """What stays free at least: for the next step, which needs more than is in use between two steps."""
-_MARGIN_SHARE: Final = 16  # of a copy; a larger model has larger batches beside it
+_MARGIN_SHARE: Final = 16  # share of a copy, because a larger model has larger batches beside it
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """What is free.
+    """The amount of free memory.
 
     Fields:
-        num_bytes: so much, 0 or more.
-        where: what says so, for a message.
+        num_bytes: the amount, 0 or more.
+        where: the origin of the number, for a message.
     """
 
     num_bytes: int
@@ -37,16 +37,16 @@ class FreeMemory:
 
 
 def free_memory(proc: Path = Path("/proc")) -> FreeMemory | None:
-    """Measure what this process can still get: the least of the machine's and its cgroups' free memory.
+    """Measure the memory that this process can still get: the least of the machine's and its cgroups' free memory.
 
-    Returns: None: the kernel does not say.
+    Returns: the free memory, or None if the kernel does not report it.
     """
     found = [*_of_machine(proc), *_of_cgroups(proc)]
     return min(found, key=lambda free: free.num_bytes) if found else None
 
 
 def why_no_room(num_bytes: int, free: FreeMemory | None) -> str:
-    """Say why so many bytes more don't fit beside a margin, with the figures; empty if they do."""
+    """Return why this many more bytes don't fit beside a margin, with the figures. Empty if they fit."""
     margin_bytes = MARGIN_BYTES + num_bytes // _MARGIN_SHARE
     if free is None or num_bytes + margin_bytes <= free.num_bytes:
         return ""
@@ -57,7 +57,7 @@ def why_no_room(num_bytes: int, free: FreeMemory | None) -> str:
 
 
 def gibibytes(num_bytes: int) -> str:
-    """Write a number of bytes for people."""
+    """Return a number of bytes for people."""
     return f"{num_bytes / (1 << 30):.2f} GiB"
 
 
@@ -70,7 +70,7 @@ def _of_machine(proc: Path) -> Iterator[FreeMemory]:
 
 
 def _of_cgroups(proc: Path) -> Iterator[FreeMemory]:
-    """Of each cgroup with a limit that this process is in."""
+    """Yield the free memory of each cgroup with a limit that contains this process."""
     for folder, is_v2 in _folders(proc):
         names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_read(folder / name).strip() for name in names)
@@ -82,7 +82,7 @@ def _of_cgroups(proc: Path) -> Iterator[FreeMemory]:
 
 
 def _folders(proc: Path) -> Iterator[tuple[Path, bool]]:
-    """The folders of this process's memory cgroups, from its own to the outermost visible one; and whether of v2."""
+    """Yield the folders of this process's memory cgroups, from its own to the outermost, and whether each is v2."""
     paths: dict[bool, str] = {}
     for line in _read(proc / "self" / "cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -99,7 +99,7 @@ def _folders(proc: Path) -> Iterator[tuple[Path, bool]]:
         if is_v2 not in paths or not (is_v2 or "memory" in kind[-1].split(",")):
             continue
         top, at = Path(mount[4]), Path(paths[is_v2])
-        # In a container the path may be the one that the host knows, below what is mounted, or beside it.
+        # In a container the path may be the host's, below the mounted folder or beside it.
         inside = at.relative_to(mount[3]) if at.is_relative_to(mount[3]) else Path()
         folder = top / inside
         yield from ((each, is_v2) for each in (folder, *folder.parents) if each.is_relative_to(top))

@@ -1,9 +1,9 @@
-"""Numpy's scalars and arrays, each as something that travels already, and back.
+"""Conversion of numpy's scalars and arrays to transferable values, and back.
 
-A scalar becomes its bytes, an array becomes a tensor that shares its memory. numpy is an extra of this package: a
-sender that has such a value has imported numpy already, and a receiver imports it when the first one arrives.
+A scalar becomes its bytes, and an array becomes a tensor that shares its memory. numpy is an optional dependency. A
+sender of such a value has imported numpy already, and a receiver imports it for the first such value.
 
-Law of this file: a fixed table of types. Nothing is looked up in numpy by a name that arrived.
+Law of this file: a fixed table of types. Nothing is looked up in numpy by a received name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES: Final = frozenset(("bool", *_INTEGERS, "float16", "float32", "float64",
 
 
 class Kind(NamedTuple):
-    """A type of numpy's, its name in a manifest, and how it is taken apart and made again."""
+    """A numpy type, its name in a manifest, and its conversion in both directions."""
 
     cls: type[Any]
     name: str
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 @functools.cache
 def kinds() -> tuple[Kind, ...]:
-    """Return all that travel. Raises: ImportError: numpy is not installed."""
+    """Return all transferable types. Raises: ImportError: numpy is not installed."""
     import numpy  # not at the top: it is an extra, and who has none of its values does not need it
 
     scalars = [_scalar_kind(numpy, name) for name in sorted(_DTYPES)]
@@ -49,7 +49,7 @@ def kinds() -> tuple[Kind, ...]:
 
 
 def has_numbers(array: Any) -> bool:
-    """Whether an array's elements are of a type that torch has, in this machine's byte order."""
+    """Return whether an array's elements have a type that torch supports, in this machine's byte order."""
     return bool(array.dtype.isnative) and array.dtype.name in _DTYPES
 
 
@@ -66,7 +66,7 @@ def _scalar_kind(numpy: Any, name: str) -> Kind:
 
 
 def _tensor_of(array: Any) -> torch.Tensor:
-    """A tensor on the array's memory; on a copy where torch can't look at it: read-only, or of other strides."""
+    """Return a tensor on the array's memory. A read-only array, or one with unsupported strides, is copied."""
     can_share = array.flags.writeable and all(step >= 0 and step % array.itemsize == 0 for step in array.strides)
     return torch.from_numpy(array if can_share else array.copy())
 

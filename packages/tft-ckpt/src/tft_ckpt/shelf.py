@@ -1,9 +1,9 @@
-"""What a source has on offer, and who still reads what it offered before.
+"""The published state of a source, and the readers of its previous states.
 
-One state at a time is on the shelf. A reader who comes for it gets it; one who comes for a later one is asked to wait;
-one who comes for any other is told that it will not come. When the next state is put up, the one before it is taken
-down at once, but while somebody reads it it can be had, and its memory is used again only when its last reader has
-left. Slow readers could hold any number of old states that way, so beyond two the readers of the oldest are sent off.
+One state at a time is published. A request for it succeeds, a request for a later state waits, and any other request is
+refused. The next state replaces the previous one at once. But current readers can finish the previous state, and its
+memory is reused only after its last reader has left. Slow readers could keep any number of old states that way. So with
+more than two old states, the readers of the oldest are disconnected.
 
 Law of this file: pure decisions about keys and counts; no I/O, no clock, no thread. The owner locks.
 """
@@ -26,23 +26,23 @@ KEYS_ASKED_MAX = 4
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The state is here."""
+    """The answer that the state is available."""
 
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """The state may still come."""
+    """The answer that the state may still come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The state will not come.
+    """The answer that the state will not come.
 
     Fields:
-        offered: what this source has or makes instead; equal to what was wanted if making that failed.
-        sentence: why, for the reader.
+        offered: the state that this source has or makes instead. It equals the requested one if making that failed.
+        sentence: the reason, for the reader.
     """
 
     offered: StateKey
@@ -51,10 +51,10 @@ class Refused:
 
 @final
 class Shelf:
-    """One state on offer, and the ones before it that are still being read.
+    """One published state, and the previous ones that still have readers.
 
     Args:
-        keep_buffers: keep the memory of a state that nobody needs any more, for the next one.
+        keep_buffers: whether to keep the memory of an unused state for the next one.
     """
 
     def __init__(self, *, keep_buffers: bool = True) -> None:
@@ -68,9 +68,9 @@ class Shelf:
         self._cleared = False
 
     def begin(self, key: StateKey) -> list[Snapshot]:
-        """A state with this key is about to be taken: take the one on offer down.
+        """Prepare for a new state with this key, and remove the published one.
 
-        Returns: snapshots that are held by readers for too long; send those off.
+        Returns: old snapshots that readers hold for too long; disconnect those readers.
         """
         self._latest, self._failure = key, None
         for asked in [asked for asked in self._askers if key.comes_after(asked)]:
@@ -79,17 +79,17 @@ class Shelf:
         return list(self._readers)[:-MAX_RETIRED]
 
     def make_room(self) -> None:
-        """A state is about to be taken whose key is not known yet: take the one on offer down if nobody reads it."""
+        """Prepare for a new state with an unknown key, and remove the published one if it has no reader."""
         if self._current is not None and self._current not in self._readers:
             self._failure = "its memory was needed for the next one; heal from that"
             self._take_down()
 
     def put_by(self, buffer: Buffer | None) -> None:
-        """Take back the buffer of a state that was never put up."""
+        """Take back the buffer of a state that was never published."""
         self._put_by(buffer)
 
     def withdraw(self) -> None:
-        """Nobody has come for the state on offer for long: let go of it, unless it is read or buffers are kept."""
+        """Release the published state after a long time without requests, unless it has readers or buffers are kept."""
         if self._current is not None and self._current not in self._readers and not self._keep_buffers:
             self._failure = "nobody came for it for long, so its memory was given back; heal from the next one"
             self._take_down()
@@ -100,13 +100,13 @@ class Shelf:
             self._put_by(retired.buffer)
 
     def retract(self, snapshot: Snapshot, sentence: str) -> None:
-        """A live state can't be had any more, by new readers or by those that read it."""
+        """Withdraw a live state from new readers and from present ones."""
         if self._current is snapshot:
             self._failure = sentence
             self._take_down()
 
     def asked(self, key: StateKey, reader: str) -> None:
-        """A reader that names itself asks for this state, whether or not it is here. Bounded, whoever asks."""
+        """Record a named reader's request for this state, available or not. The number of records is bounded."""
         if self._latest is not None and self._latest.comes_after(key):
             return
         readers = self._askers.setdefault(key, set())
@@ -116,29 +116,29 @@ class Shelf:
             del self._askers[next(iter(self._askers))]
 
     def num_asked(self, key: StateKey) -> int:
-        """How many readers have asked for this state."""
+        """Return how many readers have requested this state."""
         return len(self._askers.get(key, ()))
 
     def num_holding(self, snapshot: Snapshot) -> int:
-        """How many leases of it there are."""
+        """Return the number of leases of this snapshot."""
         return self._readers.get(snapshot, 0)
 
     def fresh_bytes(self, num_bytes: int) -> int:
-        """How much more memory than is kept `allocate` would take from the system."""
+        """Return how much memory `allocate` would request from the system beyond the kept memory."""
         return self._pool.fresh_bytes(num_bytes)
 
     def allocate(self, num_bytes: int) -> Buffer:
-        """A buffer for the state that is about to be taken."""
+        """Return a buffer for the next state."""
         return self._pool.take(num_bytes)
 
     @property
     def keys(self) -> frozenset[StateKey]:
-        """Which states can be had: the one on offer, and those before it that are still being read."""
+        """Return the keys of the available states: the published one, and the previous ones that still have readers."""
         offered = () if self._current is None else (self._current,)
         return frozenset(snapshot.key for snapshot in (*offered, *self._readers))
 
     def wants_memory(self, num_bytes: int) -> bool:
-        """Whether a buffer would be kept for a state of so many bytes, which would else find none used before."""
+        """Return whether the pool lacks a used buffer for a state of this size and would keep one."""
         if not self._keep_buffers or self._cleared:
             return False
         return not self._pool.has(num_bytes) and not (
@@ -146,27 +146,27 @@ class Shelf:
         )
 
     def keep(self, buffer: Buffer) -> None:
-        """Take a buffer for a state to come, if one is wanted."""
+        """Keep a buffer for a future state, if one is wanted."""
         if self.wants_memory(buffer.capacity_bytes):
             self._pool.give(buffer)
 
     def publish(self, snapshot: Snapshot) -> None:
-        """Put the state on offer that begin announced."""
+        """Publish the state that `begin` announced."""
         self._current = snapshot
 
     def fail(self, sentence: str) -> None:
-        """The state that begin announced could not be taken."""
+        """Record that the state announced by `begin` could not be taken."""
         self._failure = sentence
 
     def clear(self) -> list[Snapshot]:
-        """Offer nothing any more, and let go of all memory that no reader holds. Returns: what readers still hold."""
+        """Publish nothing any more, and release all memory without readers. Returns: the snapshots with readers."""
         self._current = None
         self._cleared = True
         self._pool.clear()
         return list(self._readers)
 
     def look_up(self, wanted: StateKey) -> Found | NotYet | Refused:
-        """What to tell a reader who asks for this key."""
+        """Return the answer to a request for this key."""
         latest = self._latest
         if latest is None or wanted.comes_after(latest):
             return NotYet()
@@ -182,13 +182,13 @@ class Shelf:
         return Refused(latest, f"this is state {latest}, of another quorum or lineage than {wanted}")
 
     def is_wanted(self, snapshot: Snapshot) -> bool:
-        """Whether it is on offer, or leased more than once."""
+        """Return whether the snapshot is published, or leased more than once."""
         return snapshot is self._current or self._readers.get(snapshot, 0) > 1
 
     def lease(self, snapshot: Snapshot) -> bool:
-        """A reader begins to read; its buffer stays as it is until as many releases have come.
+        """Add a reader. The snapshot's buffer stays unchanged until as many releases have come.
 
-        Returns: False if the snapshot has been taken down, and nobody reads it; there is nothing to release then.
+        Returns: False if the snapshot was removed and has no reader. Then there is nothing to release.
         """
         if snapshot is not self._current and snapshot not in self._readers:
             return False
@@ -196,7 +196,7 @@ class Shelf:
         return True
 
     def release(self, snapshot: Snapshot) -> None:
-        """A reader has left."""
+        """Remove a reader."""
         self._readers[snapshot] -= 1
         if self._readers[snapshot] == 0:
             del self._readers[snapshot]

@@ -1,13 +1,13 @@
-"""A state as it was at one moment, in memory of its own or, where there is none for it, where it lies.
+"""A state at one moment: a copy in separate memory or, without enough memory, the live tensors.
 
-The trainer may change its tensors as soon as it has its thread back, so every storage is copied once, while that
-thread waits, into one buffer. That copy is all the trainer pays, and some threads share it: one core alone does not
-reach the memory's speed. Checksums are computed afterwards by whoever serves the snapshot, a piece at a time.
+The trainer may change its tensors as soon as its call returns. So every storage is copied once, during that call, into
+one buffer. That copy is the trainer's only cost. Several threads share it, because one core does not reach the memory's
+speed. The server computes checksums afterwards, one piece at a time.
 
-A live snapshot copies nothing. It is good only while the trainer waits, so it is for the server to end it before: from
-then on it gives no byte. Its checksums are those of the same bytes, so a reader would find out if they had changed.
+A live snapshot copies nothing. It is valid only while the trainer waits, so the server must end it before the trainer
+continues. After that it gives no byte. Its checksums come from the same bytes, so a reader would detect a change.
 
-Law of this file: a snapshot never changes after it was taken. Who may still look into its buffer is the shelf's affair.
+Law of this file: a snapshot never changes after it was taken. The shelf knows the readers of its buffer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tft_ckpt.tree import Limits
 
 __all__ = ["Snapshot"]
 
-_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # uint8 of equal length: to, from
+_Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # uint8 of equal length: destination, source
 
 _log = logging.getLogger("tft_ckpt")
 
 COPY_THREAD_NAME: Final = "tft-ckpt-copy"
-# One core does not reach the memory's speed, and from four on there is little to gain.
+# One core does not reach the memory's speed, and more than four bring little.
 _COPY_THREADS_MAX: Final = 4
 _PIECE_BYTES: Final = 8 << 20
 _COPIED_ALONE_BYTES: Final = 8 * _PIECE_BYTES  # a smaller state is copied before a thread has started
@@ -44,11 +44,11 @@ _COPIED_ALONE_BYTES: Final = 8 * _PIECE_BYTES  # a smaller state is copied befor
 
 @final
 class Snapshot:
-    """One state, laid out and copied.
+    """One state with its layout and its copied data.
 
     Fields:
-        layout: what it consists of.
-        buffer: where its run lies, from the first byte on; None: it is live.
+        layout: the structure of the state.
+        buffer: the state's data, from the first byte on; None: the snapshot is live.
     """
 
     def __init__(self, layout: Layout, body: bytes, buffer: Buffer | None, live: LiveRun | None = None) -> None:
@@ -69,17 +69,19 @@ class Snapshot:
         limits: Limits,
         allocate: Callable[[int], Buffer],
     ) -> Snapshot:
-        """Copy every storage once, and return when the copies are complete; what runs on a device goes on meanwhile.
+        """Copy every storage once, and return when the copies are complete. Running device work continues in the
+        meantime.
 
         Args:
-            state: which nobody changes meanwhile.
-            key: what to call it.
+            state: the state. No other code may change it during the call.
+            key: the name of the state.
             chunk_bytes: length of a chunk.
-            limits: what is larger is refused.
+            limits: larger states are refused.
             allocate: called once, with a number of bytes, for a buffer that belongs to the snapshot from then on.
+
         Raises:
-            StateUnsupported: a leaf can't travel. Nothing has been allocated or copied then.
-            StateUnavailable: no memory for it.
+            StateUnsupported: a leaf can't be transferred. Nothing has been allocated or copied then.
+            StateUnavailable: not enough memory.
             WrongSetting: chunk_bytes is out of range.
         """
         layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
@@ -91,7 +93,7 @@ class Snapshot:
 
     @classmethod
     def live(cls, state: object, *, key: StateKey, chunk_bytes: int, limits: Limits) -> Snapshot:
-        """Lay a state out without a copy; nobody may change it until `end`.
+        """Describe a state without a copy. No code may change the state until `end`.
 
         Raises: StateUnsupported, WrongSetting: as `take`.
         """
@@ -101,27 +103,27 @@ class Snapshot:
         return cls(layout, encode_layout(layout, limits=limits), None, run)
 
     def end(self) -> None:
-        """Give no byte of a live state any more; from any thread."""
+        """Stop giving bytes of a live state. Any thread may call this."""
         self._live = None
 
     @property
     def key(self) -> StateKey:
-        """Which state it is."""
+        """Return the name of the state."""
         return self.layout.key
 
     def named(self, key: StateKey, *, limits: Limits) -> Snapshot:
-        """The same state in the same buffer, under another key; this one is not to be used any more."""
+        """Return the same state in the same buffer, under another key. This object must not be used afterwards."""
         layout = replace(self.layout, key=key)
         return Snapshot(layout, encode_layout(layout, limits=limits), self.buffer)
 
     @property
     def data(self) -> memoryview:
-        """The run, read-only."""
+        """Return the state's data, read-only."""
         assert self.buffer is not None, "a live state has no run in one piece"
         return self.buffer.view[: self.layout.data_bytes].toreadonly()
 
     def pieces(self, start: int, end: int) -> list[memoryview]:
-        """Where these bytes of the run lie, in order. Raises: ConnectionResetError: it was live, and has ended."""
+        """Return views of these bytes, in order. Raises: ConnectionResetError: the snapshot was live, and has ended."""
         if self.buffer is not None:
             return [self.data[start:end]]
         live = self._live
@@ -131,13 +133,13 @@ class Snapshot:
 
     @property
     def manifest_bytes(self) -> bytes | None:
-        """The encoded manifest, or None until all checksums are known."""
+        """Return the encoded manifest, or None until all checksums are known."""
         return self._manifest_bytes
 
     def sum_next_chunk(self) -> bool:
-        """Compute one more checksum; of one thread at a time, and not the trainer's.
+        """Compute one more checksum. Only one thread at a time may call this, and not the trainer's.
 
-        Returns: whether the manifest is complete now, or never will be, because the state was live and has ended.
+        Returns: whether the manifest is complete, or never will be because a live state has ended.
         """
         if self._manifest_bytes is not None or (self.buffer is None and self._live is None):
             return True
@@ -150,7 +152,7 @@ class Snapshot:
 
 
 def _clear_padding(layout: Layout, buffer: Buffer) -> None:
-    """Between segments nothing is copied, yet it is summed: equal states have equal sums, whatever was there before."""
+    """Clear the bytes between segments. They are part of the checksums, so equal states need equal padding."""
     end = 0
     for segment in layout.segments:
         if segment.offset > end:
@@ -159,14 +161,14 @@ def _clear_padding(layout: Layout, buffer: Buffer) -> None:
 
 
 def _copy(layout: Layout, spans: Sequence[StorageSpan], buffer: Buffer) -> None:
-    """Copy every storage; what lies on CUDA devices on a stream of its own, while the others are copied here."""
+    """Copy every storage: CUDA data on a separate stream, and the rest on the CPU at the same time."""
     streams = {span.device: torch.cuda.Stream(span.device) for span in spans if span.device.type == "cuda"}
     if streams:
         why_not = buffer.pin()
         if why_not:
             _log.warning("the memory for snapshots can't be pinned (%s), so they take longer", why_not)
     for device, stream in streams.items():
-        # What the trainer has started to compute is still to be written.
+        # Kernels that the trainer has started may still write to the state.
         stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.no_grad():
@@ -183,13 +185,13 @@ def _copy(layout: Layout, spans: Sequence[StorageSpan], buffer: Buffer) -> None:
                 place.copy_(there)
             _copy_here(here)
     finally:
-        # The optimizer may write when this returns, and the buffer be used again, also after an error.
+        # After the return the optimizer may write, and the buffer may be reused, also after an error.
         for stream in streams.values():
             stream.synchronize()
 
 
 def _copy_here(pairs: Sequence[_Pair]) -> None:
-    """Copy what lies in this machine's memory; with more than one thread what takes long. Returns when all is done."""
+    """Copy data in this machine's memory, with several threads if it is large. Return when all is done."""
     others = min(_COPY_THREADS_MAX, _cores()) - 1
     if others < 1 or sum(len(place) for place, _ in pairs) < _COPIED_ALONE_BYTES:
         for place, there in pairs:
@@ -212,7 +214,8 @@ def _copy_here(pairs: Sequence[_Pair]) -> None:
 
     with ThreadPoolExecutor(others, COPY_THREAD_NAME) as threads:
         helping = []
-        with suppress(RuntimeError):  # the system gives no thread more, or the interpreter ends: then with fewer
+        # the system has no more threads, or the interpreter ends: continue with fewer threads
+        with suppress(RuntimeError):
             for _ in range(others):
                 helping.append(threads.submit(work))
         work()
@@ -221,5 +224,5 @@ def _copy_here(pairs: Sequence[_Pair]) -> None:
 
 
 def _cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

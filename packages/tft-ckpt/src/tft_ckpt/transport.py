@@ -1,9 +1,10 @@
-"""How a state gets from a process that has it to one that needs it.
+"""The transfer of a state from a process that has it to a process that needs it.
 
-The source names its address once (`metadata`), offers its state at a step boundary (`send_checkpoint`), and trains on.
-The receiver, which got the address and the name of the state from its quorum, asks (`recv_checkpoint`) and waits.
+The source reports its address once (`metadata`), offers its state at a step boundary (`send_checkpoint`), and continues
+training. The receiver gets the address and the name of the state from its quorum. It requests the state
+(`recv_checkpoint`) and waits.
 
-Law of this file: the interface alone. Names and positional order are those that torchft's users know.
+Law of this file: the interface alone. Names and positional order match torchft's.
 """
 
 from __future__ import annotations
@@ -22,95 +23,101 @@ T = TypeVar("T")
 
 
 class StagedCheckpoint(ABC):
-    """A copy of a state that has no name yet. It ends with one call of either method, from any thread."""
+    """A copy of a state without a name yet. One call of either method ends it, from any thread."""
 
     @abstractmethod
     def offer(self, dst_ranks: list[int], *, key: StateKey) -> None:
-        """Put it up under a name, in place of the state before; returns at once.
+        """Publish the copy under a name, in place of the previous state, and return at once.
 
         Args:
-            dst_ranks: replica ranks that will ask for it; may be empty.
-            key: names the state.
+            dst_ranks: replica ranks that will request it; may be empty.
+            key: the name of the state.
+
         Raises: Closed.
         """
 
     @abstractmethod
     def drop(self) -> None:
-        """Nobody wants it: let go of its memory, which may be used for the next one."""
+        """Discard the unused copy and release its memory, which the next copy may use."""
 
 
 class CheckpointTransport(ABC, Generic[T]):
-    """Sends and receives states of type T, a state dict as a rule. One per process that trains.
+    """An object that sends and receives states of type T, usually a state dict. Each training process has one.
 
-    Where a key is None on both sides, it stands for StateKey(0, 0, step, 0).
+    If the key is None on both sides, it means StateKey(0, 0, step, 0).
 
     Attributes:
-        stages: it can copy a state before its name is known, by `stage_checkpoint`.
+        stages: whether the transport can copy a state before its name is known, by `stage_checkpoint`.
     """
 
     stages: ClassVar[bool] = False
 
     @abstractmethod
     def metadata(self) -> str:
-        """What a receiver passes to recv_checkpoint to reach this process; constant until shutdown."""
+        """Return the string that a receiver passes to recv_checkpoint to reach this process. Constant until
+        shutdown.
+        """
 
     @abstractmethod
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, key: StateKey | None = None
     ) -> None:
-        """Offer a state, on the thread that trains, at a step boundary.
+        """Offer a state, on the training thread, at a step boundary.
 
         Args:
-            dst_ranks: replica ranks that will ask for it; may be empty.
+            dst_ranks: replica ranks that will request it; may be empty.
             step: committed steps.
-            state_dict: the state; may be changed after disallow_checkpoint.
+            state_dict: the state. The caller may change it after disallow_checkpoint.
             timeout: for the call.
-            key: names the state; its step equals step.
+            key: the name of the state; its step equals `step`.
+
         Raises:
-            StateUnsupported: a leaf can't travel. Those that wait for this state are told.
-            DeadlinePassed: it took longer than timeout. Those that wait for this state are told.
+            StateUnsupported: a leaf can't be transferred. Waiting receivers are told.
+            DeadlinePassed: the call took longer than `timeout`. Waiting receivers are told.
             WrongSetting, Closed.
         """
 
     def refuse_checkpoint(
         self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
     ) -> None:
-        """Say in place of `send_checkpoint` that this process can't give the state, and why.
+        """Report, in place of `send_checkpoint`, that this process can't give the state, and why.
 
-        It is called also after `send_checkpoint` has raised, with the same key, because that may have failed before it
-        had told anybody. Those that wait for the state are told the sentence, where the transport can tell them; by
-        default it can't, and they wait until their time-out. One that can't be told waits until its time-out too, and
-        that is no error.
+        A caller may also call this after `send_checkpoint` has raised, with the same key, because that call may have
+        failed before it informed any receiver. Receivers that wait for the state get the sentence, if the transport can
+        reach them. By default it can't, and they wait until their timeout. A receiver that can't be reached also waits
+        until its timeout, and that is no error.
 
         Args:
             step: committed steps.
-            sentence: why; it may be cut.
-            key: names the state; its step equals step.
-            dst_ranks: replica ranks that will ask for it. A transport that has to go to them tells no others.
+            sentence: the reason; it may be cut.
+            key: the name of the state; its step equals `step`.
+            dst_ranks: replica ranks that will request it. A transport that sends to its receivers informs only these.
+
         Raises: WrongSetting, Closed.
         """
 
     def check_state(self, state_dict: T) -> None:
-        """Look whether a state can travel, before somebody wants it; nothing is copied.
+        """Check that a state can be transferred, before a receiver requests it. Nothing is copied.
 
-        A transport that does not say so by a method of its own refuses what can't travel when it is to send it.
+        A transport without its own version of this method refuses such a state only when it sends.
 
-        Raises: StateUnsupported: a leaf can't travel, or the state is too large.
+        Raises: StateUnsupported: a leaf can't be transferred, or the state is too large.
         """
 
     def stage_checkpoint(self, state_dict: T, timeout: timedelta) -> StagedCheckpoint:
-        """Copy a state that somebody may ask for soon, on the thread that trains, at a step boundary.
+        """Copy a state that a receiver may request soon, on the training thread, at a step boundary.
 
-        What is on offer and nobody reads is taken down for it, so that its memory can be used.
+        A published state without readers is removed, so that its memory can be used.
 
         Args:
-            state_dict: the state; may be changed when this returns.
+            state_dict: the state. The caller may change it when this call returns.
             timeout: for the call.
+
         Raises:
-            StateUnsupported: a leaf can't travel.
-            StateUnavailable: there is no memory for it.
-            DeadlinePassed: it took longer than timeout.
-            WrongSetting: this transport stages nothing. Closed.
+            StateUnsupported: a leaf can't be transferred.
+            StateUnavailable: not enough memory.
+            DeadlinePassed: the call took longer than `timeout`.
+            WrongSetting: this transport can't stage. Closed.
         """
         raise WrongSetting(f"a {type(self).__name__} stages nothing; look at its `stages` first")
 
@@ -128,64 +135,65 @@ class CheckpointTransport(ABC, Generic[T]):
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] | None = None,
     ) -> T:
-        """Fetch a state, waiting for a source that has not offered it yet.
+        """Fetch a state, and wait for a source that has not offered it yet.
 
-        Where the source's state has a DTensor there is a LocalShard: a mesh can't travel, so it is for who receives it
-        to make a DTensor of it, with `to_dtensor`. With `into`, it is the tensor that stands there in `into`.
+        A DTensor in the source's state arrives as a LocalShard, because a mesh can't be transferred. The receiver makes
+        a DTensor of it with `to_dtensor`. With `into`, the result holds the DTensor of `into` instead.
 
         Args:
             src_rank: replica rank of the source, for messages.
             metadata: the source's.
             step: committed steps.
             timeout: for the call, waiting included.
-            key: names the state; its step equals step.
-            into: a state of the same form, into whose tensors the one that arrives is written; nobody else may use them
-                meanwhile. If the call fails after bytes have come, they hold a mixture of two states, of no use until a
-                later call succeeds. A CheckpointError says so at the end of its message; if it does not, they are as
-                they were. What `into` has no tensor for comes in memory of its own.
-            sources: metadata of others that have the same state, to go on with if the first one fails.
-            progress: called with (bytes that are here and checked, bytes in all), on the calling thread.
-            cancelled: asked several times a second, on the calling thread; True ends the call.
+            key: the name of the state; its step equals `step`.
+            into: a state of the same form. Its tensors receive the data, and no other code may use them during the
+                call. If the call fails after bytes have arrived, they hold a mixture of two states, until a later call
+                succeeds. A CheckpointError then says so at the end of its message; otherwise the tensors are unchanged.
+                Values without a tensor in `into` arrive in new memory.
+            sources: metadata of other sources with the same state, as fallbacks.
+            progress: called with (received and checked bytes, all bytes), on the calling thread.
+            cancelled: called several times a second, on the calling thread; True ends the call.
+
         Raises:
             StateUnavailable: no source can give it.
-            StateMismatch: the sources have another one.
-            StateCorrupt: a source serves damage, and no other one helped.
-            StateUnsupported: it holds what this process can't rebuild.
+            StateMismatch: the sources have another state.
+            StateCorrupt: a source sends damaged data, and no other source helped.
+            StateUnsupported: it holds a value that this process can't rebuild.
             StateDiffers: it does not fit `into`.
-            DeadlinePassed: timeout is over.
-            Closed: abort or shutdown was called, or cancelled said so.
+            DeadlinePassed: the timeout expired.
+            Closed: abort or shutdown was called, or `cancelled` returned True.
             WrongSetting.
         """
 
     def poor_sources(self) -> Mapping[str, str]:
-        """The sources that hung, lied or were slow in recent receives.
+        """Return the sources that hung, sent wrong data or were slow in recent receives.
 
         Returns: their metadata, and a sentence for each. A transport that keeps no record returns an empty mapping.
         """
         return {}
 
     def prepare_to_send(self, num_bytes: int = 0) -> None:
-        """Get ready, in the background, to send a state; a hint, and no more.
+        """Prepare in the background to send a state. The call is only a hint.
 
-        Who has trained some steps may be a source in any step from then on, so may who has healed a while ago, and who
-        has lost a member, which may come back; and a first transfer costs more than a later one.
+        A first transfer costs more than a later one. A process that has trained some steps may be a source at any later
+        step. The same holds for a process that healed a while ago, or that has lost a member, which may come back.
 
         Args:
-            num_bytes: how large the state is, about; 0: as the one that was received last.
+            num_bytes: approximate size of the state; 0: the size of the last received state.
         """
 
     @abstractmethod
     def disallow_checkpoint(self) -> None:
-        """Return when the state last given to send_checkpoint may be changed."""
+        """Wait until the state last given to send_checkpoint may be changed."""
 
     @abstractmethod
     def abort(self) -> None:
-        """End running receives at once with Closed, from any thread. Later ones are not concerned."""
+        """End the running receives at once with Closed, from any thread. Later receives are not affected."""
 
     @abstractmethod
     def shutdown(self, wait: bool = True) -> None:
-        """Stop serving, end running receives, release threads and ports; again does nothing.
+        """Stop serving, end running receives, and release threads and ports. A second call does nothing.
 
         Args:
-            wait: until all of that is done.
+            wait: whether to return only after all of that is done.
         """

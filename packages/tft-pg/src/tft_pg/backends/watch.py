@@ -1,10 +1,10 @@
 """A watch on a group's connections, which ends all of them on demand or when one of them has ended.
 
-In a collective of three or more ranks, one rank may have died while the others wait for each other. A waiting rank
-then waits for a live neighbour that is stopped or waits itself. The expected data never comes, and nothing reports that. But the connection to the dead rank has ended,
-and the kernel reports that. So each group has a watch: one thread that sleeps until any of the group's connections
-ends. The watch gives operations that already have their data a moment to finish. Then it ends the other connections, so
-that the operations of all ranks fail.
+In a collective of three or more ranks, one rank may die while the others wait for each other. The expected data never
+comes, and nothing reports that. But the connection to the dead rank has ended, and the kernel reports that. So each
+group has a watch: one thread that sleeps until any of the group's connections ends. The watch gives operations that
+already have their data a moment to finish. Then it ends the other connections, so that the operations of all ranks
+fail.
 
 The watch holds a duplicate of each connection. The owner closes its own descriptor as soon as it sees the end, and all
 information with it. A duplicate keeps a connection open for the peer after the owner has closed it, as Gloo does after
