@@ -1,4 +1,4 @@
-"""The data of a state, read in place from its tensors.
+"""The payload of a state, read in place from its tensors.
 
 Law of this file: it copies only requested data, and only data on a device or in several places. The reader ensures that
 no thread changes the tensors in the meantime.
@@ -27,10 +27,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @final
 class LiveRun:
-    """The data of one state, in place.
+    """The payload of one state, in place.
 
     Args:
-        layout: the place of each segment in the serialized data.
+        layout: the place of each segment in the payload.
         spans: the place of each segment in memory; `describe` returns both.
     """
 

@@ -1,20 +1,20 @@
-"""What a state is made of: a description, and one run of raw bytes.
+"""The parts of a state: a manifest that describes it, and one payload of raw bytes.
 
-The tensors of a state lie in storages, and several tensors may lie in one. Every storage that is used becomes one
-segment of the run (only from the first byte used to the last), so what was shared stays shared and what was strided
-stays strided. The run is cut into chunks of one size, each with its checksum, so that any part of it can be asked for,
-checked and asked for again, from any source that has the same bytes. The description of all that is the manifest: JSON
-behind a short header with a version and a checksum of its own.
+The tensors of a state use storages, and several tensors may share one. Every used storage becomes one segment of the
+payload, from the first used byte to the last. So shared memory stays shared, and strides stay the same. The payload is
+divided into chunks of one size, each with a checksum. So a receiver can request, check and repeat any part, from any
+source with the same bytes. The manifest describes all that, as JSON after a short header with a version and a checksum.
 
-Law of this file: pure. It looks at the shapes and addresses of tensors but never at their memory, and it opens nothing.
-What a manifest may contain is decided in `_Reader`, before anything is built from it.
+Law of this file: pure. It reads the shapes and addresses of tensors but never their memory, and it opens nothing.
+`_Reader` decides what a manifest may contain, before anything is built from it.
 
-The form, version 1: b"TFTSTATE", version u32, body length u64, xxh3-64 of (version, length, body) u64, little-endian;
-then the body, an object with "key", "chunk_bytes", "segments" ([offset, length] each), "sums" (16 hex digits a chunk)
-and "state" (see `tree`). A tensor is ["tensor", dtype, shape, stride or null, segment or -1, byte offset in segment]. A
-DTensor is ["shard", shape, stride, placements, mesh shape, names of the mesh's dimensions or null, place in the mesh or
-null, the tensor that is the part of it here]; a placement is null (each process has all), the dimension that is cut, or
-[dimension, split factor].
+The form, version 1: b"TFTSTATE", version u32, body length u64, xxh3-64 of (version, length, body) u64, little-endian,
+and then the body. The body is an object with "key", "chunk_bytes", "segments" ([offset, length] each), "sums" (16 hex
+digits for each chunk) and "state" (see `tree`).
+
+A tensor is ["tensor", dtype, shape, stride or null, segment or -1, byte offset in segment]. A DTensor is ["shard",
+shape, stride, placements, mesh shape, names of the mesh's dimensions or null, place in the mesh or null, the tensor of
+the local part]. A placement is null (each process has all), the sharded dimension, or [dimension, split factor].
 """
 
 from __future__ import annotations
@@ -57,18 +57,19 @@ CHUNK_BYTES_MAX = 1 << 30
 
 _HEADER = struct.Struct("<8sIQQ")
 _SUMMED = struct.Struct("<IQ")
-# The largest element; a segment starts at a multiple of it in its storage, so that every offset stays whole.
+# The size of the largest element. A segment starts at a multiple of it in its storage, so that every offset is a whole
+# number of elements.
 _MAX_ITEM_BYTES = 16
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """xxh3-64 of the bytes: against damage, not against a forger."""
+    """Return xxh3-64 of the bytes, which detects damage but not forgery."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One storage's place in the run, in bytes; offset is a multiple of 64."""
+    """One storage's place in the payload, in bytes. The offset is a multiple of 64."""
 
     offset: int
     length: int
@@ -76,16 +77,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """One tensor's place in the state and in the run.
+    """One tensor's place in the state and in the payload.
 
     Fields:
-        path: where it stands in the state.
+        path: its place in the state.
         dtype: its element type.
         shape, stride: in elements.
         segment: index of its segment, or -1 if it has no elements.
-        offset: of its first element in the run, in bytes.
-        length: from its first element's first byte to its last's last, in bytes.
-        sharding: of what it is a part, or None if it is whole.
+        offset: of its first element in the payload, in bytes.
+        length: from the first byte of its first element to the last byte of its last element, in bytes.
+        sharding: the sharding of the whole tensor, or None if the tensor is whole.
     """
 
     path: str
@@ -104,10 +105,10 @@ class Layout:
     """A state without its bytes and their checksums.
 
     Fields:
-        key: which state it is.
-        chunk_bytes: length of every chunk but the last, which may be shorter.
-        segments: in the order of the run, packed at multiples of 64 bytes.
-        root: the state as JSON nodes, already known to be sound.
+        key: the name of the state.
+        chunk_bytes: length of every chunk except the last, which may be shorter.
+        segments: in the order of the payload, packed at multiples of 64 bytes.
+        root: the state as JSON nodes, already validated.
     """
 
     key: StateKey
@@ -117,25 +118,25 @@ class Layout:
 
     @property
     def data_bytes(self) -> int:
-        """Length of the run."""
+        """Return the length of the payload."""
         return self.segments[-1].offset + self.segments[-1].length if self.segments else 0
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks in the run; 0 if it is empty."""
+        """Return the number of chunks in the payload, 0 if it is empty."""
         return -(-self.data_bytes // self.chunk_bytes)
 
     def chunk_span(self, chunk: int) -> tuple[int, int]:
-        """First byte of a chunk, and the first byte after it."""
+        """Return the first byte of a chunk, and the first byte after it."""
         start = chunk * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.data_bytes)
 
     def fits(self, other: Layout) -> bool:
-        """Whether equal bytes of the run mean equal chunks in both."""
+        """Return whether equal payload bytes mean equal chunks in both layouts."""
         return self.chunk_bytes == other.chunk_bytes and self.segments == other.segments
 
     def leaves(self) -> tuple[TensorLeaf, ...]:
-        """All tensors, in the order of the state."""
+        """Return all tensors, in the order of the state."""
         found: list[TensorLeaf] = []
         self.read(found.append, on_subclass=_no_subclass)
         return tuple(found)
@@ -146,34 +147,35 @@ class Layout:
         *,
         on_subclass: Callable[[TensorSubclass, str, Any], object] = TensorSubclass.rebuild,
     ) -> Any:
-        """The state, with on_leaf's answer in the place of each tensor; it is asked in the order of the state.
+        """Return the state with the result of on_leaf in the place of each tensor. Calls are in the order of the state.
 
         Args:
-            on_subclass: is given (subclass, path, the state that it is made of) for a tensor of a registered subclass.
+            on_leaf: called with each tensor's leaf.
+            on_subclass: called with (subclass, path, the state of its parts) for a tensor of a registered subclass.
         """
         reader = _Reader(self.segments, limits=_NO_LIMITS, source="")
         return reader.tree(on_leaf, on_subclass=on_subclass).read(self.root)
 
     def tensor(self, leaf: TensorLeaf, storage: torch.UntypedStorage | None) -> torch.Tensor:
-        """A tensor of the leaf's form, looking into the storage that has its segment's bytes; None: it has none."""
+        """Return a tensor of the leaf's form on the storage with its segment's bytes. None: it has no storage."""
         if leaf.segment < 0 or storage is None:
             return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
         offset = (leaf.offset - self.segments[leaf.segment].offset) // leaf.dtype.itemsize
         return torch.empty(0, dtype=leaf.dtype).set_(storage, offset, leaf.shape, leaf.stride)
 
     def value(self, leaf: TensorLeaf, storage: torch.UntypedStorage | None) -> torch.Tensor | LocalShard:
-        """The same, as who receives it has it: a LocalShard, if it is a part."""
+        """Return the leaf's tensor in its received form: a LocalShard if it is a part."""
         tensor = self.tensor(leaf, storage)
         return tensor if leaf.sharding is None else LocalShard(tensor, leaf.sharding)
 
     def build(self, data: memoryview) -> Any:
-        """The state, its tensors looking into the run, and a LocalShard in the place of each DTensor.
+        """Build the state with tensors that use the payload's memory, and a LocalShard in the place of each DTensor.
 
         Args:
-            data: writable, at least data_bytes long, its first byte at a multiple of 64; is not copied, and lives as
+            data: writable, at least data_bytes long, its first byte at a multiple of 64. It is not copied, and lives as
                 long as any of the tensors.
         """
-        # A storage for each segment: if all tensors shared one, whoever saves or resizes one would save or resize all.
+        # A storage for each segment. With one storage for all tensors, saving or resizing one would save or resize all.
         storages = [
             torch.frombuffer(data, dtype=torch.uint8, count=segment.length, offset=segment.offset).untyped_storage()
             for segment in self.segments
@@ -192,11 +194,11 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class StorageSpan:
-    """Where one segment's bytes are in the sender's memory.
+    """The place of one segment's bytes in the sender's memory.
 
     Fields:
         storage: the storage that holds them.
-        device: where that is.
+        device: the storage's device.
         offset: first byte in the storage.
         length: number of bytes.
     """
@@ -207,20 +209,20 @@ class StorageSpan:
     length: int
 
     def bytes(self) -> torch.Tensor:
-        """uint8 (length,), looking into the storage."""
+        """Return uint8 (length,) on the storage's memory."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.device)
         return whole.set_(self.storage, self.offset, (self.length,), (1,))
 
 
 def _no_subclass(subclass: TensorSubclass, path: str, parts: object) -> None:
-    """In the place of a tensor where only the form of the state matters: nothing that is registered is called."""
+    """Return None in the place of a tensor if only the state's form matters. This calls no registered function."""
 
 
 _NO_LIMITS = Limits(manifest_bytes=1 << 62, nodes=1 << 62, data_bytes=1 << 62, depth=200)
 
 
 def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last, both counted; 0 if there are none."""
+    """Return the number of elements from the first to the last, inclusive; 0 if there are none."""
     reach = 1
     for size, step in zip(shape, stride, strict=True):
         if size == 0:
@@ -234,7 +236,7 @@ def _aligned(offset: int) -> int:
 
 
 def check_chunk_bytes(chunk_bytes: int) -> None:
-    """Raises: WrongSetting: it is no length for a chunk."""
+    """Check the length of a chunk. Raises: WrongSetting: it is out of range."""
     if type(chunk_bytes) is not int or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
         raise WrongSetting(f"chunk_bytes is {chunk_bytes!r}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
 
@@ -242,11 +244,11 @@ def check_chunk_bytes(chunk_bytes: int) -> None:
 def describe(
     state: object, *, key: StateKey, chunk_bytes: int, limits: Limits
 ) -> tuple[Layout, tuple[StorageSpan, ...]]:
-    """Lay a state out, without looking at its bytes.
+    """Describe a state without reading its bytes.
 
-    Returns: the layout, and for each of its segments where to copy it from.
+    Returns: the layout, and for each of its segments the memory to copy from.
     Raises:
-        StateUnsupported: a leaf can't travel, or the state is larger than the limits.
+        StateUnsupported: a leaf can't be transferred, or the state is larger than the limits.
         WrongSetting: chunk_bytes is out of its range.
     """
     check_chunk_bytes(chunk_bytes)
@@ -262,9 +264,9 @@ def describe(
 
 
 def check_state(state: object, *, chunk_bytes: int, limits: Limits) -> None:
-    """Look whether a state can travel, without looking at its bytes or copying them.
+    """Check that a state can be transferred, without reading or copying its bytes.
 
-    Raises: StateUnsupported: a leaf can't travel, or the state is larger than the limits.
+    Raises: StateUnsupported: a leaf can't be transferred, or the state is larger than the limits.
     """
     key = StateKey(quorum_id=0, nonce=0, step=0, lineage=0)
     layout, _ = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
@@ -273,11 +275,11 @@ def check_state(state: object, *, chunk_bytes: int, limits: Limits) -> None:
 
 @final
 class _SegmentPlan:
-    """Collects tensors, and then gives every storage among them its place in the run."""
+    """A collector of tensors, which then gives every storage its place in the payload."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        # Where two storages begin at one address, the longer one covers both.
+        # If two storages begin at one address, the longer one covers both.
         self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
         self._spans: dict[tuple[torch.device, int], tuple[int, int]] = {}
         self._pending: list[tuple[list[Node], tuple[torch.device, int], int]] = []
@@ -340,7 +342,7 @@ class _SegmentPlan:
 
 
 def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one whose storage holds its values, or a refusal with its path."""
+    """Return the tensor in a form whose storage holds its values. Otherwise raise a refusal with its path."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         raise StateUnsupported(
@@ -358,9 +360,9 @@ def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def encode_layout(layout: Layout, *, limits: Limits) -> bytes:
-    """The manifest's body up to the checksums, which come last because they are known last.
+    """Return the manifest's body up to the checksums, which are known last.
 
-    Raises: StateUnsupported: with the checksums it will be longer than the limits allow.
+    Raises: StateUnsupported: with the checksums the body exceeds the limits.
     """
     fields = {
         "key": str(layout.key),
@@ -380,7 +382,7 @@ def encode_layout(layout: Layout, *, limits: Limits) -> bytes:
 
 
 def encode(body: bytes, sums: Sequence[int]) -> bytes:
-    """The manifest as it is sent, from what encode_layout gave and the checksum of every chunk."""
+    """Return the encoded manifest, from the result of encode_layout and the checksum of every chunk."""
     body += b"".join(value.to_bytes(8, "big") for value in sums).hex().encode("ascii") + b'"}'
     return _header(body, VERSION) + body
 
@@ -391,15 +393,16 @@ def _header(body: bytes, version: int) -> bytes:
 
 
 def decode(data: bytes, *, limits: Limits, source: str = "") -> Manifest:
-    """Read a manifest of which nothing is believed.
+    """Parse an untrusted manifest.
 
     Args:
-        data: as encode gives it; the caller has bounded its length by limits.manifest_bytes.
-        limits: what is larger is refused; no memory is taken for the run here.
-        source: the address it came from, for the errors.
+        data: the output of `encode`; the caller has bounded its length by limits.manifest_bytes.
+        limits: larger states are refused; this function allocates no memory for the payload.
+        source: the source's address, for the errors.
+
     Raises:
         StateCorrupt: it is damaged, or no honest source would send it.
-        StateUnsupported: it is of another version, or holds a named tuple or a tensor subclass that is not registered
+        StateUnsupported: it has another version, or holds a named tuple or a tensor subclass that is not registered
             here.
     """
 
@@ -493,7 +496,7 @@ def _checked_segments(nodes: Node, *, limits: Limits, fail: Any) -> tuple[Segmen
 
 @final
 class _Reader:
-    """Reads tensor nodes against the segments that they must lie in."""
+    """A reader of tensor nodes, which checks them against their segments."""
 
     def __init__(self, segments: Sequence[Segment], *, limits: Limits, source: str) -> None:
         self._segments = segments
@@ -506,7 +509,9 @@ class _Reader:
         *,
         on_subclass: Callable[[TensorSubclass, str, Any], object],
     ) -> TreeReader:
-        """A reader of one whole state, which gives on_leaf each TensorLeaf and puts the answer in its place."""
+        """Return a reader of one whole state. It calls on_leaf with each TensorLeaf and puts the result in its
+        place.
+        """
 
         def on_tensor(path: str, node: Node, sharding: Sharding | None) -> object:
             return on_leaf(self._leaf(path, node, sharding, reader))
@@ -541,7 +546,7 @@ class _Reader:
                 raise reader.corrupt(path, "its tensor is empty, yet lies somewhere")
             return TensorLeaf(path, dtype, shape, stride, -1, 0, 0, sharding)
         if elements * dtype.itemsize > self._limits.data_bytes:
-            # A stride of 0 puts them all in one place, until somebody copies the tensor.
+            # A stride of 0 puts all elements in one place, and a later copy of the tensor would be too large.
             raise reader.corrupt(path, "its tensor has more elements than the limits allow")
         if not 0 <= segment < len(self._segments) or offset < 0 or offset % dtype.itemsize:
             raise reader.corrupt(path, "its tensor lies in no segment")

@@ -1,16 +1,19 @@
-"""What the two sides of a transfer over a process group say to each other, as bytes of known length.
+"""The messages between the two sides of a transfer over a process group, as bytes of known length.
 
-Over a process group nobody can ask how long the next message is: both sides must know, and some backends end the
-process if they don't agree. So everything begins with two forms of fixed length. The source sends an offer, which names
-the state and says how long its manifest is; the receiver sends an answer. The manifest follows, and says how long the
-chunks are.
+A process group does not report the length of the next message. Both sides must know it, and some backends end the
+process if they disagree. So everything begins with two forms of fixed length. The source sends an offer with the name
+of the state and the length of its manifest, and the receiver sends an answer. The manifest follows, and contains the
+length of the chunks.
 
-Law of this file: pure; two frozen values, their bytes, and the refusal of bytes that can't be theirs.
+Law of this file: pure; two frozen values, their bytes, and the refusal of invalid bytes.
 
-An offer is b"TFTOFFER", version u32, 1 for an offer or 2 for a refusal u32, the key as four u64, length of what follows
-u64, xxh3-64 of all that u64; little-endian. What follows is a manifest, or the sentence of a refusal in UTF-8. An
-answer is b"TFTREPLY", version u32, code u32, a key as four u64, length of a sentence u64, xxh3-64 of all that and of
-the sentence's field u64; then that field, 400 bytes, UTF-8 padded with zeros.
+An offer is b"TFTOFFER", version u32, kind u32 (1 for an offer, 2 for a refusal), the key as four u64, the length of the
+next message u64, and xxh3-64 of all that u64. All numbers are little-endian. The next message is a manifest, or the
+sentence of a refusal in UTF-8.
+
+An answer is b"TFTREPLY", version u32, code u32, a key as four u64, the length of a sentence u64, a checksum u64, and
+the sentence's field. The field has 400 bytes of UTF-8, padded with zeros. The checksum is xxh3-64 of everything before
+it and of the field.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ ANSWER_BYTES: Final = _ANSWER.size + _SUM.size + SENTENCE_BYTES
 
 
 class Code(IntEnum):
-    """What a receiver answers."""
+    """The answers of a receiver."""
 
     TAKE = 1
     """Go on."""
@@ -56,12 +59,12 @@ class Code(IntEnum):
 @final
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A source's first word.
+    """The first message of a source.
 
     Fields:
         key: of the state.
-        following_bytes: length of the message that follows if the receiver takes it, at least 1.
-        is_refusal: what follows is a sentence that says why the state can't be had, and no manifest.
+        following_bytes: length of the next message if the receiver takes the offer, at least 1.
+        is_refusal: whether the next message is a sentence with the reason of a refusal, instead of a manifest.
     """
 
     key: StateKey
@@ -69,22 +72,23 @@ class Offer:
     is_refusal: bool = False
 
     def encode(self) -> bytes:
-        """OFFER_BYTES bytes."""
+        """Return the offer as OFFER_BYTES bytes."""
         kind = 2 if self.is_refusal else 1
         body = _OFFER.pack(_OFFER_MAGIC, VERSION, kind, *_words(self.key), self.following_bytes)
         return body + _SUM.pack(checksum(body))
 
     @classmethod
     def decode(cls, data: bytes, *, source: str, bytes_max: int) -> Offer:
-        """Read OFFER_BYTES bytes of which nothing is believed.
+        """Parse OFFER_BYTES untrusted bytes.
 
         Args:
-            data: what arrived.
-            source: who sent it, for the errors.
+            data: the received bytes.
+            source: the sender, for the errors.
             bytes_max: longest manifest.
+
         Raises:
-            StateCorrupt: it is damaged, or announces too much.
-            StateUnsupported: it is of another version.
+            StateCorrupt: the offer is damaged, or announces too much.
+            StateUnsupported: the offer has another version.
         """
         version, kind, key, length = _opened(_OFFER, _OFFER_MAGIC, data, b"", source=source, part="header")
         if version != VERSION:
@@ -107,12 +111,12 @@ class Offer:
 @final
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A receiver's word.
+    """The answer of a receiver.
 
     Fields:
-        code: what it wants.
-        key: of the state that it wants.
-        sentence: why it does not go on; cut to SENTENCE_BYTES bytes on the way.
+        code: the decision.
+        key: of the state that the receiver wants.
+        sentence: why the receiver does not continue; cut to SENTENCE_BYTES bytes.
     """
 
     code: Code
@@ -120,7 +124,7 @@ class Answer:
     sentence: str = ""
 
     def encode(self) -> bytes:
-        """ANSWER_BYTES bytes."""
+        """Return the answer as ANSWER_BYTES bytes."""
         text = shortened(self.sentence)
         body = _ANSWER.pack(_ANSWER_MAGIC, VERSION, self.code, *_words(self.key), len(text))
         padded = text.ljust(SENTENCE_BYTES, b"\0")
@@ -128,7 +132,7 @@ class Answer:
 
     @classmethod
     def decode(cls, data: bytes, *, receiver: str) -> Answer:
-        """Read ANSWER_BYTES bytes of which nothing is believed. Raises: StateCorrupt: they are no answer."""
+        """Parse ANSWER_BYTES untrusted bytes. Raises: StateCorrupt: they are not an answer."""
         padded = data[-SENTENCE_BYTES:]
         version, code, key, length = _opened(_ANSWER, _ANSWER_MAGIC, data, padded, source=receiver, part="answer")
         if version != VERSION or code not in set(Code) or length > SENTENCE_BYTES:
@@ -141,7 +145,7 @@ class Answer:
 
 
 def shortened(sentence: str) -> bytes:
-    """At most SENTENCE_BYTES of it, and never in the middle of a character."""
+    """Return at most SENTENCE_BYTES bytes of the sentence, without a partial character."""
     text = sentence.encode("utf-8", "replace")
     if len(text) <= SENTENCE_BYTES:
         return text
@@ -149,7 +153,7 @@ def shortened(sentence: str) -> bytes:
 
 
 def printable(text: bytes) -> str:
-    """What a member wrote, as it may stand in an error or a log: in one line, without characters that steer."""
+    """Return a member's text for an error or a log: in one line, without control characters."""
     return "".join(
         char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text.decode("utf-8", "replace")
     )
@@ -162,7 +166,7 @@ def _words(key: StateKey) -> tuple[int, int, int, int]:
 def _opened(
     form: struct.Struct, magic: bytes, data: bytes, summed_too: bytes, *, source: str, part: str
 ) -> tuple[int, int, StateKey, int]:
-    """Version, kind, key and length. Raises: StateCorrupt."""
+    """Check and parse a form. Returns: version, kind, key and length. Raises: StateCorrupt."""
     problem = "its checksum does not match"
     (expected,) = _SUM.unpack_from(data, form.size)
     if checksum(data[: form.size] + summed_too) == expected:

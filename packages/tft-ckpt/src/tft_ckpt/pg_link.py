@@ -1,10 +1,10 @@
-"""One side of a conversation with one member of a process group, in which no wait is for ever.
+"""One side of a conversation with one member of a process group, in which every wait is bounded.
 
-A process group gives messages and takes them, and waits. How it says that a wait was in vain, and how a wait is ended
-from outside, differs from group to group; this file knows it, so that nobody else has to.
+A process group sends and receives messages, and waits. Groups differ in how they report a failed wait, and in how
+another thread can end a wait. Only this file knows these differences.
 
-A message that is on its way can't be called back: whoever breaks off leaves the group with messages that the next
-conversation would take for its own. So who breaks off ends the group, and it must be configured, or made, again.
+A message in flight can't be called back. After an interruption, the next conversation would take such messages for its
+own. So an interrupted conversation ends the group, which must be configured, or made, again.
 
 Law of this file: messages, waiting and errors; nothing about states.
 """
@@ -26,41 +26,42 @@ from tft_ckpt.live import bytes_of
 
 __all__ = ["Call", "Group", "Link"]
 
-# Tags that no collective uses and few people would think of; two, for who sends a state may receive another one from
-# the same member at the same time.
+# Tags that no collective uses and that users are unlikely to choose. There are two, because the sender of a state may
+# receive another state from the same member at the same time.
 _SOURCE_TAG = 0x7F7C
 _RECEIVER_TAG = _SOURCE_TAG + 1
 _NO_MESSAGE_TAG = _SOURCE_TAG + 2
-# How long a member's connection may be too busy to be ended.
+# How long a member's connection may be too busy to end.
 _END_S = 1.0
 
 
 def _whole_milliseconds(seconds: float) -> timedelta:
-    # Torch cuts a limit off to whole ones. A wait that ends a little early would not be known for one that took too
-    # long, and 0 means for ever to some groups.
+    # Torch truncates a limit to whole milliseconds. A wait that ends a little early would not count as timed out, and
+    # some groups take 0 for no limit.
     return timedelta(milliseconds=max(math.ceil(seconds * 1000), 1))
 
 
 class Group(Protocol):
-    """What is needed of a process group: torch's own, or one of tft-pg."""
+    """The required methods of a process group, which torch's groups and those of tft-pg have."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
-        """Start to send one tensor to a rank; returns its Work."""
+        """Start to send one tensor to a rank, and return the Work."""
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
-        """Start to receive one tensor from a rank; returns its Work."""
+        """Start to receive one tensor from a rank, and return the Work."""
 
 
 @final
 class Call:
-    """One send or receive over a group: its deadline, and an order to stop that may come from any thread.
+    """One send or receive over a group, with a deadline and a stop request that may come from any thread.
 
     Args:
-        group: over which it goes.
-        ranks: of those with whom it is, in the group.
-        timeout_s: for all of it, from now.
+        group: the group.
+        ranks: the other members' ranks in the group.
+        timeout_s: for the whole call, from now.
         silence_s: for each wait for a member that has begun to talk.
-    Raises: WrongSetting: the group has no such members, where it can be asked.
+
+    Raises: WrongSetting: the group is known to lack these members.
     """
 
     def __init__(self, group: Group, *, ranks: Sequence[int], timeout_s: float, silence_s: float) -> None:
@@ -88,61 +89,61 @@ class Call:
 
     @property
     def may_be_configured_again(self) -> bool:
-        """Whether the group may come back under the same object when it can't be used."""
+        """Return whether an unusable group may be configured again as the same object."""
         return hasattr(self.group, "configure")
 
     def remaining_s(self) -> float:
-        """Time left, at least 0."""
+        """Return the remaining time, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
     def check(self) -> None:
-        """Raises: Closed, DeadlinePassed: what must be raised by now."""
+        """Check that the call goes on. Raises: Closed, DeadlinePassed."""
         if self._reason is not None:
             raise Closed(self._reason)
         if not self.remaining_s():
             raise DeadlinePassed(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
 
     def pause(self, seconds: float) -> None:
-        """Wait, at most until the deadline or an order to stop. Raises: as check."""
+        """Wait until the time, the deadline or a stop request. Raises: as check."""
         self._stopped.wait(min(seconds, self.remaining_s()))
         self.check()
 
     def starts(self) -> None:
-        """A message is about to be on its way. Raises: as check."""
+        """Record that a message is about to be in flight. Raises: as check."""
         with self._lock:
             self.check()
             self._on_their_way += 1
 
     def ended(self) -> None:
-        """A message is not on its way any more."""
+        """Record that a message is no longer in flight."""
         with self._lock:
             self._on_their_way -= 1
 
     @property
     def has_messages(self) -> bool:
-        """Whether any are on their way."""
+        """Return whether any messages are in flight."""
         with self._lock:
             return self._on_their_way > 0
 
     def stop(self, reason: str) -> None:
-        """Make every wait raise Closed with this sentence; from any thread. Only the first reason counts."""
+        """Make every wait raise Closed with this sentence. Any thread may call this. Only the first reason counts."""
         with self._lock:
             if self._reason is not None:
                 return
             self._reason = reason
         self._stopped.set()
-        if self.has_messages:  # else nobody waits in the group
+        if self.has_messages:  # otherwise no thread waits in the group
             self.break_off()
 
     def break_off(self) -> None:
-        """End what runs in the group, here and at its other members."""
-        # Whatever the group says to its end, it is at an end.
+        """End the running operations of the group, here and at its other members."""
+        # The group has ended, whatever it raises.
         with suppress(Exception):
-            self.group.abort()  # type: ignore[attr-defined]  # not every group has it, which is suppressed too
+            self.group.abort()  # type: ignore[attr-defined]  # not every group has it; that error is suppressed too
         if self.may_be_configured_again or not _is_gloo(self.group):
             return
-        # Torch's own Gloo group does nothing on abort, but a wait of which the time-out passes ends its connections,
-        # all but those that are just busy; and over one that has ended nothing can be asked any more.
+        # Torch's own Gloo group ignores abort. But a wait with an expired timeout ends its connections, except busy
+        # ones. A connection that has ended accepts no new operation.
         message = torch.empty(1, dtype=torch.uint8)
         until = time.monotonic() + _END_S
         for rank in self._ranks:
@@ -163,12 +164,12 @@ def _is_gloo(group: Any) -> bool:
 
 @final
 class Link:
-    """Messages to and from one member.
+    """The messages to and from one member.
 
     Args:
-        call: of which this is a part.
-        rank: the member's, in the group.
-        device: on which the group takes messages.
+        call: the call of these messages.
+        rank: the member's rank in the group.
+        device: the device of the group's messages.
         is_source: whether this side has the state.
     """
 
@@ -180,15 +181,16 @@ class Link:
         self.name = f"replica rank {rank}"
 
     def say(self, data: bytes) -> None:
-        """Send a message and wait until it has gone. Raises: as end."""
+        """Send a message and wait until it has been sent. Raises: as end."""
         self.end(self.start_send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)))
 
     def hear(self, num_bytes: int, *, patience_s: float | None = None) -> bytes:
-        """Wait for a message of that length.
+        """Wait for a message of this length.
 
         Args:
             num_bytes: at least 1; the caller has bounded it.
             patience_s: None: the call's silence_s.
+
         Raises: as end.
         """
         message = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
@@ -196,11 +198,11 @@ class Link:
         return bytes(bytes_of(message.cpu()))
 
     def start_send(self, message: torch.Tensor) -> Any:
-        """Begin to send; nobody may write to the tensor until `end`. Raises: as end."""
+        """Start to send. No other code may write to the tensor until `end`. Raises: as end."""
         return self._start(self.call.group.send, message, self._tags[0])
 
     def start_recv(self, message: torch.Tensor) -> Any:
-        """Begin to receive into a tensor. Raises: as end."""
+        """Start to receive into a tensor. Raises: as end."""
         return self._start(self.call.group.recv, message, self._tags[1])
 
     def _start(self, operation: Any, message: torch.Tensor, tag: int) -> Any:
@@ -212,10 +214,10 @@ class Link:
             raise self._converted(error) from error
 
     def end(self, work: Any, *, patience_s: float | None = None) -> None:
-        """Wait until a message has gone or is here.
+        """Wait until a message has been sent or received.
 
         Raises:
-            StateUnavailable: the group, or the connection to the member, is of no use any more.
+            StateUnavailable: the group, or the connection to the member, is unusable.
             DeadlinePassed: it took too long.
             Closed: the call was stopped.
         """
@@ -224,11 +226,11 @@ class Link:
         try:
             work.wait(_whole_milliseconds(limit_s))
             if self.device.type != "cpu":
-                # Some groups' waits are for the device to do.
+                # Some groups only make the device wait.
                 torch.accelerator.current_stream(self.device).synchronize()
         except Exception as error:
             if time.monotonic() - started >= limit_s:
-                # It stays on its way.
+                # The message stays in flight.
                 self.call.check()
                 raise DeadlinePassed(
                     f"{self.name} said and took nothing for {limit_s:g} s; ask whether it lives, or give more time",
@@ -236,7 +238,7 @@ class Link:
                 ) from error
             self.call.ended()
             raise self._converted(error) from error
-        # A group that swallows errors waits in vain without a word.
+        # A group that swallows errors returns from a failed wait without an exception.
         errored = getattr(self.call.group, "errored", None)
         problem = errored() if errored is not None else None
         if problem is None or self.call.may_be_configured_again:

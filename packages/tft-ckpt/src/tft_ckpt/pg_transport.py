@@ -1,16 +1,16 @@
-"""Live state over a process group, for jobs whose process group is faster than anything else between their hosts.
+"""Live state transfer over a process group, for jobs whose process group is the fastest link between their hosts.
 
-The members of a process group are connected already, by the best that there is between them. So the state goes from the
-source's tensors, without a copy, as messages over that group, straight into the receiver's tensors if they are given.
-The price is that both must be there at the same time: `send_checkpoint` returns when the receivers have the state, and
-the source's trainer waits that long. And what is broken off in the middle ends the group.
+The members of a process group are already connected by the best available link. So the state goes from the source's
+tensors, without a copy, as messages over that group, directly into the receiver's tensors if the caller gives them. The
+price is that both sides must be there at the same time. `send_checkpoint` returns when the receivers have the state,
+and the source's trainer waits that long. An interrupted transfer ends the group.
 
-Law of this file: the conversation of one source with one receiver, on both sides, and the settings. What is said stands
-in `pg_frames`, how it travels in `pg_link`.
+Law of this file: the conversation of one source with one receiver, on both sides, and the settings. The messages are
+defined in `pg_frames`, and their transport in `pg_link`.
 
-The conversation: the source sends an offer, and the receiver an answer. If that is TAKE, the source sends the manifest,
-and the receiver an answer. If that is TAKE too, the source sends every chunk, as one message each, and the receiver an
-answer, TAKE if all of them arrived as the manifest says. To LATER, MISMATCH and DECLINE there is nothing more to say.
+The conversation: the source sends an offer, and the receiver an answer. After TAKE, the source sends the manifest, and
+the receiver an answer. After a second TAKE, the source sends every chunk, as one message each. The receiver then sends
+an answer: TAKE if all chunks match the manifest. LATER, MISMATCH and DECLINE end the conversation.
 """
 
 from __future__ import annotations
@@ -65,32 +65,34 @@ METADATA: Final = "<n/a>"
 
 _log = logging.getLogger("tft_ckpt.pg")
 
-# Chunks on their way at the same time, so that one is checked while others arrive.
+# Chunks in flight at the same time, so that one is checked while others arrive.
 _WINDOW: Final = 4
-# How often a caller is asked whether to go on, and told of progress.
+# The interval of calls to `cancelled` and `progress`.
 _ASK_S: Final = 0.05
-# How soon a group that can't be used is tried again.
+# The delay before a new attempt on an unusable group.
 _TRY_AGAIN_S: Final = 0.02
 
 
 @final
 class PGTransport(CheckpointTransport[T]):
-    """Sends and receives states over a process group, of tft-pg or of torch.
+    """A transport over a process group, of tft-pg or of torch.
 
-    A replica rank is a rank in the group. The group is the caller's: it is configured and shut down by him. A transfer
-    that is broken off (by `abort`, `cancelled`, a time-out, or the death of the other side) ends the group, which must
-    be configured, or made, again: messages that are on their way can't be called back.
+    A replica rank is a rank in the group. The caller owns the group, and configures it and shuts it down. An
+    interrupted transfer (by `abort`, `cancelled`, a timeout, or the death of the other side) ends the group, because
+    messages in flight can't be called back. The group must then be configured, or made, again.
 
-    With a Manager, give its own group, and leave `state_dict` None: a Manager takes a state when all of it is here.
+    With a Manager, give its own group and leave `state_dict` None, because a Manager loads a state only when it is
+    complete.
 
     Args:
-        pg: the group. It reports its own errors: a wrapper that swallows them is noticed late.
-        timeout: how long the other side may say or take nothing before it is taken for dead.
-        device: on which the group takes messages: the CPU for Gloo, this process's accelerator for NCCL.
-        state_dict: gives the state that is received into, tensor by tensor; called by every `recv_checkpoint` without
-            `into`, on its thread. None: into memory of its own.
-        chunk_bytes: length of a checked chunk, and of a message, of what this process sends, 4 KiB to 1 GiB.
+        pg: the group. It reports its own errors. Errors that a wrapper swallows are noticed late.
+        timeout: how long the other side may be silent before it counts as dead.
+        device: the device of the group's messages: the CPU for Gloo, this process's accelerator for NCCL.
+        state_dict: returns the state to receive into, tensor by tensor. Every `recv_checkpoint` without `into` calls
+            it, on its thread. None: receive into new memory.
+        chunk_bytes: length of a checked chunk, and of a message, when this process sends, 4 KiB to 1 GiB.
         limits: the largest state that is sent or received.
+
     Raises: WrongSetting.
     """
 
@@ -120,33 +122,35 @@ class PGTransport(CheckpointTransport[T]):
         self._lock = threading.Lock()
         self._running: dict[str, Call] = {}
         self._closed = False
-        self._answered: StateKey | None = None  # the state of which the receivers know what became of it
+        self._answered: StateKey | None = None  # the state whose outcome the receivers know
 
     def metadata(self) -> str:
-        """The same for all: a receiver needs no address."""
+        """Return the same string for all, because a receiver needs no address."""
         return METADATA
 
     def check_state(self, state_dict: T) -> None:
-        """See `CheckpointTransport.check_state`."""
+        """Check that a state can be transferred; see `CheckpointTransport.check_state`."""
         check_state(state_dict, chunk_bytes=self._chunk_bytes, limits=self._limits)
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, key: StateKey | None = None
     ) -> None:
-        """Give a state to all of these replica ranks, and return when they have it.
+        """Send a state to all of these replica ranks, and return when they have it.
 
-        They receive at the same time, each at its own pace. One that waits for a later state is passed over.
+        The ranks receive at the same time, each at its own pace. A rank that waits for a later state is skipped.
 
-        Raises: see `CheckpointTransport.send_checkpoint`; of several failures the first one, when all have ended.
-            StateMismatch: one asks for another state. StateUnavailable: one did not take it, or is gone.
-            StateCorrupt: it arrived damaged. A receiver that has not asked within the constructor's timeout, or
-            `timeout`, ends in DeadlinePassed, and the group with it.
+        Raises: see `CheckpointTransport.send_checkpoint`. Of several failures the first one is raised, when all
+            transfers have ended.
+            StateMismatch: a rank requests another state. StateUnavailable: a rank did not take the state, or is gone.
+            StateCorrupt: the state arrived damaged.
+            DeadlinePassed: a receiver did not request the state within the constructor's timeout, or `timeout`. The
+                group ends too.
         """
         key = key_of(key, step)
         ranks = _ranks(dst_ranks)
         timeout_s = positive_seconds(timeout)
         if not ranks:
-            # Nobody can ask later. What can't travel is refused all the same.
+            # No receiver can request the state later. A state that can't be transferred is refused even so.
             self._check_open()
             self.check_state(state_dict)
             return
@@ -167,7 +171,7 @@ class PGTransport(CheckpointTransport[T]):
                 _to_all(links, lambda link: _refuse(link, key, sentence))
                 raise
             except CheckpointError:
-                # There is no time left for words, or this side was told to stop.
+                # There is no time left for a reason, or this side was told to stop.
                 self._answered = key
                 call.break_off()
                 raise
@@ -181,8 +185,8 @@ class PGTransport(CheckpointTransport[T]):
     ) -> None:
         """Tell these replica ranks, in place of the state; see `CheckpointTransport.refuse_checkpoint`.
 
-        It takes until they ask, at most the constructor's timeout; then the group ends, as after a send. After a send
-        of the same state that failed, it does nothing if the receivers were told by that, or their group has ended.
+        The call waits for their requests, at most the constructor's timeout, and then ends the group, as a send does.
+        After a failed send of the same state, it does nothing if that send told the receivers or ended their group.
         """
         key = key_of(key, step)
         ranks = _ranks(dst_ranks)
@@ -209,13 +213,14 @@ class PGTransport(CheckpointTransport[T]):
     ) -> T:
         """Receive a state from a replica rank; see `CheckpointTransport.recv_checkpoint`.
 
-        A group that can be configured again need not be ready yet: as long as the source has not begun, what goes wrong
-        with the group is waited out.
+        A group that can be configured again need not be ready yet. Until the source has begun, errors of the group are
+        retried.
 
         Args:
             src_rank: the source's rank in the group.
-            metadata: not used, as are `sources`: only a member of the group can be asked, and only one.
-        Returns: the state. Without `into` and `state_dict`, its tensors are on the CPU, in memory of their own.
+            metadata: not used. `sources` are not used either, because only one member of the group can be the source.
+
+        Returns: the state. Without `into` and `state_dict`, its tensors are on the CPU, in new memory.
         """
         key = key_of(key, step)
         if type(src_rank) is not int or src_rank < 0:
@@ -230,14 +235,16 @@ class PGTransport(CheckpointTransport[T]):
         return state
 
     def disallow_checkpoint(self) -> None:
-        """Return at once: when send_checkpoint has returned, nothing is on its way any more."""
+        """Return at once, because nothing is in flight after send_checkpoint."""
 
     def abort(self) -> None:
-        """End running receives and sends at once with Closed, from any thread, and with them the group."""
+        """End running receives and sends at once with Closed, from any thread, and the group with them."""
         self._stop("the transfer was aborted on this side")
 
     def shutdown(self, wait: bool = True) -> None:
-        """End running receives and sends; again does nothing. The group is not shut down, but ends with a transfer."""
+        """End running receives and sends. A second call does nothing. The group ends only together with a running
+        transfer.
+        """
         with self._lock:
             self._closed = True
         self._stop("the transport was shut down")
@@ -272,12 +279,13 @@ class PGTransport(CheckpointTransport[T]):
 
 @final
 class _Outgoing:
-    """A state that lies where it lies, ready to be sent chunk by chunk.
+    """A state in its own tensors, ready to be sent chunk by chunk.
 
     Args:
-        check: called for every chunk while their checksums are computed; what it raises is raised.
+        check: called for every chunk during the computation of checksums. Its exceptions propagate.
+
     Fields:
-        manifest_bytes: its manifest, encoded.
+        manifest_bytes: the encoded manifest.
     """
 
     def __init__(
@@ -302,16 +310,16 @@ class _Outgoing:
         self.manifest_bytes = encode(body, sums)
 
     def message(self, chunk: int) -> torch.Tensor:
-        """uint8, the chunk's bytes on the group's device; a copy only where they do not lie there in one piece."""
+        """Return the chunk's bytes as uint8 on the group's device, copied only if they are not there in one piece."""
         return self._lying(chunk).to(self._device)
 
     def _lying(self, chunk: int) -> torch.Tensor:
-        """The chunk's bytes where they lie, or on the CPU."""
+        """Return the chunk's bytes in place, or on the CPU."""
         return self._run.tensor(*self.layout.chunk_span(chunk))
 
 
 def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None]) -> list[CheckpointError]:
-    """Talk to all at the same time, to one on this thread; returns what went wrong."""
+    """Talk to all receivers at the same time, to one on this thread. Returns: the failures."""
     failures: list[CheckpointError] = []
     broken: list[BaseException] = []
 
@@ -319,11 +327,11 @@ def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None
         try:
             failure = talk(link)
         except CheckpointError as error:
-            # It ended in the middle: nobody may take what is still on its way for something else.
+            # The conversation was interrupted. Its messages in flight must not reach another conversation.
             link.call.break_off()
             failure = error
         except BaseException as error:
-            # It is raised on the caller's thread, when all have ended.
+            # The caller's thread raises it when all conversations have ended.
             link.call.break_off()
             broken.append(error)
             return
@@ -345,7 +353,9 @@ def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None
 
 
 def _send(link: Link, key: StateKey, outgoing: _Outgoing) -> CheckpointError | None:
-    """Give the state to one receiver. Returns: why it did not take it. Raises: it ended in the middle."""
+    """Send the state to one receiver. Returns: why it did not take the state. Raises: the conversation was
+    interrupted.
+    """
     manifest = outgoing.manifest_bytes
     answer, failure = _offer(link, Offer(key, len(manifest)))
     if answer.code is not Code.TAKE:
@@ -359,7 +369,7 @@ def _send(link: Link, key: StateKey, outgoing: _Outgoing) -> CheckpointError | N
         if len(on_their_way) == _WINDOW:
             link.end(on_their_way.popleft()[0])
         message = outgoing.message(chunk)
-        # The message is held until it has gone, for it may be a copy.
+        # The message is held until it has been sent, because it may be a copy.
         on_their_way.append((link.start_send(message), message))
     while on_their_way:
         link.end(on_their_way.popleft()[0])
@@ -367,7 +377,7 @@ def _send(link: Link, key: StateKey, outgoing: _Outgoing) -> CheckpointError | N
 
 
 def _refuse(link: Link, key: StateKey, sentence: str) -> CheckpointError | None:
-    """Tell one receiver why it can't have the state. Raises: it ended in the middle."""
+    """Tell one receiver why it can't have the state. Raises: the conversation was interrupted."""
     text = shortened(sentence)
     answer, failure = _offer(link, Offer(key, len(text), is_refusal=True))
     if answer.code is Code.TAKE:
@@ -408,13 +418,14 @@ def _failure(link: Link, key: StateKey, answer: Answer) -> CheckpointError | Non
 
 @final
 class _Receive:
-    """One receive: a thread talks to the source, and the caller's thread waits, reports and asks.
+    """One receive. A thread talks to the source, while the caller's thread waits, reports progress and checks
+    `cancelled`.
 
     Args:
         link: to the source.
-        wanted: the state that is asked for.
-        limits: what is larger is refused.
-        into: a state that is there already, to receive into; None: memory of its own.
+        wanted: the requested state.
+        limits: larger states are refused.
+        into: an existing state to receive into; None: new memory.
     """
 
     def __init__(self, link: Link, wanted: StateKey, *, limits: Limits, into: object | None) -> None:
@@ -432,7 +443,7 @@ class _Receive:
         self._total_bytes: int | None = None
 
     def run(self, progress: Callable[[int, int], None] | None, cancelled: Callable[[], bool] | None) -> Target:
-        """Do all of it. Returns: the target, all of the run in it, checked. Raises: as recv_checkpoint."""
+        """Run the receive. Returns: the target with the complete, checked payload. Raises: as recv_checkpoint."""
         thread = threading.Thread(target=self._talk, name="tft-ckpt-pg-receive", daemon=True)
         thread.start()
         try:
@@ -457,7 +468,7 @@ class _Receive:
         return self._target
 
     def _told(self, error: BaseException) -> BaseException:
-        """The error, saying what the caller's tensors hold now."""
+        """Return the error, extended by the state of the caller's tensors."""
         if self._writes and isinstance(error, CheckpointError):
             error.args = (f"{error}; the tensors that it was received into hold a mixture of two states",)
         return error
@@ -473,19 +484,23 @@ class _Receive:
                 timeout_s=error.timeout_s,
             )
         except BaseException as error:
-            # It is handed to the caller's thread.
+            # The caller's thread raises it.
             self._break_off()
             self._error = error
         finally:
             self._over.set()
 
     def _break_off(self) -> None:
-        # A source that has not begun waits for nothing, and the group may be somebody else's by now.
+        # A source that has not begun does not wait, and another owner may use the group by now.
         if self._has_begun or self._call.has_messages:
             self._call.break_off()
 
     def _receive(self) -> CheckpointError | None:
-        """Returns: why the state was not taken, both sides knowing it. Raises: it ended in the middle."""
+        """Receive the state.
+
+        Returns: why the state was not taken, as both sides know.
+        Raises: the conversation was interrupted.
+        """
         link = self._link
         while True:
             first = self._first_word()
@@ -547,7 +562,7 @@ class _Receive:
         return Target.into(layout, self._into, Buffer)
 
     def _first_word(self) -> bytes:
-        """The offer, waited for as long as the call may take, over whatever the group becomes meanwhile."""
+        """Wait for the offer as long as the call may take, even if the group is reconfigured in the meantime."""
         why = ""
         while True:
             try:
@@ -562,7 +577,7 @@ class _Receive:
                 raise DeadlinePassed(f"{error}{why}", timeout_s=error.timeout_s) from error
 
     def _receive_chunks(self, manifest: Manifest, target: Target) -> int | None:
-        """Take every chunk. Returns: the first one that arrived damaged. Raises: it ended in the middle."""
+        """Receive every chunk. Returns: the first damaged chunk, or None. Raises: the conversation was interrupted."""
         layout, link = manifest.layout, self._link
         damaged: int | None = None
         scratch = _Scratch(layout, link.device)
@@ -605,7 +620,7 @@ class _Receive:
 
 @final
 class _Scratch:
-    """Memory for the chunks on their way that have no place of one piece, one after the other in a few places."""
+    """Memory for chunks in flight without a place in one piece. A few places are used in turn."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self._num_bytes = min(layout.chunk_bytes, layout.data_bytes)
@@ -614,7 +629,7 @@ class _Scratch:
         self._used: dict[int, int] = {}
 
     def take(self, chunk: int, num_bytes: int) -> torch.Tensor:
-        """uint8 (num_bytes,), good until the window has passed. Raises: StateUnavailable: there is no memory."""
+        """Return uint8 (num_bytes,), valid until the window has passed. Raises: StateUnavailable: not enough memory."""
         place = chunk % _WINDOW
         if place not in self._places:
             if self._device.type == "cpu":
@@ -631,7 +646,7 @@ class _Scratch:
         return self._places[place][:num_bytes]
 
     def has(self, chunk: int) -> bool:
-        """Whether the chunk's message lies here."""
+        """Return whether the chunk's message is in this memory."""
         return self._used.get(chunk % _WINDOW) == chunk
 
 

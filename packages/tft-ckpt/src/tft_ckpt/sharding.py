@@ -1,11 +1,11 @@
-"""A process's part of a tensor that several processes share, and how the whole is cut.
+"""One process's part of a tensor that several processes share, and the sharding of the whole tensor.
 
-A DTensor is three things: the part that lies here, the way in which the whole was cut, and the process groups of a
-mesh. The first two can travel. The groups can't: they exist in the processes that made them alone. So what arrives is a
-record of the part and the cut, and whoever has a mesh of the same form makes a DTensor of it again.
+A DTensor consists of the local part, the sharding of the whole, and the process groups of a mesh. The first two can be
+transferred. The groups can't, because they exist only in the processes that made them. So a record of the part and the
+sharding is transferred. A receiver with a mesh of the same form makes a DTensor of it again.
 
-Law of this file: values and their checks; no communication. Torch's DTensor is looked up only where somebody else has
-imported it, since importing it is slow, or where one is made.
+Law of this file: values and their checks; no communication. Torch's DTensor is used only if it is already imported,
+because the import is slow, or if this file makes one.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ MAX_NAME_LENGTH: Final = 100
 @final
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What the processes along one dimension of a mesh have of a tensor.
+    """The distribution of a tensor along one dimension of a mesh.
 
     Fields:
-        dim: the tensor's dimension that is cut among them, 0 the first; None: each has all of it.
-        split_factor: None: each has one piece. Else each has that many, as torch's _StridedShard has it, by which FSDP2
-            cuts what tensor parallelism has cut before.
+        dim: the sharded tensor dimension, 0-based; None: each process has all of the tensor.
+        split_factor: None: each process has one piece. Otherwise each has that many, as in torch's _StridedShard. FSDP2
+            uses it to shard tensors that tensor parallelism has already sharded.
     """
 
     dim: int | None = None
@@ -56,15 +56,16 @@ class Placement:
 @final
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a tensor is cut, and which part of it one process has. Equal values mean equal parts.
+    """The sharding of a tensor, and the part of one process. Equal values mean equal parts.
 
     Fields:
-        shape, stride: of the whole, in elements.
+        shape, stride: of the whole tensor, in elements.
         placements: one for each dimension of the mesh.
-        mesh_shape: number of processes in each of its dimensions.
-        mesh_dim_names: their names, or None if they have none.
-        coordinate: this process's place in the mesh, or None if it is not in it and has nothing of the tensor.
-    Raises: WrongSetting: there can't be such a sharding; one sentence names the fault.
+        mesh_shape: number of processes in each mesh dimension.
+        mesh_dim_names: the names of the mesh dimensions, or None.
+        coordinate: this process's place in the mesh, or None if it is outside and has nothing of the tensor.
+
+    Raises: WrongSetting: the sharding is impossible; one sentence names the fault.
     """
 
     shape: tuple[int, ...]
@@ -112,7 +113,7 @@ class Sharding:
             raise WrongSetting(f"a split factor is {factor!r} where dimension {dim!r} is cut")
 
     def check_part(self, shape: Sequence[int]) -> None:
-        """Raises: WrongSetting: a part of this shape can't be this process's."""
+        """Check that a part of this shape can be this process's. Raises: WrongSetting: it can't."""
         if self.coordinate is None:
             if 0 not in shape:
                 raise WrongSetting(f"a process outside of the mesh has a part of shape {tuple(shape)}")
@@ -125,7 +126,7 @@ class Sharding:
             raise WrongSetting(f"a part of shape {tuple(shape)} can't be of {self}")
 
     def fits(self, mesh: DeviceMesh) -> bool:
-        """Whether a mesh has the same form, and this process the same place in it."""
+        """Return whether a mesh has the same form, and this process the same place in it."""
         return form_of(mesh) == (self.mesh_shape, self.mesh_dim_names, self.coordinate)
 
     def __str__(self) -> str:
@@ -139,12 +140,13 @@ class Sharding:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """One process's part of a tensor: what a DTensor in a state is for who receives it.
+    """One process's part of a tensor: the received form of a DTensor in a state.
 
     Fields:
         local: the part, a plain tensor.
-        sharding: of what it is a part.
-    Raises: WrongSetting: the two do not fit together.
+        sharding: the sharding of the whole tensor.
+
+    Raises: WrongSetting: the part does not fit the sharding.
     """
 
     local: torch.Tensor
@@ -155,19 +157,20 @@ class LocalShard:
 
     @classmethod
     def of(cls, tensor: DTensor) -> LocalShard:
-        """This process's part of a DTensor, without a copy and without communication.
+        """Return this process's part of a DTensor, without a copy and without communication.
 
-        Raises: StateUnsupported: it holds a sum that was not reduced yet, or is cut in a way that can't be described.
+        Raises: StateUnsupported: it holds an unreduced sum, or has a sharding that can't be described.
         """
         return _part_of(tensor, "the DTensor")
 
     def to_dtensor(self, mesh: DeviceMesh) -> DTensor:
-        """A DTensor over the part, without a copy (unless it has to move to the mesh's device), and without
-        communication.
+        """Make a DTensor from the part, without communication. The part is copied only if it must move to the mesh's
+        device.
 
         Args:
-            mesh: of the form that `sharding` says, with this process at the same place in it.
-        Raises: WrongSetting: it is of another form, or this process stands elsewhere in it.
+            mesh: a mesh of the form in `sharding`, with this process at the same place.
+
+        Raises: WrongSetting: the mesh has another form, or this process has another place in it.
         """
         from torch.distributed import tensor as dtensor
 
@@ -195,7 +198,7 @@ class LocalShard:
 
 
 def form_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[str, ...] | None, tuple[int, ...] | None]:
-    """A mesh's shape, its dimensions' names, and this process's place in it."""
+    """Return a mesh's shape, its dimensions' names, and this process's place in it."""
     names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
     return (
         tuple(mesh.shape),
@@ -205,9 +208,9 @@ def form_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[str, ...] | None, 
 
 
 def part_of(value: object, path: str) -> LocalShard | None:
-    """This process's part, if the value is a DTensor or was one; else None.
+    """Return this process's part if the value is a DTensor or a LocalShard; else None.
 
-    Raises: StateUnsupported: it can't travel.
+    Raises: StateUnsupported: it can't be transferred.
     """
     if type(value) is LocalShard:
         return value
@@ -219,7 +222,7 @@ def _part_of(tensor: Any, path: str) -> LocalShard:
     types = sys.modules["torch.distributed.tensor.placement_types"]
     placements = []
     for placement in tensor.placements:
-        # By exact type: a subclass may mean more than its dimension.
+        # By exact type, because a subclass may mean more than its dimension.
         if type(placement) is types.Replicate:
             placements.append(Placement())
         elif type(placement) is types.Shard:
@@ -232,7 +235,7 @@ def _part_of(tensor: Any, path: str) -> LocalShard:
                 "redistribute() or full_tensor()",
                 path=path,
             )
-    # One dimension may be cut along several of the mesh's, and torch may have done so in any order.
+    # Several mesh dimensions may shard one tensor dimension, and torch supports any order.
     order = getattr(tensor._spec, "shard_order", None) or ()
     if any(later < earlier for entry in order for earlier, later in itertools.pairwise(entry.mesh_dims)):
         raise StateUnsupported(

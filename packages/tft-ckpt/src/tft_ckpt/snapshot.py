@@ -48,7 +48,7 @@ class Snapshot:
 
     Fields:
         layout: the structure of the state.
-        buffer: the state's data, from the first byte on; None: the snapshot is live.
+        buffer: the state's payload, from the first byte on; None: the snapshot is live.
     """
 
     def __init__(self, layout: Layout, body: bytes, buffer: Buffer | None, live: LiveRun | None = None) -> None:
@@ -118,7 +118,7 @@ class Snapshot:
 
     @property
     def data(self) -> memoryview:
-        """Return the state's data, read-only."""
+        """Return the state's payload, read-only."""
         assert self.buffer is not None, "a live state has no run in one piece"
         return self.buffer.view[: self.layout.data_bytes].toreadonly()
 

@@ -1,12 +1,12 @@
-"""Where a run of bytes is received into.
+"""The memory that receives a payload.
 
-A state may arrive in memory of its own: then the run lies there in one piece, and its tensors look into it. Or it may
-arrive in place, in tensors that are there already, and costs no memory beside them: then each part of the run has a
-place in one of them, and whatever has none (the padding between tensors, tensors on another device or of other strides,
-very small ones, and those that are not there yet) has one in a scratch buffer, from where it is copied at the end.
+A state may arrive in new memory. The payload is then in one piece there, and its tensors use that memory. Or the state
+may arrive in place, in existing tensors, without additional memory. Then each part of the payload has a place in one of
+them. All other parts use a scratch buffer and are copied at the end: the padding between tensors, tensors on another
+device or with other strides, very small tensors, and new tensors.
 
-Law of this file: who writes what into these places, and when, is not known here; every byte of the run has exactly one
-place, and no two have the same. All that can't fit is found before the first byte.
+Law of this file: the writers of these places are not known here. Every byte of the payload has exactly one place, and
+no two have the same. All misfits are found before the first byte.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tft_ckpt.tree import TensorSubclass, tensor_subclass_of
 
 __all__ = ["Target"]
 
-# Below this, a piece of its own costs more than a copy.
+# Below this size, a separate piece costs more than a copy.
 DIRECT_BYTES_MIN: Final = 16 << 10
 DEPTH_MAX: Final = 200
 _PLAIN: Final = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device)
-# Of one size, so that the bits of any dtype can be copied between tensors of different strides.
+# Integer types of each size, so that the bits of any dtype can be copied between tensors with different strides.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @final
 class Target:
-    """Where the run of one layout is received into; a fresh buffer, or tensors that are there already.
+    """The memory that receives the payload of one layout: a fresh buffer, or existing tensors.
 
-    Any thread may write into the pieces. After a receive into existing tensors that failed, they hold a mixture of what
-    they held and what came: only a complete receive makes them one state again.
+    Any thread may write into the pieces. After a failed receive into existing tensors, they hold a mixture of old and
+    new data. Only a complete receive makes them one state again.
 
     Fields:
-        layout: of the state that is received.
+        layout: of the received state.
     """
 
     def __init__(self, layout: Layout, regions: Sequence[_Region], finish: Callable[[], object]) -> None:
@@ -54,27 +54,30 @@ class Target:
 
     @classmethod
     def fresh(cls, layout: Layout, buffer: Buffer) -> Target:
-        """All of it in one buffer, of at least layout.data_bytes, into which the state's tensors will look."""
+        """Return a target with all of the payload in one buffer of at least layout.data_bytes, which the state's
+        tensors use.
+        """
         view = buffer.view[: layout.data_bytes]
         return cls(layout, [_Region(0, layout.data_bytes, view)], lambda: layout.build(buffer.view))
 
     @classmethod
     def into(cls, layout: Layout, state: object, allocate: Callable[[int], Buffer]) -> Target:
-        """The tensors of a state that is there already, each the place of the one that stands where it stands.
+        """Return a target in the tensors of an existing state. Each receives the tensor at the same place in the
+        layout.
 
-        Plain data need not agree: it comes from the source. A tensor for which the state has none (the state of an
-        optimizer that made no step yet) comes into memory of its own. Tensors that share memory here must do so at the
-        source; of views with gaps this is not noticed.
+        Plain data need not agree, because it comes from the source. A received tensor without a counterpart (such as
+        the state of a new optimizer) gets new memory. Tensors that share memory here must share memory at the source
+        too. For views with gaps a violation is not detected.
 
         Args:
-            layout: of the state that comes.
-            state: of which the tensors are written to, DTensors and LocalShards included; the other things in it are
-                only looked at.
-            allocate: called once at most, with a number of bytes, for memory for what can't be written in place.
+            layout: of the received state.
+            state: its tensors are written to, including DTensors and LocalShards. All other values are only read.
+            allocate: called once at most, with a number of bytes, for the data that can't be written in place.
+
         Raises:
-            StateDiffers: a tensor that comes has another dtype, shape or sharding than the one in its place, or none
-                comes for one that is there, or one can't be written to. Nothing has been written or allocated then.
-            StateUnavailable: no memory for it.
+            StateDiffers: a tensor has another dtype, shape or sharding than its counterpart. Or an existing tensor gets
+                no data or can't be written to. Nothing has been written or allocated then.
+            StateUnavailable: not enough memory.
         """
         places = _Matching(layout, state).places()
         staged = _staged_segments(layout, places)
@@ -89,7 +92,9 @@ class Target:
         return cls(layout, regions, finish)
 
     def pieces(self, start: int, end: int) -> list[memoryview]:
-        """Writable, in order, together exactly the bytes from start to end of the run; may look at shared scratch."""
+        """Return writable views, in order, of exactly the payload bytes from start to end. They may use shared
+        scratch memory.
+        """
         found: list[memoryview] = []
         at = max(0, bisect.bisect_right(self._starts, start) - 1)
         while start < end:
@@ -100,7 +105,7 @@ class Target:
         return found
 
     def sum(self, start: int, end: int) -> int:
-        """The checksum of these bytes of the run, as `manifest.checksum` of them joined."""
+        """Return the checksum of these payload bytes, as `manifest.checksum` of the joined bytes."""
         pieces = self.pieces(start, end)
         if len(pieces) == 1:
             return checksum(pieces[0])
@@ -110,17 +115,16 @@ class Target:
         return digest.intdigest()
 
     def finish(self) -> Any:
-        """The state, when all of the run is here; called once.
+        """Return the state after the complete payload has arrived. Called once.
 
-        Returns: containers and plain data as the source has them. The tensors are those of the state that was received
-            into, where it has one, each as it stands there (a parameter, a DTensor); else ones in memory of their own,
-            and a LocalShard for each DTensor.
+        Returns: containers and plain data as at the source. If the existing state has a counterpart of a tensor, it is
+            that object (a parameter, a DTensor). Other tensors are in new memory, with a LocalShard for each DTensor.
         """
         return self._finish()
 
 
 class _Region(NamedTuple):
-    """Bytes start to end of the run, and where they lie."""
+    """The memory of the payload bytes from start to end."""
 
     start: int
     end: int
@@ -128,14 +132,14 @@ class _Region(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A tensor that comes, and where it goes.
+    """A received tensor and its destination.
 
     Fields:
-        leaf: what comes.
-        value: what the state has in its place: a tensor, a DTensor, a LocalShard; None: nothing.
+        leaf: the received tensor.
+        value: its counterpart in the state: a tensor, a DTensor, a LocalShard; None: nothing.
         tensor: the plain tensor to write to, or None.
-        is_alike: equal bytes in equal places make the tensor.
-        has_no_gap: it has an element everywhere between its first and its last.
+        is_alike: whether equal bytes at equal offsets make the tensor.
+        has_no_gap: whether every position between its first and its last element is an element.
     """
 
     leaf: TensorLeaf
@@ -147,7 +151,7 @@ class _Place(NamedTuple):
 
 @final
 class _Slot:
-    """Stands for a tensor in a state that was read without its bytes."""
+    """A placeholder for a tensor in a state that was read without its bytes."""
 
     __slots__ = ("leaf", "place")
 
@@ -157,7 +161,7 @@ class _Slot:
 
 
 class _Parts(NamedTuple):
-    """Stands for a tensor of a registered subclass in such a state."""
+    """A placeholder for a tensor of a registered subclass in such a state."""
 
     subclass: TensorSubclass
     path: str
@@ -166,7 +170,7 @@ class _Parts(NamedTuple):
 
 @final
 class _Matching:
-    """Lays the state that comes over the one that is there."""
+    """A matching of the received state with the existing one."""
 
     def __init__(self, layout: Layout, state: object) -> None:
         self._slots: list[_Slot] = []
@@ -174,7 +178,7 @@ class _Matching:
         self._match(arriving, state, "state")
 
     def places(self) -> list[_Place]:
-        """One for each tensor that comes, in the order of the layout."""
+        """Return one place for each received tensor, in the order of the layout."""
         places = [slot.place for slot in self._slots]
         _check_overlaps(places)
         return places
@@ -214,7 +218,7 @@ _ADVICE: Final = "receive it without `into`, or make both sides' states of one f
 def _short(key: object) -> str:
     try:
         return repr(key)[:100]
-    except ValueError:  # Python writes no integer of more than some thousand digits in decimals
+    except ValueError:  # Python refuses to print integers with thousands of decimal digits
         return type(key).__qualname__
 
 
@@ -267,7 +271,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """(stride, size) of the dimensions that matter, the closest first."""
+    """Return (stride, size) of the dimensions with more than one element, smallest stride first."""
     return sorted((step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
 
 
@@ -281,7 +285,7 @@ def _has_no_gap(tensor: torch.Tensor) -> bool:
 
 
 def _is_spread(tensor: torch.Tensor) -> bool:
-    """Whether no two of its elements lie in one place, as far as is easily seen."""
+    """Return whether all elements have separate memory, as far as a simple check shows."""
     if tensor.is_contiguous():
         return True
     reach = 1
@@ -293,14 +297,14 @@ def _is_spread(tensor: torch.Tensor) -> bool:
 
 
 def _check_overlaps(places: Sequence[_Place]) -> None:
-    """No memory here may be the place of two different tensors that come."""
+    """Check that no memory receives two different tensors. Raises: StateDiffers."""
     spans = []
     for place in places:
         tensor, leaf = place.tensor, place.leaf
         if tensor is None or not leaf.length or not place.has_no_gap:
             continue
         start = tensor.data_ptr()
-        # Equal marks: where both lie, both hold the same bytes of the run.
+        # Equal marks mean that overlapping memory holds the same payload bytes.
         mark = leaf.offset - start if place.is_alike else (leaf.offset, start, leaf.stride, tensor.stride())
         spans.append((str(tensor.device), start, start + _extent(tensor) * tensor.dtype.itemsize, mark, leaf.path))
     spans.sort(key=lambda span: span[:2])
@@ -317,7 +321,7 @@ def _check_overlaps(places: Sequence[_Place]) -> None:
 
 
 class _DirectRun(NamedTuple):
-    """Bytes start to end of the run that lie in one piece in a tensor that is here."""
+    """The payload bytes from start to end, in one piece in an existing tensor."""
 
     start: int
     end: int
@@ -327,9 +331,10 @@ class _DirectRun(NamedTuple):
 
 
 def _staged_segments(layout: Layout, places: Sequence[_Place]) -> set[int]:
-    """Indices of those that can't be received in place."""
+    """Return the indices of the segments that can't be received in place."""
     staged = {index for index, segment in enumerate(layout.segments) if segment.length < DIRECT_BYTES_MIN}
-    # In one segment, all tensors must lie here as they lie there, and each byte of one in a tensor without gaps.
+    # In one segment, all tensors must have the same relative places here as in the payload. Each byte must be covered
+    # by a tensor without gaps.
     shifts: dict[int, int] = {}
     for place in places:
         leaf, tensor = place.leaf, place.tensor
@@ -351,14 +356,14 @@ def _staged_segments(layout: Layout, places: Sequence[_Place]) -> set[int]:
 
 
 def _direct_runs(layout: Layout, places: Sequence[_Place]) -> list[_DirectRun]:
-    """What lies in tensors without gaps, in the order of the run; right for segments that are not staged."""
+    """Return the runs in tensors without gaps, in payload order. They are correct for segments that are not staged."""
     found: list[_DirectRun] = []
     for place in sorted(places, key=lambda place: place.leaf.offset):
         leaf, tensor = place.leaf, place.tensor
         if tensor is None or not leaf.length or not place.is_alike or not place.has_no_gap:
             continue
         end = leaf.offset + leaf.length
-        # Those that only touch stay apart: they may touch here by chance, and have different owners.
+        # Adjacent runs stay separate, because they may be adjacent by chance and have different owners.
         if found and found[-1].segment == leaf.segment and leaf.offset < found[-1].end:
             if end > found[-1].end:
                 found[-1] = found[-1]._replace(end=end)
@@ -369,18 +374,18 @@ def _direct_runs(layout: Layout, places: Sequence[_Place]) -> list[_DirectRun]:
 
 def _view(run: _DirectRun) -> memoryview:
     memory = (ctypes.c_ubyte * (run.end - run.start)).from_address(run.address)
-    # The view keeps the array, and so the storage, for as long as anybody has it.
+    # The view keeps the array, and so the storage, as long as the view exists.
     memory.owner = run.owner.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
 
 @final
 class _Scratch:
-    """Memory for what has no place in a tensor that is here, in the order of the run."""
+    """Memory for the payload parts without a place in an existing tensor, in payload order."""
 
     def __init__(self, layout: Layout, direct: Sequence[_DirectRun]) -> None:
         self._direct = direct
-        # (first byte in the run, byte after the last, first byte in the scratch)
+        # (first byte in the payload, byte after the last, first byte in the scratch)
         self._gaps: list[tuple[int, int, int]] = []
         self.num_bytes = 0
         at = 0
@@ -391,13 +396,13 @@ class _Scratch:
 
     def _add(self, start: int, end: int) -> None:
         if start < end:
-            # Segments begin at multiples of 64 in the run; so they do in the scratch.
+            # Segments begin at multiples of 64 in the payload, and also in the scratch.
             place = -(-self.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + start % ALIGNMENT_BYTES
             self._gaps.append((start, end, place))
             self.num_bytes = place + end - start
 
     def regions(self, buffer: Buffer | None) -> list[_Region]:
-        """All of the run."""
+        """Return the regions of the whole payload."""
         found = [_Region(run.start, run.end, _view(run)) for run in self._direct]
         if buffer is not None:
             for start, end, place in self._gaps:
@@ -405,7 +410,7 @@ class _Scratch:
         return sorted(found, key=lambda region: region.start)
 
     def place_of(self, offset: int) -> int:
-        """Where in the scratch a byte of the run lies that lies there."""
+        """Return the scratch offset of a payload byte that is in the scratch."""
         start, _, place = self._gaps[bisect.bisect_right(self._gaps, (offset, 1 << 62, 0)) - 1]
         return place + offset - start
 
@@ -447,7 +452,7 @@ def _copy(place: _Place, came: torch.Tensor) -> None:
     try:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             if not _is_spread(tensor):
-                # Elements that share a place: what lies there is copied, and each place once.
+                # Elements that share memory: the raw bytes are copied, each position once.
                 _bytes(tensor, place.leaf.length).copy_(_bytes(came, place.leaf.length))
             elif tensor.dtype.itemsize in _BITS and not (tensor.is_conj() or tensor.is_neg()):
                 bits = _BITS[tensor.dtype.itemsize]
@@ -462,7 +467,7 @@ def _copy(place: _Place, came: torch.Tensor) -> None:
 
 
 def _bytes(tensor: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """uint8 (num_bytes,) from its first element on."""
+    """Return uint8 (num_bytes,) from the tensor's first element on."""
     offset = int(tensor.storage_offset()) * tensor.dtype.itemsize
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return whole.set_(tensor.untyped_storage(), offset, (num_bytes,), (1,))

@@ -1,15 +1,16 @@
-"""A state dict as plain JSON values, and back, exactly.
+"""Exact conversion of a state dict to plain JSON values, and back.
 
-Whatever sits in a state dict is either a container that we know, a piece of plain data that we know, or a tensor. The
-first two are written as JSON: null, booleans, short integers, finite floats and strings as themselves, all else as an
-array that opens with its type's tag. A tensor is handed to a callback and leaves one array behind; a DTensor does so
-for the part of it that lies here, in an array that says of what that is a part, and a registered tensor subclass leaves
-an array with its name and what it is made of; so does a scalar or an array of numpy's, which a reader without numpy
-refuses by name. Everything is matched by exact type: a subclass may carry more than we can see, so it is refused with
-its path.
+Every value in a state dict is a known container, a known kind of plain data, or a tensor. The first two are written as
+JSON. Null, booleans, short integers, finite floats and strings are written as themselves. All other values are arrays
+that begin with their type's tag.
 
-Reading is the mirror image and trusts nothing: it makes only the types listed here, by calling only the constructors
-listed here, and counts as it goes.
+A tensor is passed to a callback and becomes one array. A DTensor becomes an array that describes the sharding of its
+local part. A registered tensor subclass, or a scalar or array of numpy, becomes an array with its name and its parts. A
+reader without numpy refuses the latter by name. Types are matched exactly. A subclass may carry hidden data, so it is
+refused with its path.
+
+Reading is the reverse and trusts nothing. It makes only the types listed here, by calling only the constructors listed
+here, and counts the nodes.
 
 Law of this file: pure functions of values; no tensors' memory, no I/O, no pickle. A new type gets a tag, a writer and a
 reader, side by side.
@@ -49,7 +50,7 @@ __all__ = [
     "tensor_subclass_of",
 ]
 
-# What json.loads gives and json.dumps takes.
+# A value that json.loads returns and json.dumps accepts.
 Node = Any
 
 ROOT_PATH = "state"
@@ -95,11 +96,11 @@ C = TypeVar("C", bound=type[Any])
 
 
 def register_named_tuple(cls: C) -> C:
-    """Let a named tuple travel; both sides must register it. Usable as a decorator.
+    """Register a named tuple for transfer. Both sides must register it. The function works as a decorator too.
 
-    It goes by its module and name, and its fields by position.
+    Its module and name identify it, and its fields go by position.
 
-    Raises: WrongSetting: cls is no named tuple, or another one has that name already.
+    Raises: WrongSetting: cls is not a named tuple, or another one has that name already.
     """
     if not (isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")):
         raise WrongSetting(f"{cls!r} is no named tuple, so it can't be registered as one")
@@ -113,11 +114,11 @@ def register_named_tuple(cls: C) -> C:
 @final
 @dataclass(frozen=True, slots=True)
 class TensorSubclass:
-    """A subclass of tensors, or a type of numpy's, that travels as what it is made of.
+    """A subclass of tensors, or a type of numpy, that is transferred as its parts.
 
     Fields:
         cls: the subclass.
-        name: how a manifest calls it.
+        name: its name in a manifest.
         flatten, unflatten: as given to `register_tensor_subclass`.
     """
 
@@ -127,7 +128,7 @@ class TensorSubclass:
     unflatten: Callable[[Any], Any]
 
     def parts(self, value: object, path: str) -> object:
-        """What the tensor is made of. Raises: StateUnsupported: the registered function does not say so."""
+        """Return the tensor's parts. Raises: StateUnsupported: the registered function fails."""
         try:
             return self.flatten(value)
         except Exception as error:
@@ -137,7 +138,7 @@ class TensorSubclass:
             ) from error
 
     def rebuild(self, path: str, parts: object) -> Any:
-        """The tensor again. Raises: StateUnsupported: the registered function does not make one."""
+        """Rebuild the tensor from its parts. Raises: StateUnsupported: the registered function fails."""
         try:
             value = self.unflatten(parts)
         except Exception as error:
@@ -159,18 +160,19 @@ _tensor_subclasses_by_type: dict[type[Any], TensorSubclass] = {}
 
 
 def register_tensor_subclass(cls: type[Any], flatten: Callable[[Any], object], unflatten: Callable[[Any], Any]) -> None:
-    """Let a subclass of tensors travel, as the state that it is made of; both sides must register it.
+    """Register a subclass of tensors for transfer as the state of its parts. Both sides must register it.
 
-    It goes by its module and name, and a process that has not registered that name refuses it: nothing is looked up,
-    imported or called by a name that arrived.
+    Its module and name identify it. A process without that registration refuses it, and nothing is looked up, imported
+    or called by a received name.
 
     Args:
-        cls: a subclass of torch.Tensor; instances of exactly this class are meant.
-        flatten: gives for a tensor what it is made of: any state, its tensors the tensor's own, not copies, so that it
-            can be received into.
-        unflatten: makes a tensor of such a state again, without a copy; what it is given has the form of a state that
-            travels, but comes from the network: it must check it and raise what it likes.
-    Raises: WrongSetting: cls is none that could be registered, or another one has that name already.
+        cls: a subclass of torch.Tensor; only instances of exactly this class are transferred so.
+        flatten: returns the parts of a tensor, as any state. Its tensors must be the tensor's own and not copies, so
+            that data can be received into them.
+        unflatten: makes a tensor from such a state, without a copy. The state is well-formed but comes from the
+            network, so the function must check it, and may raise any error.
+
+    Raises: WrongSetting: cls can't be registered, or another class has that name already.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.Tensor)) or cls in (torch.Tensor, torch.nn.Parameter):
         raise WrongSetting(f"{cls!r} is no subclass of torch.Tensor, so it can't be registered as one")
@@ -188,7 +190,7 @@ def register_tensor_subclass(cls: type[Any], flatten: Callable[[Any], object], u
 
 
 def tensor_subclass_of(value: object) -> TensorSubclass | None:
-    """How the value travels, if it is of a registered subclass of tensors or one of numpy's; else None."""
+    """Return the record of the value's type, if it is a registered tensor subclass or a type of numpy; else None."""
     kind = type(value)
     found = _tensor_subclasses_by_type.get(kind)
     if found is None and kind.__module__ == "numpy" and "numpy" in sys.modules:
@@ -200,13 +202,13 @@ def tensor_subclass_of(value: object) -> TensorSubclass | None:
 
 @functools.cache
 def _of_numpy() -> dict[str, TensorSubclass]:
-    """Numpy's types, by their names in a manifest. Raises: ImportError: numpy is not installed."""
+    """Return numpy's types, by their names in a manifest. Raises: ImportError: numpy is not installed."""
     return {kind.name: TensorSubclass(*kind) for kind in numpy_values.kinds()}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large a state may be, on either side. What is larger is refused before memory is taken for it."""
+    """The size limits of a state, on either side. Larger states are refused before memory is allocated."""
 
     manifest_bytes: int = 64 << 20
     """Of the manifest as sent; its decoded form takes some ten times as much, and a hostile one's up to thirty."""
@@ -236,12 +238,12 @@ def _float_from_bits(text: str) -> float:
 
 @final
 class TreeWriter:
-    """Turns one state into one node; used once.
+    """A writer that converts one state to one node, for one use.
 
     Args:
-        on_tensor: is given (path, tensor) for every tensor, depth first, and returns its node; of a DTensor it is given
-            the part that lies here.
-        limits: what is larger is refused.
+        on_tensor: called with (path, tensor) for every tensor, depth first, and returns its node. Of a DTensor it gets
+            the local part.
+        limits: larger states are refused.
     """
 
     def __init__(self, on_tensor: Callable[[str, torch.Tensor], Node], *, limits: Limits) -> None:
@@ -250,9 +252,9 @@ class TreeWriter:
         self._num_nodes = 0
 
     def write(self, value: object, path: str = ROOT_PATH, depth: int = 0) -> Node:
-        """Describe a value.
+        """Convert a value to a node.
 
-        Raises: StateUnsupported: a leaf can't travel, or the whole is larger than the limits allow.
+        Raises: StateUnsupported: a leaf can't be transferred, or the whole is larger than the limits allow.
         """
         self._num_nodes += 1
         if self._num_nodes > self._limits.nodes:
@@ -317,7 +319,7 @@ class TreeWriter:
         if kind is dict:
             return ["dict", *self._pairs(value, path, depth)]
         if kind is OrderedDict:
-            # A module's state dict carries its version table in this attribute, and load_state_dict reads it.
+            # A module's state dict has its version table in this attribute, and load_state_dict reads it.
             metadata = getattr(value, "_metadata", None)
             return [
                 "odict",
@@ -368,17 +370,19 @@ _NO_LEAF = object()
 
 
 def _below(path: str, step: str) -> str:
-    """A member's path. It ends somewhere: every tensor has one, and a peer may nest a million under one long path."""
+    """Return a member's path, with a length limit. Every tensor has a path, and a peer may nest a million under a
+    long one.
+    """
     if len(path) < PATH_LENGTH_MAX:
         return path + step
     return path if path.endswith("…") else f"{path}…"
 
 
 def _label(key: object) -> str:
-    """How a key stands in a path: short, however long a peer made the key."""
+    """Return a short text for a key in a path, even for a very long key."""
     try:
         text = repr(key)
-    except ValueError:  # Python writes no integer of more than some thousand digits in decimals
+    except ValueError:  # Python refuses to print integers with thousands of decimal digits
         text = f"a {type(key).__qualname__} with a very long integer"
     return text if len(text) <= 100 else f"{text[:100]}…"
 
@@ -402,15 +406,15 @@ def _advice(value: object) -> str:
 
 @final
 class TreeReader:
-    """Turns one node, of which nothing is believed, into one state; used once.
+    """A reader that converts one untrusted node to one state, for one use.
 
     Args:
-        on_tensor: is given (path, node, sharding) for every tensor node, depth first, and returns what takes its place;
-            sharding says of what the tensor is a part, or is None if it is whole.
-        on_subclass: is given (subclass, path, what the tensor is made of) for every tensor of a registered subclass,
-            and returns what takes its place.
-        limits: what is larger is refused.
-        source: the address that the node came from, for the errors.
+        on_tensor: called with (path, node, sharding) for every tensor node, depth first, and returns its replacement.
+            The sharding belongs to the whole tensor, or is None if the tensor is whole.
+        on_subclass: called with (subclass, path, parts) for every tensor of a registered subclass, and returns its
+            replacement.
+        limits: larger states are refused.
+        source: the node's source address, for the errors.
     """
 
     def __init__(
@@ -431,7 +435,7 @@ class TreeReader:
         """Rebuild a value.
 
         Raises:
-            StateCorrupt: the node is none that TreeWriter writes.
+            StateCorrupt: TreeWriter never writes such a node.
             StateUnsupported: it names a named tuple or a tensor subclass that is not registered here.
         """
         self._num_nodes += 1
@@ -485,7 +489,7 @@ class TreeReader:
             raise self.corrupt(path, f"there can't be such a shard ({str(error)[:300]})") from None
 
     def corrupt(self, path: str, sentence: str) -> StateCorrupt:
-        """The error for a bad node."""
+        """Return the error for a bad node."""
         source = f" from {self._source}" if self._source else ""
         return StateCorrupt(
             f"the manifest{source} is damaged at {path[:200]}: {sentence}", part="manifest", source=self._source
@@ -576,7 +580,7 @@ class TreeReader:
         alike: Counter[int] = Counter()
         for at in range(first, len(node), 2):
             key = self._read_key(node[at], path, depth + 1)
-            # Numbers of one hash are easily found, and a dict of n of them takes n * n comparisons to make.
+            # Numbers with equal hashes are easy to find, and a dict of n such keys takes n * n comparisons.
             alike[hash(key)] += 1
             if alike[hash(key)] > MAX_KEYS_ALIKE:
                 raise self.corrupt(path, f"more than {MAX_KEYS_ALIKE} of its keys have one hash")
