@@ -1,9 +1,9 @@
-"""Live state over HTTP: `server` for the side that has it, `client` for the side that needs it.
+"""Live state transfer over HTTP: `server` for the side that has the state, `client` for the side that needs it.
 
-The one serves with `app` what is on the shelf and, with `relay`, what is still being received; the other reads over one
-connection (`reader`) or several (`workers`), as `plan` and `chunks` decide.
+The server side serves, with `app`, the published state, and with `relay`, a state that is still being received. The
+client side reads over one connection (`reader`) or several (`workers`), as `plan` and `chunks` decide.
 
-Law of this folder: `plan`, `chunks`, `tracker`, `pace` and `routes` are pure; everything that talks is in the others.
+Law of this folder: `plan`, `chunks`, `tracker`, `pace` and `routes` are pure; all communication is in the other files.
 """
 
 from __future__ import annotations

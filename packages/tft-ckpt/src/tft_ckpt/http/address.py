@@ -1,9 +1,9 @@
-"""Where others reach this process.
+"""The address at which other hosts reach this process.
 
-A host's own name is the best answer if others can resolve it, but on many hosts it resolves to the host itself only;
-then the address that packets to the outside would carry is taken. Neither can be sure, so it can be set by hand.
+A host's own name is the best address if other hosts can resolve it. On many hosts it resolves only to the host itself.
+Then this file takes the source address of packets to the outside. Neither is certain, so the user can set the address.
 
-Law of this file: sockets' and the resolver's facts about this host, and the spelling of addresses.
+Law of this file: facts of sockets and the resolver about this host, and the spelling of addresses.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tft_ckpt.http.connection import opened
 
 __all__ = ["BACKLOG", "advertised_url", "interface_address", "is_of_loopback", "is_tls", "listen", "parse_url"]
 
-# Connections that may wait to be accepted: a whole job may turn to one source at once.
+# The maximum number of waiting connections. A whole job may connect to one source at once.
 BACKLOG = 1024
 
-# Reserved for documentation, so never a host of somebody's; connecting a datagram socket sends nothing.
+# Addresses reserved for documentation, so no host has them. Connecting a datagram socket sends nothing.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
-# Linux: the request for an interface's IPv4 address, and where the kernel lists the IPv6 ones.
+# Linux: the request for an interface's IPv4 address, and the kernel's list of the IPv6 addresses.
 _SIOCGIFADDR = 0x8915
 _NAME_BYTES_MAX = 15
 _IPV6_LIST = Path("/proc/net/if_inet6")
@@ -36,14 +36,15 @@ _LINK_LOCAL = ipaddress.ip_network("fe80::/10")
 
 
 def listen(bind: str | None, port: int, interface: str | None = None) -> socket.socket:
-    """A listening TCP socket.
+    """Return a listening TCP socket.
 
     Args:
-        bind: a host name or address, or None for all interfaces, IPv6 too where the host has it.
-        port: 0 for one that is free.
-        interface: name of the network interface on whose address to listen, in place of bind.
-    Raises: WrongSetting: the address is not one of this host's, or the port is taken; bind and interface are both
-        given; no such interface, or it has no address.
+        bind: a host name or address, or None for all interfaces, including IPv6 if the host has it.
+        port: 0 for a free port.
+        interface: name of the network interface whose address to listen on, in place of bind.
+
+    Raises: WrongSetting: the address is not this host's, the port is taken, or bind and interface are both given. Or
+        the interface does not exist or has no address.
     """
     if interface is not None:
         if bind is not None:
@@ -62,14 +63,14 @@ def listen(bind: str | None, port: int, interface: str | None = None) -> socket.
 
 
 def is_of_loopback(listener: socket.socket) -> bool:
-    """Whether this machine alone reaches a listening socket."""
+    """Return whether only this machine can reach a listening socket."""
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def interface_address(name: str) -> str:
-    """The address of a network interface of this host: the IPv4 one, else an IPv6 one that others can reach.
+    """Return the address of a network interface of this host: its IPv4 address, else a reachable IPv6 address.
 
-    Raises: WrongSetting: there is no such interface, or it has no address, or this system does not tell.
+    Raises: WrongSetting: the interface does not exist or has no address, or this system can't find it.
     """
     if sys.platform != "linux":
         raise WrongSetting(f"interface is {name!r}, but addresses of interfaces are found on Linux only; give bind")
@@ -100,18 +101,19 @@ def _ipv6_of(name: str) -> str | None:
     except OSError:
         return None
     found = [ipaddress.IPv6Address(int(line.split()[0], 16)) for line in lines if line.split()[-1] == name]
-    # One that holds on its link only can't be written in a URL that means the same on another host.
+    # A link-local address in a URL does not mean the same on another host.
     return next((str(address) for address in found if address not in _LINK_LOCAL), None)
 
 
 def advertised_url(listener: socket.socket, advertise_addr: str | None, scheme: str = "http") -> str:
-    """The URL to give to others for a listening socket.
+    """Return the URL of a listening socket for other hosts.
 
     Args:
-        advertise_addr: host name or address, with a port of its own if another one is forwarded here; None to find
-            out.
+        advertise_addr: host name or address, with its own port if another port is forwarded here; None to determine it
+            automatically.
         scheme: http or https.
-    Raises: WrongSetting: advertise_addr can't be read.
+
+    Raises: WrongSetting: advertise_addr is malformed.
     """
     port = int(listener.getsockname()[1])
     if advertise_addr is not None:
@@ -122,9 +124,9 @@ def advertised_url(listener: socket.socket, advertise_addr: str | None, scheme: 
 
 
 def parse_url(url: str) -> tuple[str, int]:
-    """Host and port of a source's URL.
+    """Return the host and the port of a source's URL.
 
-    Raises: StateUnavailable: it is none.
+    Raises: StateUnavailable: the URL is malformed.
     """
     try:
         parts = urlsplit(url)
@@ -136,7 +138,7 @@ def parse_url(url: str) -> tuple[str, int]:
 
 
 def is_tls(url: str) -> bool:
-    """Whether a source's URL asks for a secured connection."""
+    """Return whether a source's URL requires TLS."""
     return url[:8].lower() == "https://"
 
 

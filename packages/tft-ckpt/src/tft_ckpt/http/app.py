@@ -1,10 +1,10 @@
-"""What the server's loop does: the routes, the connections, and their end.
+"""The server's event loop: the routes, the connections, and their end.
 
-Importing aiohttp takes a tenth of a second, so the server's thread imports this file, and a trainer that has its port
-already goes on meanwhile.
+The import of aiohttp takes a tenth of a second. So the server's thread imports this file, and a trainer that already
+has its port continues in the meantime.
 
-Law of this file: aiohttp and one event loop, whose thread alone calls what is here. What to answer is the shelf's
-decision; here it is only said.
+Law of this file: aiohttp and one event loop; only the loop's thread calls this code. The shelf decides the answers, and
+this file sends them.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ if TYPE_CHECKING:
 
 __all__ = ["App"]
 
-# One write to a socket: long enough that the loop's own work does not count, short enough that readers take turns.
+# One write to a socket: long enough that the loop's overhead is small, and short enough that readers take turns.
 _PIECE_BYTES = 1 << 20
-# What was encrypted and is on its way is not seen by the watch for silence, so it is kept short.
+# The silence watch does not see encrypted data in flight, so pieces are shorter with TLS.
 _PIECE_BYTES_TLS = 256 << 10
-# What a reader that reads nothing leaves in a transport's own memory.
+# The data that a stalled reader can leave in a transport's memory.
 _WAITING_BYTES = 128 << 10
-# What the kernel takes of a response before the reader's side has room for it. A quarter of it costs a quick reader a
+# The data that the kernel accepts before the reader's side has room for it. With a quarter of it, a fast reader loses a
 # quarter of its rate, because the two sides then wait for each other.
 _UNSENT_BYTES = 1 << 20
-# aiohttp waits for the socket to take everything only after writes longer than this; a shorter last piece is therefore
-# sent from a copy, because the buffer may be used again as soon as the handler returns.
+# aiohttp waits until the socket has taken everything only after writes longer than this. So a shorter last piece is
+# sent from a copy, because the buffer may be reused as soon as the handler returns.
 _UNDRAINED_BYTES = 64 << 10
-# Chunks of a relay that come this close together are told of in one answer.
+# Chunks of a relay that arrive within this time are announced in one answer.
 _GATHER_S = 0.005
 
-# How soon it is seen that a connection has ended which held a state.
+# The interval of checks for disconnected readers that held a state.
 _LOOK_S = 0.01
 
 _WARNINGS_A_MINUTE = 20
@@ -80,16 +80,17 @@ _log = logging.getLogger("tft_ckpt.http")
 
 @final
 class App:
-    """Serves one shelf from `serve` to `stop`.
+    """An application that serves one shelf from `serve` to `stop`.
 
     Args:
-        loop: its own; all methods are called there.
+        loop: the app's event loop; all methods run there.
         listener: bound and listening; closed at the end.
-        shelf, lock: of the states, shared with the trainer's side, which takes the lock as well.
-        token: what readers must present, or None.
-        silence_s: a reader that takes nothing for so long is sent off, and so is a connection that asks for nothing.
-        send_bytes_per_s: to all readers together, or None for no limit.
-        tls: how connections are secured, or None for plain HTTP.
+        shelf, lock: of the states, shared with the trainer's side, which takes the lock too.
+        token: the token that readers must present, or None.
+        silence_s: the limit for readers that take no data and for connections without requests. They are disconnected
+            after it.
+        send_bytes_per_s: the rate limit for all readers together, or None.
+        tls: the TLS context, or None for plain HTTP.
     """
 
     def __init__(
@@ -116,22 +117,22 @@ class App:
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._summing: dict[Snapshot, asyncio.Task[None]] = {}
-        self._used_s = loop.time()  # when somebody last came for the state on offer, or left
+        self._used_s = loop.time()  # the time of the last request for the published state, or of its last reader's end
         self._relays: dict[StateKey, Relay] = {}
         self._gathering = False
         self._tracker = Tracker()
         self._transports: dict[Snapshot | Relay, set[asyncio.Transport]] = {}
-        self._holding: dict[asyncio.Transport, Snapshot] = {}  # until the connection ends, or holds another one
+        self._holding: dict[asyncio.Transport, Snapshot] = {}  # until the connection ends, or holds another state
         self._looking = False
         self._answering: set[asyncio.BaseTransport | None] = set()
-        self._answered: set[asyncio.BaseTransport | None] = set()  # since the last look at the idle
+        self._answered: set[asyncio.BaseTransport | None] = set()  # since the last check for idle connections
 
     def stop(self) -> None:
-        """Close the port and every connection; `serve` then ends."""
+        """Close the port and every connection, so that `serve` ends."""
         self._stop.set()
 
     async def serve(self) -> None:
-        """Answer readers until `stop`. Raises: what keeps the server from starting; the port is closed then."""
+        """Answer readers until `stop`. Raises: the error that prevents the start; the port is closed then."""
         app = web.Application(middlewares=[self._mark(), self._guard()])
         app.router.add_get(MANIFEST_ROUTE, self._manifest, allow_head=False)
         app.router.add_get(DATA_ROUTE, self._data, allow_head=False)
@@ -143,7 +144,7 @@ class App:
             access_log=None,
             logger=_log_of_requests(),
             shutdown_timeout=0.05,
-            lingering_time=0.0,  # no request of a reader has a body; one that has is ended with its answer
+            lingering_time=0.0,  # requests have no body, and a request with one ends its connection after the answer
         )
         try:
             await runner.setup()
@@ -163,11 +164,11 @@ class App:
                 held = self._shelf.clear()
             self.send_off([*held, *self._relays.values()])
             self.wake()
-            # First no more are accepted, and those just accepted become known to the runner, which will close them.
+            # First the door closes. New connections then become known to the runner, which closes them.
             await door.close()
             await _turns()
             await runner.cleanup()
-        finally:  # whatever one connection raises as it is ended, none is left
+        finally:  # no connection stays, even if closing one of them raises
             await door.close()
             await _turns()
             for connection in server.connections:
@@ -183,7 +184,7 @@ class App:
         await _turns()
 
     async def _send_off_the_idle(self, server: web.Server) -> None:
-        """Break each connection that has asked for nothing for silence_s: its descriptor is one that readers need."""
+        """Disconnect connections without requests for silence_s, because readers need their descriptors."""
         idle_since: dict[asyncio.Transport, float] = {}
         while True:
             await asyncio.sleep(self._silence_s / 2)
@@ -203,31 +204,31 @@ class App:
                     self._shelf.withdraw()
 
     def wake(self) -> None:
-        """Have those that wait look again."""
+        """Wake the waiting requests, so that they check again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def send_off(self, sources: Iterable[Snapshot | Relay]) -> None:
-        """Break the connections on which these are read."""
+        """Disconnect the readers of these sources."""
         for source in sources:
             holding = {transport for transport, snapshot in self._holding.items() if snapshot is source}
             for transport in holding | self._transports.get(source, set()):
                 _break(transport)
 
     def published(self, snapshot: Snapshot, expected: bool) -> None:
-        """A snapshot is up; somebody will ask for it if `expected`."""
+        """Announce a published snapshot. `expected`: whether a receiver will request it."""
         self._used_s = self._loop.time()
         if expected:
             self._start_summing(snapshot)
         self.wake()
 
     def relay_began(self, relay: Relay) -> None:
-        """This process begins to receive a state; readers may have what is here of it."""
+        """Register a relay: this process receives a state, and readers may have its finished chunks."""
         self._relays[relay.key] = relay
         self.wake()
 
     def relay_has(self) -> None:
-        """A chunk has come that some reader waits for."""
+        """Announce a new chunk to waiting readers."""
         if not self._gathering:
             self._gathering = True
             self._loop.call_later(_GATHER_S, self._tell_of_chunks)
@@ -237,7 +238,7 @@ class App:
         self.wake()
 
     def relay_ended(self, relay: Relay) -> None:
-        """Nobody may read what is being received any more."""
+        """Remove a relay and disconnect its readers."""
         if self._relays.get(relay.key) is relay:
             del self._relays[relay.key]
         self.send_off([relay])
@@ -264,8 +265,8 @@ class App:
             self.wake()
 
     def _hold(self, transport: asyncio.BaseTransport | None, snapshot: Snapshot) -> None:
-        """Who has begun to read a state may finish it, though it takes several requests. Under the lock."""
-        if not isinstance(transport, asyncio.Transport):  # the reader has left
+        """Let a reader finish a state over several requests. The caller holds the lock."""
+        if not isinstance(transport, asyncio.Transport):  # the reader has disconnected
             return
         held = self._holding.get(transport)
         if held is not snapshot and self._shelf.lease(snapshot):
@@ -274,7 +275,7 @@ class App:
                 self._shelf.release(held)
 
     def _look_at_holders(self) -> None:
-        """Let go of what ended connections held, soon after, because the trainer may need the memory."""
+        """Release the states of ended connections soon, because the trainer may need the memory."""
         self._looking = False
         ended = [transport for transport in self._holding if transport.is_closing()]
         for transport in ended:
@@ -361,14 +362,14 @@ class App:
                     raise
 
     def _note_asker(self, request: web.Request, key: StateKey) -> None:
-        """Count a reader that names itself, also where the state is not here yet: it may be gone when it is."""
+        """Count a named reader, also if the state is not here yet, because the reader may be gone by then."""
         url = request.headers.get(RELAY_HEADER)
         if url is not None:
             with self._lock:
                 self._shelf.asked(key, url[:URL_BYTES_MAX])
 
     def _hear(self, request: web.Request, key: StateKey) -> str | None:
-        """Remember the asker as one who relays, if it is. Returns: its URL."""
+        """Record the requesting process as a relay, if it is one. Returns: its URL."""
         url = request.headers.get(RELAY_HEADER)
         if url is not None:
             try:
@@ -390,7 +391,7 @@ class App:
             with self._lock:
                 found = self._look_up(key)
                 if isinstance(found, Snapshot):
-                    # Under the same lock as the look-up: else the trainer could take the buffer in between.
+                    # Under the same lock as the look-up. Otherwise the trainer could take the buffer in between.
                     self._shelf.lease(found)
                     self._hold(request.transport, found)
             if found is not None:
@@ -416,7 +417,9 @@ class App:
             relay.release()
 
     def _found(self, request: web.Request, key: StateKey) -> Snapshot | Relay | None:
-        """What is here of that state, or None if it may still come, or an answer that it won't."""
+        """Return this process's source of the state, or None if the state may still come. Otherwise raise the
+        answer.
+        """
         with self._lock:
             found = self._look_up(key)
             if isinstance(found, Snapshot):
@@ -424,7 +427,7 @@ class App:
             return found
 
     def _look_up(self, key: StateKey) -> Snapshot | Relay | None:
-        """The same, under the lock; nothing holds it."""
+        """Do the same under the lock, without holding the state."""
         if self._stop.is_set():
             raise web.HTTPServiceUnavailable(text="this source is shutting down; ask another one")
         answer = self._shelf.look_up(key)
@@ -460,8 +463,8 @@ class App:
         if transport is None:
             raise ConnectionResetError("the reader has left")
         assert isinstance(transport, asyncio.Transport), transport
-        # A write returns only when the socket has taken all of it, and then nothing else looks into the memory; with
-        # TLS, when all of it has been encrypted, of which asyncio calls a limit of zero exceeded even by nothing.
+        # A write returns only when the socket has taken all of it, and then no other code uses the memory. With TLS it
+        # returns when all of it is encrypted, and asyncio treats a limit of zero as always exceeded.
         if self._tls is None:
             transport.set_write_buffer_limits(0)
         else:
@@ -474,7 +477,7 @@ class App:
             await self._write(response, transport, source, span, watch)
             await response.write_eof()
         except ConnectionResetError:
-            # aiohttp finds the connection closed as well, and goes on to the next one.
+            # aiohttp also sees the closed connection, and goes on to the next one.
             _log.info("a reader of state %s left before its end", source.key)
         finally:
             watch.end()
@@ -511,10 +514,10 @@ class App:
         piece: memoryview | bytes,
         watch: _SilenceWatch,
     ) -> None:
-        """Write a piece: through the transport, which waits for the reader, and past it while the socket takes more.
+        """Write a piece through the transport, which waits for the reader, and directly while the socket takes more.
 
-        What a transport is given and the socket does not take is copied, so it is given little at a time: else a reader
-        that reads nothing would cost as much memory as a piece has bytes, and the time to fill it.
+        The transport copies data that the socket does not take, so it gets little at a time. Otherwise a stalled reader
+        would cost as much memory as a piece has bytes, and the time to fill it.
         """
         while piece:
             await response.write(piece[:_WAITING_BYTES])
@@ -527,10 +530,10 @@ class App:
 
 @final
 class _SilenceWatch:
-    """Breaks a connection whose other side takes nothing for too long.
+    """A watch that disconnects a reader that takes no data for too long.
 
     Fields:
-        pieces: writes completed so far; the handler counts.
+        pieces: completed writes so far; the handler counts them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, silence_s: float) -> None:
@@ -544,7 +547,7 @@ class _SilenceWatch:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """It is this side that holds back."""
+        """Suspend the watch while this side delays the data."""
         self._paused = True
         try:
             yield
@@ -566,9 +569,10 @@ class _SilenceWatch:
 
 @final
 class _WithoutTraces(logging.Filter):
-    """One sentence for what a stranger sent or a reader left; the traceback stays where a bug of ours is logged.
+    """A filter that logs one sentence for bad requests and lost readers. Internal errors keep their traceback.
 
-    After so many in one minute the rest of them is kept quiet: else a stranger could fill the log.
+    After a number of such records in one minute, the filter suppresses the rest. Otherwise a stranger could fill the
+    log.
     """
 
     def __init__(self) -> None:
@@ -578,9 +582,9 @@ class _WithoutTraces(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        # Of UnicodeError: aiohttp quotes an Expect header in its answer, whatever bytes that is made of.
+        # UnicodeError: aiohttp quotes an Expect header in its answer, whatever its bytes are.
         if isinstance(error, (HttpProcessingError, ConnectionError, UnicodeError)):
-            # Without what follows the first colon: that is what was sent, which may be long, or a token.
+            # Without the text after the first colon. That is the received data, which may be long, or a token.
             why = error.message if isinstance(error, HttpProcessingError) else str(error)
             what = record.getMessage()
             minute = int(record.created // 60)
@@ -597,7 +601,7 @@ class _WithoutTraces(logging.Filter):
 
 
 def _log_of_requests() -> logging.Logger:
-    """What aiohttp complains to about requests. Its own place, so that nothing of the program's logging is changed."""
+    """Return the logger for aiohttp's complaints about requests, separate from the program's logging configuration."""
     log = logging.Logger(f"{_log.name}.requests")
     log.parent = _log
     log.addFilter(_WithoutTraces())
@@ -610,22 +614,22 @@ async def _turns() -> None:
 
 
 def _break(transport: asyncio.Transport) -> None:
-    # Without lingering: what the reader did not take would else stay in the kernel, and the reader would never hear.
-    # The reader may have been faster: then its socket is closed; a closed TLS transport does not even know it any more.
+    # Without lingering: otherwise unsent data would stay in the kernel, and the reader would not notice the end. The
+    # reader may have disconnected first. Then its socket is closed, and a closed TLS transport has no socket.
     with contextlib.suppress(OSError, AttributeError):
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
     transport.abort()
 
 
 def _bound_unsent(transport: asyncio.Transport) -> None:
-    """Have the kernel take little ahead of what the reader takes, so that many that read nothing take no memory."""
+    """Limit the kernel's unsent data per reader, so that many stalled readers take little memory."""
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        with contextlib.suppress(OSError):  # closed meanwhile, which the next write finds as well
+        with contextlib.suppress(OSError):  # closed in the meantime, which the next write notices too
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def _send_now(transport: asyncio.Transport, piece: memoryview | bytes) -> int:
-    """Give the socket itself what it takes at once. Returns: how many bytes that was."""
+    """Write to the socket what it accepts at once. Returns: the number of bytes."""
     try:
         return os.write(transport.get_extra_info("socket").fileno(), piece)
     except BlockingIOError:
@@ -655,12 +659,12 @@ def _number(request: web.Request, header: str) -> int | None:
 
 
 def _all_of(num_chunks: int) -> tuple[bytes, int]:
-    """The bitmap of a state that is here whole, and the number of its chunks."""
+    """Return the bitmap of a complete state, and the number of its chunks."""
     return ((1 << num_chunks) - 1).to_bytes(-(-num_chunks // 8), "little"), num_chunks
 
 
 def _writable(pieces: list[memoryview]) -> Iterator[memoryview | bytes]:
-    """The same bytes in writes: long pieces as they are, runs of short ones as one copy."""
+    """Yield the same bytes as writes: long pieces unchanged, and short adjacent ones as one copy."""
     short = bytearray()
     for piece in pieces:
         if len(piece) > _UNDRAINED_BYTES:

@@ -1,13 +1,14 @@
-"""Which connection fetches which chunks, and when one is too slow to keep them.
+"""The assignment of chunks to connections, and the reassignment of chunks from slow ones.
 
-The chunks of a run are shared out among the connections as they ask, in parts that take each about as long, so that a
-slow source gets few and a quick one many. A source that has the whole is asked first for what no fellow has yet: the
-fellows (newcomers that fetch the same state) give away what they have, and the source sends as little as possible
-twice. For the same reason every newcomer begins somewhere else: the run is divided among all of them as their addresses
-sort, each takes its own share from the front, and then the rest from the end that its owner reaches last.
+Connections request chunks in parts that take each about as long. So a slow source gets few chunks, and a fast source
+many. A complete source is first asked for chunks that no peer has yet. Peers (`fellows`) are receivers of the same
+state that give away their chunks, so the source sends as little as possible twice.
 
-A chunk is missing, held by one connection, or good. It is never held twice: when an idle connection would be done with
-the chunks of a slow one long before it, the slow one is broken off first.
+For the same reason every receiver begins at a different place. The payload is divided among all receivers, in the order
+of their addresses. Each takes its own share from the front, and then the rest from the end that its owner reaches last.
+
+A chunk is missing, held by one connection, or good, and never held twice. If an idle connection would finish a slow
+one's chunks much sooner, the slow one is disconnected first.
 
 Law of this file: pure; the time is given. The owner locks.
 """
@@ -36,7 +37,7 @@ ASSUMED_BYTES_PER_S: Final = 16e6
 """Taken for the rate of a source that has delivered nothing yet."""
 STUCK_S: Final = 1.0
 """How long those that have only parts of the run may have nothing new for each other, with no source of the whole."""
-# Of flags, to read them as a number.
+# A translation of flags to digits, to read them as a number.
 _DIGITS: Final = bytes.maketrans(b"\0\1", b"01")
 
 
@@ -45,12 +46,12 @@ class _Worker:
     """One connection.
 
     Fields:
-        source: whom it asks.
-        is_fellow: whether that is a newcomer itself.
-        have: bitmap of the chunks that are there.
-        part: chunks that it holds, in the order in which they come.
-        began_s, heard_s: when it took them, and when the last of them arrived, or its source last said what it has.
-        part_bytes: of them, arrived.
+        source: the address of its source.
+        is_fellow: whether the source is a peer receiver.
+        have: bitmap of the chunks of its source.
+        part: chunks that it holds, in order of arrival.
+        began_s, heard_s: the time of the claim, and of the last arrival or report of the source.
+        part_bytes: received bytes of the part.
     """
 
     source: str
@@ -64,10 +65,10 @@ class _Worker:
 
 @final
 class ChunkPlan:
-    """One receive's chunks.
+    """The chunks of one receive.
 
     Args:
-        own: this receiver's address if fellows can reach it, else "".
+        own: this receiver's address if peers can reach it, else "".
     """
 
     def __init__(self, own: str = "") -> None:
@@ -75,23 +76,23 @@ class ChunkPlan:
         self._manifest: Manifest | None = None
         self._num_chunks = 0
         self._missing = 0  # bitmaps, chunk 0 in the lowest bit
-        self._good = bytearray()  # a byte for each chunk: one bitmap of all would be copied for each that comes
+        self._good = bytearray()  # a byte for each chunk, because a single bitmap would be copied for each arrival
         self._num_good = 0
         self._good_bytes = 0
         self._workers: dict[int, _Worker] = {}
         self._num_joined = 0
         self._rates: dict[str, float] = {}
-        self._known: set[str] = set()  # whose connections there were under this manifest
+        self._known: set[str] = set()  # sources with a connection under this manifest
         self._news_s = 0.0
 
-    # ---- the run ----
+    # ---- the payload ----
 
     def adopt(self, manifest: Manifest) -> bool:
-        """Go by this manifest from now on; no connection may hold chunks.
+        """Use this manifest from now on. No connection may hold chunks.
 
-        Of the chunks that are good, those stay so whose checksums it confirms.
+        Good chunks stay good if the new checksums confirm them.
 
-        Returns: whether the run's bytes keep their places; if not, all of them are missing again.
+        Returns: whether the payload's bytes keep their places. If not, all chunks are missing again.
         """
         assert not self._workers, "connections of the manifest before"
         before, self._manifest = self._manifest, manifest
@@ -112,29 +113,29 @@ class ChunkPlan:
         return kept
 
     def lose(self, chunk: int) -> None:
-        """A good chunk is missing after all."""
+        """Mark a good chunk as missing again."""
         self._good[chunk] = False
         self._num_good -= 1
         self._missing |= 1 << chunk
         self._good_bytes -= self._length(chunk)
 
     def good(self) -> Iterator[int]:
-        """The chunks that are here and checked."""
+        """Yield the received and checked chunks."""
         return (chunk for chunk in range(self._num_chunks) if self._good[chunk])
 
     @property
     def good_bytes(self) -> int:
-        """Bytes that are here and checked."""
+        """Return the number of received and checked bytes."""
         return self._good_bytes
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that are not."""
+        """Return the number of missing bytes."""
         return (0 if self._manifest is None else self._manifest.layout.data_bytes) - self._good_bytes
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing."""
+        """Return whether nothing is missing."""
         return self._manifest is not None and self._num_good == self._num_chunks
 
     @property
@@ -149,23 +150,26 @@ class ChunkPlan:
     # ---- connections ----
 
     def join(self, source: str, now_s: float, *, has_all: bool, is_fellow: bool) -> int:
-        """A connection to a source.
+        """Add a connection to a source.
 
         Args:
-            has_all: it has all chunks; else it has none until `told`.
-            is_fellow: it is a newcomer that relays what it has.
-        Returns: its number.
+            source: the address of the source.
+            now_s: the present time.
+            has_all: whether the source has all chunks; otherwise it has none until `told`.
+            is_fellow: whether the source is a peer receiver that relays its chunks.
+
+        Returns: the connection's number.
         """
         self._num_joined += 1
         self._workers[self._num_joined] = _Worker(source, is_fellow, self._all if has_all else 0, heard_s=now_s)
         if source not in self._known:
-            # Who comes again and again, and has nothing, is no news.
+            # Repeated connections to a source without chunks are no progress.
             self._known.add(source)
             self._news_s = now_s
         return self._num_joined
 
     def told(self, worker: int, have: int, now_s: float) -> None:
-        """The connection's source says what it has, as a bitmap."""
+        """Record the source's chunks, as a bitmap."""
         each = self._workers[worker]
         have &= self._all
         if have != each.have:
@@ -174,24 +178,26 @@ class ChunkPlan:
         each.heard_s = now_s
 
     def num_known(self, worker: int) -> int:
-        """How many chunks its source is known to have."""
+        """Return the known number of chunks of the connection's source."""
         return self._workers[worker].have.bit_count()
 
     def has_all(self, worker: int) -> bool:
-        """Whether its source will never have more."""
+        """Return whether the connection's source has all chunks."""
         return self._workers[worker].have == self._all
 
     def leave(self, worker: int, now_s: float) -> None:
-        """The connection has ended: what it holds is missing again."""
+        """Remove a connection. Its chunks are missing again."""
         each = self._workers.pop(worker)
         self._learn_rate(each, now_s)
         self._missing |= _bits(each.part)
 
     def claim(self, worker: int, now_s: float, *, is_alone: bool = False) -> range | None:
-        """Chunks that this connection is to fetch now, which it holds from then on; None if there are none for it.
+        """Assign chunks to this connection, which holds them from then on. Returns None if there are none for it.
 
         Args:
-            is_alone: no other connection is wanted, so that all that is missing in a row may be asked for at once.
+            worker: the connection's number.
+            now_s: the present time.
+            is_alone: whether no other connection is wanted, so one request may cover all missing chunks in a row.
         """
         each = self._workers[worker]
         assert not each.part, "the part before is not complete"
@@ -210,7 +216,7 @@ class ChunkPlan:
         return part
 
     def arrived(self, worker: int, chunk: int, now_s: float) -> None:
-        """The first chunk of those that the connection holds is here and checked against the manifest in force."""
+        """Record that the connection's next chunk has arrived and matches the present manifest."""
         each = self._workers[worker]
         assert each.part[:1] == range(chunk, chunk + 1), "chunks come in order"
         each.part = each.part[1:]
@@ -227,10 +233,10 @@ class ChunkPlan:
             self._rates[each.source] = rate if known is None else (known + rate) / 2
         each.part_bytes = 0
 
-    # ---- who fetches what ----
+    # ---- assignment ----
 
     def _with_fellows(self) -> int:
-        """Bitmap of what at least one of them has."""
+        """Return the bitmap of chunks that at least one peer has."""
         union = 0
         for each in self._workers.values():
             if each.is_fellow:
@@ -238,9 +244,9 @@ class ChunkPlan:
         return union
 
     def _fellows_suffice(self, now_s: float) -> bool:
-        """Whether what only the fellows should be asked for comes from them soon enough."""
+        """Return whether the peers will deliver the chunks that only they should deliver soon enough."""
         fellows = [each for each in self._workers.values() if each.is_fellow and each.have & self._missing]
-        # Who was not heard of for longer than a chunk should take is not waited for, whatever he says that he has.
+        # A peer that was silent for longer than a chunk should take does not count, whatever it reports.
         able = [each for each in fellows if not _is_late(each, self._chunk_bytes, self._rate(each), now_s)]
         rate = sum(self._rate(each) for each in able)
         left = (self._missing & self._with_fellows()).bit_count() * self._chunk_bytes
@@ -256,12 +262,14 @@ class ChunkPlan:
         part_bytes = FIRST_PART_BYTES if rate is None else min(rate * PART_S, PART_BYTES_MAX)
         most = max(1, int(part_bytes / self._chunk_bytes))
         if len(self._workers) > 1:
-            # Several turns for each, so that at the end all are done at about the same time.
+            # Several turns for each connection, so that all finish at about the same time.
             most = min(most, max(1, -(-self._missing.bit_count() // (2 * len(self._workers)))))
         return most
 
     def _cut(self, free: int, most: int) -> range:
-        """At most so many of these chunks in a row: from the front of the own share, else from the end of others'."""
+        """Return at most this many free chunks in a row: from the front of the own share, else from the end of
+        others'.
+        """
         start, share = self._own_share()
         turned = (free >> start) | ((free & ((1 << start) - 1)) << (self._num_chunks - start))
         if turned & ((1 << share) - 1):
@@ -276,7 +284,7 @@ class ChunkPlan:
         return range(first, min(first + length, self._num_chunks))
 
     def _own_share(self) -> tuple[int, int]:
-        """First chunk and number of chunks of what is this receiver's to fetch first."""
+        """Return the first chunk and the number of chunks of this receiver's own share."""
         fellows = {each.source for each in self._workers.values() if each.is_fellow}
         if not fellows or not self._own:
             return 0, self._num_chunks
@@ -285,10 +293,10 @@ class ChunkPlan:
         start, end = (place * self._num_chunks // len(ring) for place in (rank, rank + 1))
         return start, end - start
 
-    # ---- the slow, and the end ----
+    # ---- slow connections, and the end ----
 
     def too_slow(self, now_s: float) -> list[int]:
-        """Connections to break off, because idle ones, one for each, would have their chunks much sooner."""
+        """Return the connections to end, because idle ones (one for each) would finish their chunks much sooner."""
         idle = [each for each in self._workers.values() if not each.part and not self._missing & each.have]
         found: list[int] = []
         for number, each in self._workers.items():
@@ -303,7 +311,9 @@ class ChunkPlan:
         return self._rates.get(each.source, ASSUMED_BYTES_PER_S)
 
     def is_stuck(self, now_s: float) -> bool:
-        """Whether those that are left have given what they have, and none of them has had more for some time."""
+        """Return whether the remaining sources have given all their chunks, and none has had a new one for some
+        time.
+        """
         busy = any(each.part or each.have == self._all for each in self._workers.values())
         return not busy and not self.complete and now_s - self._news_s > STUCK_S
 
@@ -317,7 +327,7 @@ def _is_late(each: _Worker, left_bytes: int, other_bytes_per_s: float, now_s: fl
 
 
 def _lowest(bits: int) -> int:
-    """Place of the lowest bit that is set; there is one."""
+    """Return the position of the lowest set bit. At least one bit must be set."""
     return (bits & -bits).bit_length() - 1
 
 

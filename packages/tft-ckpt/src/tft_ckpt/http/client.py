@@ -1,13 +1,14 @@
-"""The side that needs the state.
+"""The receiving side of a transfer.
 
-It asks a source for the manifest, takes memory for the run (or the tensors that are there), and reads the run straight
-into it, chunk by chunk, and checks each. From one source, it does so on the calling thread over one connection, and
-asks now and then whether others fetch the same state; several sources are asked for the manifest side by side, and
-from several sources, or with fellows, it leaves the reading to a crew. Whatever goes wrong with a source is told to the
-plan, which says who leads next and what is still missing; so a broken connection costs what was on its way, and a dead
-source what it had not sent yet.
+A receive requests the manifest from a source, allocates memory for the payload (or uses existing tensors), and reads
+the payload directly into it. It checks each chunk. From one source it reads on the calling thread over one connection,
+and asks regularly for peers that fetch the same state. Several sources are asked for the manifest in parallel. With
+several sources, or with peers, worker threads read.
 
-Law of this file: one receive from its first request to its end. Nothing that arrives is used before its checksum was
+The plan learns of every fault of a source, and decides the next primary source and the missing chunks. So a lost
+connection costs only its data in flight, and a dead source only its unsent data.
+
+Law of this file: one receive from its first request to its end. No received data is used before its checksum was
 compared.
 """
 
@@ -42,30 +43,30 @@ __all__ = ["Receive", "ReceiveReport"]
 
 # How long a source is asked to keep a request open until it has the state.
 _WAIT_S: Final = 2.0
-# How long a small run may take from one source alone while there are others; then they are asked beside it.
+# How long one of several sources may take alone for a small payload. After that the others are used too.
 _ALONE_S: Final = 1.0
-# What a source may be allowed to be silent for, however little time is left.
+# The shortest silence limit of a source, however little time is left.
 _SILENCE_MIN_S: Final = 0.05
-# Below this, other sources and fellows are not worth their connections.
+# Below this size, other sources and peers are not worth their connections.
 _HELP_BYTES_MIN: Final = 8 << 20
-# How long after the first question for fellows the source is asked again; twice as long each time.
+# The delay between the first request for peers and the second. The delay doubles each time.
 _ASK_FELLOWS_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveReport:
-    """What a receive came to.
+    """The result of a receive.
 
     Fields:
         key: the state.
-        state_bytes: length of its run.
-        fetched_bytes: of the run, over the network, repeated and damaged ones included.
+        state_bytes: length of its payload.
+        fetched_bytes: payload bytes received over the network, including repeated and damaged ones.
         wall_s: from the call to the state, waiting included.
-        fetching_s: of that, with data on its way.
-        sources: those that gave at least one good chunk or the last manifest, in order.
-        by_source: bytes of good chunks that each of them gave, fellow newcomers included.
-        faults: sentences about the sources that failed on the way.
-        addresses: of a connection over which data came, (this side's, the other side's); None if none did.
+        fetching_s: the part of it with data in flight.
+        sources: the sources of at least one good chunk or of the last manifest, in order.
+        by_source: bytes of good chunks by source, including peers.
+        faults: sentences about the sources that failed.
+        addresses: of a connection with data, (this side's, the other side's); None if there was none.
     """
 
     key: StateKey
@@ -81,19 +82,20 @@ class ReceiveReport:
 
 @final
 class Receive:
-    """One receive, used once.
+    """One receive, for one use.
 
     Args:
         sources: addresses, the preferred one first.
-        terms: of all its requests.
-        num_connections: at the same time to each source, at least 1; with 1, one source alone is read on the calling
-            thread.
-        silence_s: how long a source may say nothing before it is taken for dead.
-        make_target: called with a layout, for where to receive its run into.
-        relay: called with a manifest, the same as it came, and its target, to let fellows read what is here; or None.
+        terms: the common settings of all its requests.
+        num_connections: connections to each source at the same time, at least 1. With 1, a single source is read on the
+            calling thread.
+        silence_s: how long a source may be silent before it counts as dead.
+        make_target: returns the target for a layout.
+        relay: called with a manifest, its encoded form and its target, so that peers can read the received chunks; or
+            None.
         stop: ends the receive.
-        progress: called with (bytes here and checked, bytes in all), on the calling thread.
-        poor: the sources that failed in earlier receives, and are asked last.
+        progress: called with (received and checked bytes, all bytes), on the calling thread.
+        poor: the sources that failed in earlier receives. They are asked last.
     """
 
     def __init__(
@@ -124,23 +126,23 @@ class Receive:
         self._total_bytes = 0
         self._tally = Tally()
         self._leads: list[str] = []
-        self._holding: Reader | None = None  # a source keeps a state for those whose connections have asked for it
+        self._holding: Reader | None = None  # a source keeps a state for connections that have requested it
         self._start_s = time.monotonic()
         self._fetching_s = 0.0
 
     @property
     def has_written(self) -> bool:
-        """Whether the target may have been written to."""
+        """Return whether the target may have been written to."""
         return self._tally.has_written
 
     @property
     def poor(self) -> Mapping[str, str]:
-        """The sources that hung, lied or were slow, and a sentence for each."""
+        """Return the sources that hung, sent wrong data or were slow, and a sentence for each."""
         return self._plan.poor
 
     @property
     def gave(self) -> Collection[str]:
-        """The sources that gave a good chunk."""
+        """Return the sources of good chunks."""
         return self._tally.good_bytes.keys()
 
     def run(self) -> tuple[Target, ReceiveReport]:
@@ -194,7 +196,7 @@ class Receive:
         )
 
     def _try(self, source: str) -> None:
-        """Get on, with this source in the lead, or with one that is quicker."""
+        """Continue with this source as the primary, or with a faster one."""
         self._let_go()
         if self._plan.num_sources == 1:
             with self._blaming(source):
@@ -208,7 +210,7 @@ class Receive:
                 self._lead(answer.source, answer)
 
     def _first_answer(self, race: Race) -> Answer | None:
-        """The first of several sources that has the manifest; None: none of them has it."""
+        """Return the first answer with a manifest from several sources, or None if no source has it."""
         while (answer := race.next()) is not None:
             with self._blaming(answer.source):
                 if answer.error is not None:
@@ -219,7 +221,7 @@ class Receive:
         return None
 
     def _lead(self, source: str, answer: Answer) -> None:
-        """Fetch what is missing, with this source's manifest in force."""
+        """Fetch the missing chunks under this source's manifest."""
         if answer.reader is None or answer.data is None:
             self._plan.not_yet(source, time.monotonic())
             return
@@ -236,7 +238,7 @@ class Receive:
 
     @contextmanager
     def _blaming(self, source: str) -> Iterator[None]:
-        """Tell the plan of what that source did."""
+        """Report faults of this source to the plan."""
         try:
             yield
         except Broke as error:
@@ -267,8 +269,8 @@ class Receive:
         return min(self._silence_s, self._share_s())
 
     def _share_s(self) -> float:
-        # With others to turn to, one dead source must not use up the time that they would need. Half of its part: it
-        # may be silent both while it waits for the state and while it should be sending.
+        # With other sources left, one dead source must not use up the time that they need. It gets half of its share,
+        # because it may be silent twice: while it waits for the state, and while it should send.
         others = self._plan.num_sources > 1
         share = self._stop.remaining_s() / (2 * self._plan.num_sources if others else 1)
         return max(_SILENCE_MIN_S, share)
@@ -295,7 +297,7 @@ class Receive:
         return manifest
 
     def _adopt(self, source: str, manifest: Manifest, manifest_bytes: bytes) -> None:
-        # Before the first byte of the other manifest's run is written: fellows may be reading the one's before.
+        # Before the first byte of the new payload is written, because peers may be reading the previous one.
         self._end_relay()
         self._plan.led()
         self._leads = [source]
@@ -303,7 +305,7 @@ class Receive:
         self._total_bytes = manifest.layout.data_bytes
         before = self._target
         if before is None or before.layout.root != manifest.layout.root or not kept:
-            # First let go: the one before and the new one need not be held at once if nothing is carried over.
+            # Release the old target first, so that both do not exist at once if nothing is carried over.
             before = self._target = before if kept else None
             target = self._target = self._make_target(manifest.layout)
             self._carry_over(before, target, manifest)
@@ -314,7 +316,7 @@ class Receive:
         self._tell_progress()
 
     def _carry_over(self, before: Target | None, target: Target, manifest: Manifest) -> None:
-        """Keep the chunks that are here, in a run of the same bytes and other plain data."""
+        """Keep the received chunks for a payload with the same bytes and other plain data."""
         if before is None:
             return
         for chunk in list(self._chunks.good()):
@@ -323,7 +325,7 @@ class Receive:
             for piece in target.pieces(start, end):
                 piece[:] = data[at : at + len(piece)]
                 at += len(piece)
-            # In tensors that are there already, another chunk's place may have been this one's before.
+            # In existing tensors, this chunk's place may have belonged to another chunk before.
             if target.sum(start, end) != manifest.sums[chunk]:
                 self._chunks.lose(chunk)
 
@@ -331,7 +333,7 @@ class Receive:
         if self._progress is not None:
             self._progress(self._chunks.good_bytes, self._total_bytes)
 
-    # ---- the run ----
+    # ---- the payload ----
 
     def _fetch(self, lead: str, manifest: Manifest, is_partial: bool) -> None:
         is_small = self._chunks.missing_bytes < _HELP_BYTES_MIN
@@ -360,9 +362,9 @@ class Receive:
         return self._target
 
     def _fetch_alone(self, lead: str, manifest: Manifest) -> bool:
-        """Fetch what is missing over one connection, on this thread, in as few requests as can be.
+        """Fetch the missing chunks over one connection, on this thread, in as few requests as possible.
 
-        Returns: whether all is here; if not, there are fellows who could help.
+        Returns: whether the payload is complete. If not, there are peers that could help.
         """
         if self._chunks.complete:
             return True
@@ -396,7 +398,7 @@ class Receive:
                 reader.part(part, manifest, target, arrived)
             return True
         except _FellowsFound:
-            self._let_go()  # or the rest of the answer would come
+            self._let_go()  # otherwise the rest of the answer would arrive
             self._holding = look_out.take_over()
             return False
         finally:
@@ -405,17 +407,17 @@ class Receive:
 
 
 class _FellowsFound(Exception):
-    """Ends a request that was begun for all that is missing."""
+    """An exception that ends a request for all missing chunks."""
 
 
 @final
 class _LookOut:
-    """Asks the lead now and then who else fetches the state, over a connection of its own.
+    """A poll of the primary source for peers, over a separate connection.
 
     Args:
-        lead: whom to ask.
-        manifest: in force.
-        plan: is told of fellows.
+        lead: the primary source.
+        manifest: the present manifest.
+        plan: receives the peers.
         terms, silence_s, stop: of the receive.
     """
 
@@ -433,7 +435,7 @@ class _LookOut:
         self._next_s = 0.0
 
     def sees_fellows(self) -> bool:
-        """Whether there are any to ask; asks the lead if it is time to."""
+        """Return whether there are peers to ask. Asks the primary source if a request is due."""
         now_s = time.monotonic()
         if self._terms.own and now_s >= self._next_s:
             self._next_s = now_s + self._pause_s
@@ -447,17 +449,17 @@ class _LookOut:
                 self._reader = Reader(self._lead, self._terms, silence_s=self._silence_s, stop=self._stop)
             answer = self._reader.chunks(self._manifest, wait_s=0.0, num_known=0)
         except (Broke, StateCorrupt, StateMismatch, StateUnavailable):
-            # The connection that brings the data decides about the source.
+            # The connection with the data decides about the source.
             self._next_s = math.inf
         else:
             self._plan.met(() if answer is None else answer.fellows)
 
     def take_over(self) -> Reader | None:
-        """The connection, if there is one; the caller closes it."""
+        """Hand over the connection, if there is one. The caller closes it."""
         reader, self._reader = self._reader, None
         return reader
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         if self._reader is not None:
             self._reader.close()

@@ -1,8 +1,8 @@
-"""One blocking HTTP connection that ends when it should.
+"""One blocking HTTP connection with bounded waits.
 
-The standard library's HTTP client reads straight into a buffer that it is given, which is what a state needs, but it
-knows only one time-out per read. Here the socket below it is a small object that waits for three things at once: bytes,
-a deadline, and an order to stop that may come from any thread.
+The standard library's HTTP client reads directly into a given buffer, as a state needs, but supports only one timeout
+per read. Here the socket below it is a small object that waits for three things at once: bytes, a deadline, and a stop
+request from any thread.
 
 Law of this file: sockets, waiting, and http.client; nothing about states.
 """
@@ -30,28 +30,29 @@ __all__ = ["Connection", "Silence", "StopSignal", "opened"]
 
 LOOK_UP_THREAD_NAME = "tft-ckpt-name"
 
-# How often a caller's own question whether to stop is asked while nothing arrives.
+# The interval of calls to the caller's `cancelled` while no data arrives.
 _ASK_S = 0.05
-# A longer one is more milliseconds than the system can count.
+# The longest poll, because a longer one exceeds the system's range of milliseconds.
 _POLL_S_MAX = 86_400.0
 _READER_BYTES = 64 << 10
-# What a non-blocking socket says when it must be waited for; a secured one may have to read in order to write.
+# The exceptions of a non-blocking socket that must wait. A TLS socket may have to read in order to write.
 _READ_FIRST = (BlockingIOError, ssl.SSLWantReadError)
 _WRITE_FIRST = (BlockingIOError, ssl.SSLWantWriteError)
 
 
 class Silence(OSError):
-    """The other side said nothing for longer than it may."""
+    """The other side was silent for longer than allowed."""
 
 
 @final
 class StopSignal:
-    """Why and when a call must end: its deadline, an order from another thread, or its caller's own word.
+    """The end of a call: its deadline, a stop request from another thread, or its caller's `cancelled`.
+
+    Call `close` when the call is over, because the object holds a pair of file descriptors.
 
     Args:
         timeout_s: from now.
-        cancelled: the caller's own question; asked by the thread that made this object only.
-    Use `close` when the call is over: it holds a pair of file descriptors.
+        cancelled: the caller's callback. Only the thread that made this object calls it.
     """
 
     def __init__(self, timeout_s: float, cancelled: Callable[[], bool] | None) -> None:
@@ -62,30 +63,30 @@ class StopSignal:
         self._owner = threading.get_ident()
         self._reason = ""
         self._lock = threading.Lock()
-        # Readable from the first order on, so that every wait of every thread sees it.
+        # Readable after the first stop request, so that every wait of every thread sees it.
         self._reader, self._writer = os.pipe()
         self._open = True
 
     def stop(self, reason: str) -> None:
-        """Make every wait raise Closed with this sentence; from any thread; only the first reason counts."""
+        """Make every wait raise Closed with this sentence. Any thread may call this. Only the first reason counts."""
         with self._lock:
             if self._open and not self._reason:
                 self._reason = reason
                 os.write(self._writer, b"x")
 
     def close(self) -> None:
-        """Give the descriptors back; nothing may wait any more."""
+        """Close the descriptors. No thread may wait any more."""
         with self._lock:
             self._open = False
             os.close(self._reader)
             os.close(self._writer)
 
     def remaining_s(self) -> float:
-        """Time left, at least 0."""
+        """Return the remaining time, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
     def check(self) -> None:
-        """Raise what must be raised by now.
+        """Raise the error that is due by now, if any.
 
         Raises: Closed, DeadlinePassed.
         """
@@ -100,7 +101,7 @@ class StopSignal:
             raise DeadlinePassed(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
 
     def wait(self, seconds: float, *, readable: int | None = None, writable: int | None = None) -> bool:
-        """Wait for a descriptor, at most so many seconds.
+        """Wait for a descriptor, for at most this many seconds.
 
         Returns: whether it is ready.
         Raises: Closed, DeadlinePassed.
@@ -136,7 +137,7 @@ class _Wire:
         self.read_bytes = 0
 
     def read_into(self, buffer: Any) -> int:
-        # Also where there is always something to read: else who talks without end would never be interrupted.
+        # Also if data is always available. Otherwise an endless stream would never be interrupted.
         self._stop.check()
         self._check_time()
         while True:
@@ -163,8 +164,8 @@ class _Wire:
         self._stop, self.until_s = stop, until_s
 
     def secure(self, context: ssl.SSLContext, host: str) -> None:
-        """Go on over TLS, with whoever proves to be that host."""
-        # The socket that was given is empty from then on; on errors it is closed with the new one.
+        """Continue over TLS, and verify that the other side is that host."""
+        # The given socket is detached from then on. On errors it is closed together with the new one.
         with forks_wait():
             secured = context.wrap_socket(self._sock, server_hostname=host, do_handshake_on_connect=False)
             opened.add(secured)
@@ -197,11 +198,11 @@ class _Wire:
         return str(self._sock.getsockname()[0]), str(self._sock.getpeername()[0])
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        # Reads longer than the reader's own buffer go past it, straight into the caller's memory.
+        # Reads longer than the reader's own buffer bypass it, directly into the caller's memory.
         return io.BufferedReader(_Incoming(self), _READER_BYTES)
 
     def close(self) -> None:
-        # Called by http.client as soon as a source says that this answer is its last, which is still to be read.
+        # http.client calls this as soon as a source announces its last answer, which is still to be read.
         pass
 
     def shut(self) -> None:
@@ -210,7 +211,7 @@ class _Wire:
 
 @final
 class _Incoming(io.RawIOBase):
-    """What comes over a wire, as a file; closing it leaves the wire open for the next answer."""
+    """The incoming data of a wire, as a file. Closing it leaves the wire open for the next answer."""
 
     def __init__(self, wire: _Wire) -> None:
         self._wire = wire
@@ -229,10 +230,11 @@ class Connection:
     Args:
         host, port: of the source.
         silence_s: how long connecting and each wait for bytes may take.
-        until_s: when all must be over that is done with it, on the monotonic clock.
+        until_s: the deadline of all use of the connection, on the monotonic clock.
         stop: ends every wait.
-        tls: secures the connection, and proves that the source is that host; None for plain HTTP.
-    Raises: OSError: no connection came about, or the source did not prove to be that host. Closed, DeadlinePassed.
+        tls: secures the connection, and verifies the source's host name; None for plain HTTP.
+
+    Raises: OSError: the connection failed, or the source did not prove to be that host. Closed, DeadlinePassed.
     """
 
     def __init__(
@@ -260,11 +262,14 @@ class Connection:
         self._http.sock = self._wire
 
     def get(self, path: str, headers: Mapping[str, str], *, patience_s: float = 0.0) -> http.client.HTTPResponse:
-        """Ask, and wait for the answer's head. The answer before must have been read to its end.
+        """Send a request, and wait for the head of its answer. The previous answer must have been read to its end.
 
         Args:
-            patience_s: how long the source may stay silent on purpose, on top of silence_s.
-        Raises: OSError, http.client.HTTPException: the connection broke. Closed, DeadlinePassed.
+            path: the path of the request.
+            headers: the headers of the request.
+            patience_s: how long the source may stay silent on purpose, in addition to silence_s.
+
+        Raises: OSError, http.client.HTTPException: the connection was lost. Closed, DeadlinePassed.
         """
         self._wire.silence_s = self._silence_s + patience_s
         self._http.request("GET", path, headers=dict(headers))
@@ -273,22 +278,22 @@ class Connection:
         return response
 
     def hand_over(self, stop: StopSignal, until_s: float) -> None:
-        """Go on with another signal and another end."""
+        """Continue with another stop signal and another deadline."""
         self._stop = stop
         self._wire.hand_over(stop, until_s)
 
     @property
     def read_bytes(self) -> int:
-        """All that was read so far, heads included."""
+        """Return the number of bytes read so far, heads included."""
         return self._wire.read_bytes
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """This side's address and the other's, without ports."""
+        """Return this side's address and the other side's, without ports."""
         return self._addresses
 
     def close(self) -> None:
-        """Close it; again does nothing."""
+        """Close the connection. A second call does nothing."""
         self._http.close()
         self._wire.shut()
 
@@ -301,12 +306,12 @@ class _Opened:
         self._sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
     def add(self, sock: socket.socket) -> None:
-        """Remember a socket; call it inside `forks_wait`, with what makes the socket."""
+        """Record a socket. Call this inside `forks_wait`, together with the creation of the socket."""
         self._sockets.add(sock)
         let_go_in_child(self)
 
     def forked(self) -> Inheritance:
-        """In a child: they are the parent's."""
+        """Release the parent's sockets in a forked child."""
         sockets = list(self._sockets)
         self._sockets.clear()
         return Inheritance([sock.fileno() for sock in sockets])
@@ -316,9 +321,9 @@ opened: Final = _Opened()
 
 
 def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[Any]:
-    """As socket.getaddrinfo, but for a name that nobody answers for it ends when it should.
+    """Resolve a name as socket.getaddrinfo does, but with a bounded wait.
 
-    The system's own look-up can't be broken off, so it has a thread, which ends when the system gives up.
+    The system's own look-up can't be interrupted, so it has a thread, which ends when the system gives up.
     """
     with contextlib.suppress(socket.gaierror):
         return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -331,8 +336,9 @@ def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[A
         except (OSError, ValueError) as error:
             found.append(error)
         finally:
-            with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-                # Written, not only closed: a child that is forked meanwhile holds this end of the pipe too.
+            with contextlib.suppress(BrokenPipeError):  # no thread waits for the result any more
+                # Written, not only closed, because a child that is forked in the meantime holds this end of the pipe
+                # too.
                 os.write(done, b"x")
             os.close(done)
 
@@ -367,7 +373,7 @@ def _connect(host: str, port: int, silence_s: float, stop: StopSignal) -> socket
                     raise OSError(code, os.strerror(code)) from None
             return sock
         except CheckpointError:
-            # Before the next clause: a passed deadline is an OSError as well.
+            # Before the next clause, because DeadlinePassed is an OSError too.
             sock.close()
             raise
         except OSError as error:
