@@ -1,13 +1,13 @@
-"""Who may connect: everybody, but those that have not proved who they are are few, and not for long.
+"""Admission of connections: any host may connect, but unproved connections are limited in number and time.
 
-A connection is unproved until a request on it shows the job's token. Anybody can open such connections, and each is a
-descriptor of the trainer. So they have a deadline and a bound; above the bound one is ended, the oldest of the host
-that has the most. An honest reader proves itself with its first words, before that can be its turn.
+A connection is unproved until a request on it shows the job's token. Any host can open such connections, and each needs
+one of the trainer's descriptors. So they have a deadline and a maximum number. Above the maximum, the oldest connection
+of the host with the most is closed. An honest reader proves itself with its first request, long before that.
 
-When no connection can be accepted, because the process has no descriptor left, asyncio's own listener tries again a
-thousand times a second and logs each try. This one waits, and says so once a minute.
+If the process has no descriptor left, asyncio's own listener retries a thousand times a second and logs each try. This
+one waits, and logs once a minute.
 
-Law of this file: accepting, and ending what has proved nothing; no request is read here.
+Law of this file: accepting, and ending unproved connections; no request is read here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_UNPROVED: Final = 256
 MOST_UNPROVED_OF_A_HOST: Final = 128
 PROOF_WITHIN_S: Final = 10.0
 ACCEPT_AGAIN_S: Final = 1.0
-NEAR: Final = 0.9  # of the limit of descriptors: the rest is not for those that have proved nothing
+NEAR: Final = 0.9  # of the limit of descriptors; the rest is not for unproved connections
 WARN_EVERY_S: Final = 60.0
 
 _log = logging.getLogger("tft_ckpt.http")
@@ -38,14 +38,14 @@ _log = logging.getLogger("tft_ckpt.http")
 
 @final
 class Door:
-    """Accepts connections on one loop, from `open` to `close`.
+    """An acceptor of connections on one loop, from `open` to `close`.
 
     Args:
-        loop: its own; all methods are called there.
+        loop: the event loop; all methods run there.
         listener: bound and listening; closed by `close`.
         protocol: makes the protocol of each connection.
-        tls: how connections are secured, or None.
-        proof_within_s: a connection that has not proved itself after so long is ended.
+        tls: the TLS context, or None.
+        proof_within_s: the time limit for an unproved connection, which is closed after it.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Door:
         self._near = int(NEAR * descriptors.limit())
 
     def open(self) -> None:
-        """Accept from now on."""
+        """Accept connections from now on."""
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     async def close(self) -> None:
-        """Close the port, and end all that is unproved."""
+        """Close the port and all unproved connections."""
         if self._again is not None:
             self._again.cancel()
         if self._listener.fileno() >= 0:
@@ -86,7 +86,7 @@ class Door:
         await asyncio.gather(*(each.beginning for each in unproved), return_exceptions=True)
 
     def proved(self, transport: asyncio.BaseTransport | None) -> None:
-        """That connection belongs to a member of the job."""
+        """Mark a connection as a member of the job."""
         if transport in self._by_transport:
             self._forget(self._by_transport[transport])
 
@@ -94,7 +94,7 @@ class Door:
         try:
             connection, address = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return  # who came has left
+            return  # the caller has disconnected
         except OSError as error:
             self._warn("no connection can be accepted (%s); readers of the state wait", error)
             self._loop.remove_reader(self._listener.fileno())
@@ -105,7 +105,7 @@ class Door:
         self._unproved[unproved] = None
         unproved.deadline = self._loop.call_later(self._proof_within_s, self._end, unproved)
         unproved.beginning = self._loop.create_task(self._begin(unproved, connection), name="tft-ckpt-accept")
-        # Here and not in the task: one that is cancelled before its first turn never begins.
+        # Here and not in the task, because a task that is cancelled before its first turn never begins.
         unproved.beginning.add_done_callback(lambda _: connection.close() if unproved.transport is None else None)
         self._keep_few(connection.fileno())
 
@@ -121,17 +121,17 @@ class Door:
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else self._proof_within_s,
             )
-        except OSError:  # who came has left, or speaks no TLS
+        except OSError:  # the caller has disconnected, or does not use TLS
             self._forget(unproved)
             return
         unproved.transport = transport
         if unproved in self._unproved:
             self._by_transport[transport] = unproved
-        else:  # ended meanwhile
+        else:  # closed in the meantime
             transport.abort()
 
     def _keep_few(self, descriptor: int) -> None:
-        """End one that has proved nothing, where there are too many."""
+        """Close one unproved connection if there are too many."""
         is_near = descriptor >= self._near
         if is_near:
             self._warn(
@@ -170,7 +170,7 @@ class Door:
 
 @final
 class _Unproved:
-    """A connection, from its acceptance until it has proved itself or is ended."""
+    """A connection, from its acceptance until it has proved itself or is closed."""
 
     deadline: asyncio.TimerHandle
     beginning: asyncio.Task[None]

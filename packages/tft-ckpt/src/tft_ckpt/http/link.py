@@ -1,10 +1,10 @@
-"""Whether a transfer went over the link that it was meant for.
+"""A check that a transfer used the intended network link.
 
-A host may have a management network beside the fast one, and a name that resolves to the wrong one makes every recovery
-a hundred times slower without an error. So a long transfer that used but a small part of its link is worth a sentence.
+A host may have a management network beside the fast one. A name that resolves to the wrong network makes every recovery
+a hundred times slower without an error. So a long transfer far below its link's speed causes a warning.
 
-Law of this file: one pure decision, and what Linux says about interfaces; on other systems nothing is known, and so
-nothing is said.
+Law of this file: one pure decision, and Linux's facts about interfaces. On other systems nothing is known, so there is
+no warning.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def slow_link_sentence(
     find_interface: Callable[[str], str | None],
     find_bytes_per_s: Callable[[str], float | None],
 ) -> str | None:
-    """What to say of a transfer that was far below its link's speed; None if it was not, or nobody knows.
+    """Return a warning about a transfer far below its link's speed, or None if it was faster or the speed is unknown.
 
     Args:
-        num_bytes, seconds: of the transfer; only time in which data was on its way.
-        addresses: of a connection of it, (this side's, the other side's).
+        num_bytes, seconds: of the transfer, without the time when no data was in flight.
+        addresses: of one of its connections, (this side's, the other side's).
         find_interface: as `interface_of`.
         find_bytes_per_s: as `link_bytes_per_s`.
     """
@@ -59,7 +59,7 @@ def slow_link_sentence(
 
 
 def interface_of(address: str) -> str | None:
-    """Name of this host's interface with that address, or None."""
+    """Return the name of this host's interface with that address, or None."""
     try:
         wanted = ipaddress.ip_address(address.partition("%")[0])
         names = [name for _, name in socket.if_nameindex()]
@@ -71,7 +71,7 @@ def interface_of(address: str) -> str | None:
         try:
             if ipaddress.ip_address(interface_address(name)) == wanted:
                 return name
-        except WrongSetting:  # it has no address
+        except WrongSetting:  # the interface has no address
             continue
     return None
 
@@ -85,7 +85,7 @@ def _ipv6_interface(wanted: ipaddress.IPv6Address) -> str | None:
 
 
 def link_bytes_per_s(interface: str) -> float | None:
-    """The speed that the interface's link has agreed on, or None where there is no such thing."""
+    """Return the negotiated speed of the interface's link, or None if there is none."""
     try:
         megabits = int((_INTERFACES / interface / "speed").read_text())
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""A rate that is not to be exceeded.
+"""A rate limit for bytes.
 
-Whoever wants to move bytes first asks how long to wait for them. The answer takes his turn: those that ask after him
-wait for his bytes too, so that all of them together keep to the rate, each in the order in which he asked.
+A caller asks before it moves bytes, and gets the time to wait. The call reserves a turn: later callers also wait for
+its bytes. So all callers together keep to the rate, in the order of their calls.
 
-Law of this file: pure; the time is given, and the waiting is done by the caller. Not thread-safe: the owner locks.
+Law of this file: pure; the time is given, and the caller waits. Not thread-safe: the owner locks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tft_ckpt.errors import WrongSetting
 
 __all__ = ["Pace", "check_rate"]
 
-# What nobody asked for is not saved up for longer than this: else a long silence would let a burst through.
+# Unused allowance is saved for at most this long. Otherwise a long silence would permit a burst.
 _SAVED_S = 0.05
 _PIECES_PER_S = 20
 _PIECE_BYTES_MIN = 16 << 10
 
 
 def check_rate(name: str, bytes_per_s: float | None) -> None:
-    """Complain about a rate that is none. Raises: WrongSetting."""
+    """Check that a rate is valid. Raises: WrongSetting."""
     if bytes_per_s is None:
         return
     if isinstance(bytes_per_s, bool) or not isinstance(bytes_per_s, (int, float)):
@@ -33,7 +33,7 @@ def check_rate(name: str, bytes_per_s: float | None) -> None:
 
 @final
 class Pace:
-    """Spreads bytes over time.
+    """A limiter that spreads bytes over time.
 
     Args:
         bytes_per_s: the rate, at least 1.
@@ -42,15 +42,15 @@ class Pace:
     def __init__(self, bytes_per_s: float) -> None:
         check_rate("bytes_per_s", bytes_per_s)
         self.bytes_per_s = bytes_per_s
-        self._free_s = -math.inf  # when what was asked for so far will have been moved
+        self._free_s = -math.inf  # the time when all reserved bytes will have been moved
 
     @property
     def piece_bytes(self) -> int:
-        """A length to ask for at a time: long enough to cost little, short enough that others get their turn."""
+        """Return a length for one call: long enough to cost little, and short enough that others get their turn."""
         return max(_PIECE_BYTES_MIN, int(self.bytes_per_s / _PIECES_PER_S))
 
     def take(self, num_bytes: int, now_s: float) -> float:
-        """Ask for so many bytes at that time. Returns: how many seconds to wait before they are moved, at least 0."""
+        """Reserve this many bytes at that time. Returns: the seconds to wait before they are moved, at least 0."""
         start_s = max(self._free_s, now_s - _SAVED_S)
         self._free_s = start_s + num_bytes / self.bytes_per_s
         return max(0.0, self._free_s - now_s)

@@ -1,14 +1,17 @@
-"""Whom to ask, and whom no more.
+"""The choice of the sources to ask.
 
-A receive knows several sources and trusts none. One of them is the lead: its manifest is in force, and whatever else
-comes is checked against it. The other sources help while it leads, and so do fellows, newcomers that fetch the same
-state and that a source has named. When a connection breaks or a chunk is damaged, the source gets a strike; with too
-many in a row it is not asked again, and neither is one that says that it will not have the state. A source that sends
-nothing for a second is left for another one, asked last, and given more time each time; a pause of the network that
-stops all of them must not end the receive. A source that failed in an earlier receive is asked last from the start. A
-helper whose chunks do not match the lead's checksums may be right and the lead wrong: it is set aside, and has its turn
-to lead when this lead can't go on. Whoever leads next, of the chunks that are here only those stay whose checksums it
-confirms: so the state is in the end the one that a single source has, never a mixture.
+A receive knows several sources and trusts none. One of them is the primary source (`lead`): its manifest is valid, and
+all data is checked against it. The other sources help in the meantime. So do peers (`fellows`), receivers of the same
+state that a source has named.
+
+A lost connection or a damaged chunk counts as a failure of its source. A source with too many failures in a row is not
+asked again, and neither is a source that refuses the state. A source that sends nothing for a second is replaced, asked
+last, and given more time each time. A network pause that affects all sources must not end the receive. A source that
+failed in an earlier receive is asked last from the start.
+
+If a helper's chunks do not match the primary's checksums, the primary may be wrong. So the helper is only set aside,
+and may become the primary when this one fails. Under a new primary, only the received chunks that its checksums confirm
+stay. So the final state comes from the manifest of a single source, and is never a mixture.
 
 Law of this file: pure; no I/O, no clock, no thread. The owner locks.
 """
@@ -49,13 +52,13 @@ PAUSE_S: Final = 0.05
 
 @final
 class FetchPlan:
-    """One receive's sources and fellows.
+    """The sources and peers of one receive.
 
     Args:
-        key: the state that is wanted.
-        sources: addresses, the preferred one first; repeated ones count once.
-        poor: those of them that hung, lied or were slow before, and are asked last.
-        own: this receiver's address, which is no fellow.
+        key: the requested state.
+        sources: addresses, the preferred one first; duplicates count once.
+        poor: those of them that hung, sent wrong data or were slow before. They are asked last.
+        own: this receiver's address, which is no peer.
     """
 
     def __init__(self, key: StateKey, sources: Sequence[str], *, own: str = "", poor: Collection[str] = ()) -> None:
@@ -69,37 +72,37 @@ class FetchPlan:
         self._slips: Counter[str] = Counter()
         self._hangs: Counter[str] = Counter()
         self._poor: dict[str, str] = {}
-        self._fellows: dict[str, int] = {}  # and how often each was asked in vain
+        self._fellows: dict[str, int] = {}  # and the number of requests to each without a result
         self._lost_fellows: set[str] = set()
 
-    # ---- the lead ----
+    # ---- the primary source ----
 
     @property
     def num_sources(self) -> int:
-        """How many may still be asked."""
+        """Return how many sources may still be asked."""
         return len(self._queue)
 
     def next_source(self) -> str | None:
-        """Who is to lead now; None if nobody is left."""
+        """Return the next primary source, or None if no source is left."""
         return self._queue[0] if self._queue else None
 
     @property
     def preferred(self) -> str | None:
-        """The first one named of those that may still be asked."""
+        """Return the first given source that may still be asked."""
         return next((source for source in self._breaks if source in self._queue), None)
 
     def candidates(self, now_s: float) -> list[str]:
-        """The sources that may lead now: those that are not in a pause, the next one first."""
+        """Return the sources that may become the primary now, without those in a pause, the next one first."""
         return [source for source in self._queue if self._ready_s.get(source, now_s) <= now_s]
 
     def led(self) -> None:
-        """Another manifest is in force: what was held against helpers concerned the one before."""
+        """Clear the helpers' failures, which concerned the previous manifest."""
         self._slips.clear()
 
-    # ---- helpers and fellows ----
+    # ---- helpers and peers ----
 
     def due(self, now_s: float) -> list[str]:
-        """The sources that may be asked at this time, the lead included: not set aside, and not in a pause."""
+        """Return the sources to ask at this time, including the primary, without those set aside or in a pause."""
         return [
             source
             for source in self._queue
@@ -107,48 +110,48 @@ class FetchPlan:
         ]
 
     def met(self, fellows: Iterable[str]) -> None:
-        """A source named these newcomers."""
+        """Record the peers that a source has named."""
         for fellow in fellows:
             known = fellow in self._fellows or fellow in self._lost_fellows or fellow in self._breaks
             if not known and fellow != self._own and len(self._fellows) + len(self._lost_fellows) < FELLOWS_MAX:
                 self._fellows[fellow] = 0
 
     def due_fellows(self, now_s: float) -> list[str]:
-        """The fellows that may be asked at this time, first those that sort behind the own address, in a ring."""
+        """Return the peers to ask at this time, as a ring that begins after the own address."""
         ring = sorted(self._fellows, key=lambda fellow: (fellow < self._own, fellow))
         return [fellow for fellow in ring if self._ready_s.get(fellow, now_s) <= now_s]
 
     def is_source(self, source: str) -> bool:
-        """Whether this is one that was named to this receive, and not a fellow."""
+        """Return whether the address is a given source of this receive, and not a peer."""
         return source in self._breaks
 
     def pause_s(self, source: str, now_s: float) -> float:
-        """How long to wait before this source is asked."""
+        """Return how long to wait before this source is asked."""
         return max(0.0, self._ready_s.get(source, now_s) - now_s)
 
     def silence_s(self, source: str, most_s: float) -> float:
-        """How long it may send nothing; `most_s`: also where there is no other source."""
+        """Return how long the source may send nothing; at most `most_s`, which applies alone without other sources."""
         return min(most_s, HUNG_S * 2 ** min(self._hangs[source], 20)) if len(self._queue) > 1 else most_s
 
     @property
     def has_hung(self) -> bool:
-        """Whether any source was silent for too long."""
+        """Return whether any source was silent for too long."""
         return bool(self._hangs)
 
     @property
     def poor(self) -> dict[str, str]:
-        """The sources that hung, lied or were slow in this receive, and a sentence for each."""
+        """Return the sources that hung, sent wrong data or were slow in this receive, and a sentence for each."""
         return dict(self._poor)
 
-    # ---- what became of it ----
+    # ---- outcomes ----
 
     def delivered(self, source: str) -> None:
-        """A good chunk came from it."""
+        """Record a good chunk from the source."""
         if source in self._breaks:
             self._breaks[source] = 0
 
     def not_yet(self, source: str, now_s: float) -> None:
-        """It may come to have the state: ask the next one meanwhile."""
+        """Record that the source may get the state later, and ask the next one in the meantime."""
         self._ready_s[source] = now_s + PAUSE_S
         if source in self._breaks:
             self._breaks[source] = 0
@@ -159,7 +162,7 @@ class FetchPlan:
                 self.lost(source)
 
     def refused(self, source: str, error: CheckpointError) -> None:
-        """It will not give the state: don't ask it again."""
+        """Record that the source will not give the state, and stop asking it."""
         if source not in self._breaks:
             self.lost(source)
         elif source in self._queue:
@@ -167,49 +170,49 @@ class FetchPlan:
             self._queue.remove(source)
 
     def broke(self, source: str, error: CheckpointError, now_s: float) -> None:
-        """Its connection broke, or could not be made."""
+        """Record that the source's connection was lost or could not be made."""
         if source not in self._breaks:
             self.lost(source)
             return
         self._errors[source] = error
         if self.pause_s(source, now_s) > 0:
-            # Several connections to it broke at once: that is one break.
+            # Several connections to the source ended at once, which counts as one failure.
             return
         self._breaks[source] += 1
         self._ready_s[source] = now_s + PAUSE_S * 2 ** (self._breaks[source] - 1)
         self._turn(source, out=self._breaks[source] >= BREAKS_MAX)
 
     def hung(self, source: str, error: CheckpointError, now_s: float, most_s: float) -> None:
-        """It sent nothing for longer than `silence_s(source, most_s)`: ask the others first."""
+        """Record that the source sent nothing for longer than `silence_s(source, most_s)`, and ask the others first."""
         if source not in self._breaks:
             self.lost(source)
             return
         self._poor[source] = str(error)
         if self.silence_s(source, most_s) >= most_s:
-            # It had all the time that a source may have.
+            # The source had the longest time that a source may have.
             self.broke(source, error, now_s)
             return
         self._errors[source] = error
         if self.pause_s(source, now_s) > 0:
-            return  # as for breaks
+            return  # as for lost connections
         self._ready_s[source] = now_s + PAUSE_S * 2 ** self._hangs[source]
         self._hangs[source] += 1
         self._turn(source)
 
     def was_slow(self, source: str, sentence: str) -> None:
-        """Others were so much quicker that its connection was broken off."""
+        """Record that the source's connection was ended because others were much faster."""
         if source in self._breaks:
             self._poor[source] = sentence
 
     def damaged(self, source: str, error: StateCorrupt) -> None:
-        """It leads, and served something that is not what it promised."""
+        """Record that the primary source sent data that does not match its manifest."""
         self._errors[source] = error
         self._poor[source] = str(error)
         self._damages[source] += 1
         self._turn(source, out=self._damages[source] >= DAMAGES_MAX)
 
     def slipped(self, source: str) -> None:
-        """It helps, and what it served does not match the lead's checksums; or it was too slow for others."""
+        """Record that a helper's data did not match the primary's checksums, or that the helper was too slow."""
         if source in self._breaks:
             self._slips[source] += 1
             self._turn(source)
@@ -217,12 +220,12 @@ class FetchPlan:
             self.lost(source)
 
     def lost(self, fellow: str) -> None:
-        """A fellow has left, or is of no use."""
+        """Remove a peer that has disconnected or is unusable."""
         self._fellows.pop(fellow, None)
         self._lost_fellows.add(fellow)
 
     def _turn(self, source: str, *, out: bool = False) -> None:
-        # Of several connections to one source, another may have ended it already.
+        # Another connection to the same source may have removed it already.
         if source in self._queue:
             self._queue.remove(source)
             if not out:
@@ -232,11 +235,11 @@ class FetchPlan:
 
     @property
     def errors(self) -> dict[str, CheckpointError]:
-        """The last thing that went wrong with each source."""
+        """Return the last error of each source."""
         return dict(self._errors)
 
     def verdict(self) -> CheckpointError:
-        """The error to end with when nobody is left to ask."""
+        """Return the final error when no source is left."""
         errors = self._errors
         if len(errors) == 1:
             return next(iter(errors.values()))
@@ -248,7 +251,7 @@ class FetchPlan:
         if corrupt:
             return StateCorrupt(sentence, part=corrupt[0].part, source=corrupt[0].source)
         for error in errors.values():
-            # Of these the caller can do something about, while others only may come back.
+            # The caller can act on these errors, while others may only recur.
             if isinstance(error, StateDiffers | StateUnsupported):
                 return type(error)(sentence, path=error.path)
         if errors and all(isinstance(error, StateMismatch) for error in errors.values()):

@@ -1,9 +1,9 @@
-"""Several sources asked for the manifest side by side.
+"""A parallel request to several sources for the manifest.
 
-The first that has it leads. The others are asked a little later each, so that a source that answers at once costs
-nobody a connection, and one that hangs costs no more than that little.
+The first source with the manifest becomes the primary. Each further source is asked after a short delay. So a source
+that answers at once saves the other connections, and a hanging source costs only that delay.
 
-Law of this file: threads and their end. What a source's fault means is decided by the caller.
+Law of this file: threads and their end. The caller decides what a source's fault means.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ STAGGER_S: Final = 0.25
 
 @dataclass(slots=True)
 class Answer:
-    """What one source said.
+    """The answer of one source.
 
     Fields:
-        source: which.
-        reader: the connection, if it has the manifest; belongs to the receiver of this answer.
-        data: the manifest, not decoded; None: it has none yet.
-        is_partial: the source has only parts of the run.
+        source: the source.
+        reader: the connection, if the source has the manifest. It belongs to the receiver of this answer.
+        data: the undecoded manifest; None: the source has none yet.
+        is_partial: whether the source has only parts of the payload.
         error: why there is no answer.
     """
 
@@ -47,13 +47,13 @@ class Answer:
 
 @final
 class Race:
-    """One question to several sources, used once, in a `with` block whose end ends all that still runs.
+    """One request to several sources, for one use in a `with` block. The block's end ends all running requests.
 
     Args:
         sources: the preferred one first.
         terms: of the receive.
         silence_s: how long a source may send nothing.
-        wait_s: how long a source may take to have the state.
+        wait_s: how long a source may take to get the state.
         stop: ends every wait of `next`.
     """
 
@@ -93,7 +93,7 @@ class Race:
         os.close(self._rope)
 
     def next(self) -> Answer | None:
-        """Wait for the next answer; None: all have answered. Raises: as `StopSignal.wait`."""
+        """Wait for the next answer, or return None when all have answered. Raises: as `StopSignal.wait`."""
         while True:
             with self._lock:
                 if self._answers:
@@ -105,7 +105,7 @@ class Race:
                 self._next_s = now_s + STAGGER_S
             if not self._running:
                 return None
-            # A source that has failed lets the next one start at once.
+            # A failed source lets the next one start at once.
             wait_s = max(0.0, self._next_s - time.monotonic()) if self._waiting else self._stop.remaining_s()
             if self._stop.wait(wait_s, readable=self._bell):
                 os.read(self._bell, 1)
@@ -137,7 +137,7 @@ class Race:
                 if answer.reader is None:
                     reader.close()
         except BaseException as error:
-            # Sorted out on the calling thread.
+            # The calling thread handles it.
             answer.error = error
         with self._lock:
             self._answers.append(answer)

@@ -1,9 +1,9 @@
 """One connection to one source of one state.
 
-What the source may answer is a few forms, and everything else is a fault with a name: a connection that broke, damage,
-a refusal. The bytes of the run go straight to their places, and each chunk is checked there.
+A source has a few valid answers. Everything else is a named fault: a lost connection, damage, a refusal. The bytes of
+the payload go directly to their places, and each chunk is checked there.
 
-Law of this file: asks and reads. What a fault means for the receive is decided elsewhere.
+Law of this file: requests and reads. Other files decide what a fault means for the receive.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from tft_ckpt.tree import Limits
 
 __all__ = ["Broke", "Chunks", "Hung", "Reader", "SharedPace", "Terms"]
 
-# A source that answers "not yet" at once is about to end, so it is not asked again without a pause.
+# A source that answers "not yet" at once is about to end, so the next request waits for a moment.
 _PAUSE_S: Final = 0.05
 _SENTENCE_BYTES: Final = 4096
 
 
 class Broke(Exception):
-    """The connection to the source broke: transport-level trouble, with a sentence."""
+    """The connection to the source was lost. The sentence describes the transport error."""
 
 
 class Hung(Broke):
-    """The source was silent, or took longer, than it may."""
+    """The source was silent, or took longer, than allowed."""
 
 
 @final
 class SharedPace:
-    """A rate that all connections of a transport keep to together.
+    """A rate limit for all connections of a transport together.
 
     Args:
         bytes_per_s: at least 1.
@@ -69,7 +69,7 @@ class SharedPace:
         self.piece_bytes = self._pace.piece_bytes
 
     def wait(self, num_bytes: int, stop: StopSignal) -> None:
-        """Wait as long as so many bytes, which have come, should have taken. Raises: as `StopSignal.wait`."""
+        """Wait as long as these received bytes should have taken. Raises: as `StopSignal.wait`."""
         with self._lock:
             wait_s = self._pace.take(num_bytes, time.monotonic())
         if wait_s > 0:
@@ -78,15 +78,15 @@ class SharedPace:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all requests of one receive have in common.
+    """The common settings of all requests of one receive.
 
     Fields:
-        key: the state that is wanted.
-        token: the job's, or None.
-        own: this receiver's URL, under which it relays what it has; "" if it doesn't.
-        limits: what is larger is refused.
+        key: the requested state.
+        token: the job's token, or None.
+        own: this receiver's URL, where it relays its chunks; "" if it does not.
+        limits: larger states are refused.
         tls: for sources whose URL says https.
-        pace: the rate that is not exceeded, or None.
+        pace: the rate limit, or None.
     """
 
     key: StateKey
@@ -97,21 +97,21 @@ class Terms:
     pace: SharedPace | None = None
 
     def headers(self) -> dict[str, str]:
-        """Of requests for data."""
+        """Return the headers of data requests."""
         return {} if self.token is None else {"authorization": authorization(self.token)}
 
     def named_headers(self) -> dict[str, str]:
-        """Of requests for manifest and chunks, which name the receiver."""
+        """Return the headers of manifest and chunk requests, which name the receiver."""
         return {**self.headers(), **({RELAY_HEADER: self.own} if self.own else {})}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What a source says of its chunks.
+    """A source's report on its chunks.
 
     Fields:
         have: bitmap, chunk 0 in the lowest bit.
-        fellows: URLs of others that fetch the same state.
+        fellows: URLs of peers that fetch the same state.
     """
 
     have: int
@@ -120,20 +120,22 @@ class Chunks:
 
 @final
 class Reader:
-    """A connection, from construction to `close`; on one thread.
+    """A connection, from construction to `close`, on one thread.
 
     Args:
         source: its URL.
         terms: of the receive.
-        silence_s: how long it may say nothing.
+        silence_s: how long it may be silent.
         stop: ends every wait.
-        until_s: when it must be done, on the monotonic clock; later, the connection counts as broken.
+        until_s: its deadline on the monotonic clock. After it the connection counts as lost.
+
     Fields:
-        read_bytes: of the run so far, whatever became of them.
-        has_written: something may have been written to a target.
+        read_bytes: payload bytes read so far, whatever happened to them.
+        has_written: whether a target may have been written to.
         addresses: of the connection, (this side's, the other side's).
-    Raises: Broke: no connection came about. StateUnavailable: the URL is none. Closed, DeadlinePassed. All methods
-        raise these, too, when the connection breaks.
+
+    Raises: Broke: the connection failed. StateUnavailable: the URL is malformed. Closed, DeadlinePassed. All methods
+        raise these, too, when the connection is lost.
     """
 
     def __init__(
@@ -150,11 +152,11 @@ class Reader:
         self._was_used = self._is_last = False
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def hand_over(self, stop: StopSignal, *, until_s: float) -> None:
-        """Go on with another signal and another end, for another thread."""
+        """Continue with another stop signal and another deadline, for another thread."""
         self._stop, self._until_s = stop, until_s
         self._connection.hand_over(stop, until_s)
 
@@ -166,7 +168,8 @@ class Reader:
         host, port = parse_url(self._source)
         tls = self._terms.tls
         if (tls is not None) != is_tls(self._source):
-            # A plain source is no answer to one who wants TLS: it would be believed, and shown the token, unproved.
+            # A plain connection is refused if TLS is required. Otherwise an unverified source would get the token and
+            # be trusted.
             asks, has = ("TLS", "no certificates") if tls is None else ("plain HTTP", "certificates")
             raise StateUnavailable(
                 f"{self._source} speaks {asks} and this process was given {has}; set tls on every transport or none",
@@ -185,7 +188,7 @@ class Reader:
             except ConnectionError:
                 if not self._was_used:
                     raise
-                # A source may end a connection on which nothing is asked for at any time.
+                # A source may close an idle connection at any time.
                 self._connect_again()
                 response = self._connection.get(path, headers, patience_s=patience_s)
         self._was_used, self._is_last = True, response.will_close
@@ -197,11 +200,13 @@ class Reader:
         self._was_used = self._is_last = False
 
     def manifest(self, wait_s: float) -> tuple[bytes, bool] | None:
-        """Ask for the manifest.
+        """Request the manifest.
 
         Args:
-            wait_s: how long the source may take to have it.
-        Returns: it, not decoded, and whether the source has only parts of the run; None if it has nothing yet.
+            wait_s: how long the source may take to get it.
+
+        Returns: the undecoded manifest, and whether the source has only parts of the payload; None if it has nothing
+            yet.
         Raises: StateCorrupt, StateMismatch, StateUnavailable.
         """
         asked_s = time.monotonic()
@@ -216,11 +221,14 @@ class Reader:
         return data, response.headers.get(PARTIAL_HEADER) == "1"
 
     def chunks(self, manifest: Manifest, *, wait_s: float, num_known: int) -> Chunks | None:
-        """Ask what it has, and who else fetches it.
+        """Request the list of the source's chunks and of its peers.
 
         Args:
-            wait_s: how long it may keep the question open until it has other than num_known chunks.
-        Returns: None if it has nothing of the state yet.
+            manifest: the present manifest.
+            wait_s: how long the source may keep the request open until its number of chunks differs from num_known.
+            num_known: the known number of its chunks.
+
+        Returns: None if the source has nothing of the state yet.
         Raises: StateCorrupt, StateMismatch, StateUnavailable.
         """
         num_chunks = manifest.layout.num_chunks
@@ -248,11 +256,15 @@ class Reader:
         return Chunks(int.from_bytes(have, "little"), fellows)
 
     def part(self, chunks: range, manifest: Manifest, target: Target, arrived: Callable[[int], None]) -> None:
-        """Read a run of chunks to their places.
+        """Read consecutive chunks to their places.
 
         Args:
-            arrived: called with each chunk that is there and matches its checksum.
-        Raises: StateCorrupt: one does not, or the answer is another one. StateMismatch, StateUnavailable.
+            chunks: the chunks.
+            manifest: the present manifest.
+            target: the places.
+            arrived: called with each chunk that has arrived and matches its checksum.
+
+        Raises: StateCorrupt: a chunk does not match, or the answer is a different one. StateMismatch, StateUnavailable.
         """
         layout = manifest.layout
         start, end = layout.chunk_span(chunks[0])[0], layout.chunk_span(chunks[-1])[1]
@@ -281,7 +293,7 @@ class Reader:
                     source=self._source,
                 )
             arrived(chunk)
-        # Else the next request would find the answer unread.
+        # Otherwise the next request would find the answer unread.
         with _breaking(f"the connection to {self._source} broke"):
             response.read()
 
@@ -295,7 +307,7 @@ class Reader:
                 with _breaking(f"the connection to {self._source} broke"):
                     count = response.readinto(piece)
             except BaseException:
-                # It does not say how much of the piece it had filled.
+                # The error does not say how much of the piece was filled.
                 self.read_bytes += self._connection.read_bytes - before_bytes
                 raise
             if count == 0:
@@ -328,17 +340,17 @@ class Reader:
             return StateMismatch(message, wanted=key, offered=_offered(response), source=source)
         if 400 <= response.status < 500:
             return StateUnavailable(message, source=source, key=key)
-        # Asking again may help: it is about to end, or this is no answer that an intact source gives.
+        # A new request may help. The source is about to end, or an intact source never gives this answer.
         return Broke(message)
 
 
 @contextmanager
 def _breaking(what: str) -> Iterator[None]:
-    """Turn what sockets and http.client raise into Broke."""
+    """Convert the errors of sockets and http.client to Broke."""
     try:
         yield
     except CheckpointError:
-        # Before the next clause: a passed deadline is an OSError as well.
+        # Before the next clause, because DeadlinePassed is an OSError too.
         raise
     except Silence as error:
         raise Hung(f"{what}: {error}") from error

@@ -1,7 +1,7 @@
-"""Which sources failed lately.
+"""A record of the sources that failed recently.
 
-A process keeps it from one receive to the next: a source that hung in one quorum is asked last in the following ones.
-An address belongs to one life of a process, so a source that was started anew begins without a record.
+A process keeps it from one receive to the next. A source that hung in one quorum is asked last in the following ones.
+An address belongs to one run of a process, so a restarted source begins without a record.
 
 Law of this file: pure; the time is given. The owner locks.
 """
@@ -20,17 +20,18 @@ KEPT_MOST: Final = 64
 
 @final
 class SourceRecord:
-    """The sources that hung, lied or were slow."""
+    """The sources that hung, sent wrong data or were slow."""
 
     def __init__(self) -> None:
         self._failures: dict[str, tuple[str, float]] = {}  # oldest first
 
     def note(self, failures: Mapping[str, str], gave: Collection[str], now_s: float) -> None:
-        """Take in what came of a receive.
+        """Record the outcome of a receive.
 
         Args:
             failures: the sources that failed, and a sentence for each.
-            gave: those that gave data. One that gave, and did not fail, is forgiven.
+            gave: the sources that gave data. If such a source did not fail, its record is cleared.
+            now_s: the present time.
         """
         for source in gave:
             self._failures.pop(source, None)
@@ -41,5 +42,5 @@ class SourceRecord:
             del self._failures[next(iter(self._failures))]
 
     def failures(self, now_s: float) -> dict[str, str]:
-        """The sources that failed within the last ten minutes, and a sentence for each."""
+        """Return the sources that failed within the last ten minutes, and a sentence for each."""
         return {source: sentence for source, (sentence, noted_s) in self._failures.items() if now_s - noted_s < KEPT_S}

@@ -1,9 +1,9 @@
-"""A state that is still being received, for others to read as far as it is here.
+"""A state that is still being received, and whose finished chunks peers may read.
 
-The receiver's threads say which chunks are there; the server's thread reads those and no others. Before the receiver
-gives the state to its caller, who may change it, it ends the relay, which returns when nobody reads any more.
+The receiver's threads report finished chunks, and the server's thread reads only those. The caller may change the state
+after the receive. So the receiver first ends the relay, which returns when no reader is left.
 
-Law of this file: one lock, counts and a bitmap; no sockets. What is told to the server's loop goes through callbacks.
+Law of this file: one lock, counts and a bitmap; no sockets. Callbacks inform the server's loop.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["Relay"]
 
 @final
 class Relay:
-    """What is here of one state, from the first chunk to `end`.
+    """The finished chunks of one state, from the first chunk to `end`.
 
     Args:
         manifest, manifest_bytes: of the state, as its source sent it.
-        target: where the state is received into.
-        on_have: called, from the thread that has it, when a chunk has come since somebody last looked.
-        on_end: called once, from the thread that ends the relay; it makes readers leave.
+        target: the memory that receives the state.
+        on_have: called, from the receiving thread, when a chunk has arrived since the last look at the bitmap.
+        on_end: called once, from the thread that ends the relay, to disconnect its readers.
     """
 
     def __init__(
@@ -56,13 +56,15 @@ class Relay:
 
     @property
     def key(self) -> StateKey:
-        """Which state it is."""
+        """Return the name of the state."""
         return self.layout.key
 
     # ---- the receiver's side ----
 
     def have(self, chunk: int) -> None:
-        """That chunk is here and checked, and will not change until `end`; from any thread; again does nothing."""
+        """Mark a checked chunk as available and unchanging until `end`. Any thread may call this. A second call
+        does nothing.
+        """
         with self._changed:
             bit = 1 << chunk % 8
             if self._ended or self._have[chunk // 8] & bit:
@@ -74,7 +76,9 @@ class Relay:
             self._on_have()
 
     def end(self) -> None:
-        """Return when nobody reads from the target any more; those that do are broken off; again does nothing."""
+        """End the relay, disconnect its readers and wait until none reads from the target. A second call does
+        nothing else.
+        """
         with self._changed:
             first, self._ended = not self._ended, True
         if first:
@@ -85,15 +89,17 @@ class Relay:
     # ---- the server's side ----
 
     def bitmap(self) -> tuple[bytes, int]:
-        """The chunks that are here, little-endian, and their number; asks to be told of the next one."""
+        """Return the bitmap of the available chunks, little-endian, and their number. The next chunk calls
+        `on_have` again.
+        """
         with self._changed:
             self._told = False
             return bytes(self._have), self._num_have
 
     def lease(self, start: int, end: int) -> bool:
-        """Somebody begins to read these bytes; the target stays as it is until the release.
+        """Add a reader of these bytes. The target stays unchanged until the release.
 
-        Returns: False if some of them are not here, or the relay has ended; there is nothing to release then.
+        Returns: False if some of the bytes are not available, or the relay has ended. Then there is nothing to release.
         """
         with self._changed:
             if self._ended:
@@ -105,17 +111,17 @@ class Relay:
             return True
 
     def release(self) -> None:
-        """A reader has left."""
+        """Remove a reader."""
         with self._changed:
             self._readers -= 1
             self._changed.notify_all()
 
     def pieces(self, start: int, end: int) -> list[memoryview]:
-        """Where these bytes lie, in order; good under a lease of them."""
+        """Return views of these bytes, in order. They are valid under a lease."""
         return self._target.pieces(start, end)
 
     def abandon(self) -> None:
-        """The server is gone, and all readers with it."""
+        """End the relay because the server, with all readers, has ended."""
         with self._changed:
             self._ended = self._abandoned = True
             self._changed.notify_all()

@@ -1,28 +1,29 @@
-"""The HTTP interface between two processes, as both sides spell it.
+"""The HTTP interface between two processes, for both sides.
 
-``GET /state/{key}/manifest`` gives the manifest, ``GET /state/{key}/data`` the run of bytes or a range of it. A source
-that does not have the state yet keeps the request open for as long as the header ``x-tft-wait-ms`` allows.
+``GET /state/{key}/manifest`` returns the manifest, and ``GET /state/{key}/data`` the payload or a range of it. A source
+without the state keeps the request open for as long as the header ``x-tft-wait-ms`` allows.
 
-A process that is still receiving serves what it has already: it is a relay, and says so with ``x-tft-partial: 1`` on
-its manifest. ``GET /state/{key}/chunks`` tells what is there and who else is fetching it, as JSON: ``have``, the hex
-digits of a bitmap of the chunks, little-endian (bit 0 of the first byte is chunk 0), and ``fellows``, the URLs of
-others that fetch this state and relay it. Who relays gives its own URL in ``x-tft-relay`` with its requests for
-manifest and chunks. With ``x-tft-wait-ms`` the question for chunks is kept open until there are other than
-``x-tft-have-count`` many.
+A process that is still receiving serves its finished chunks as a relay. It says so with ``x-tft-partial: 1`` on its
+manifest. ``GET /state/{key}/chunks`` returns its chunks and peers as JSON. ``have`` is a bitmap of the chunks in hex
+digits, little-endian (bit 0 of the first byte is chunk 0). ``fellows`` are the URLs of peers that fetch this state and
+relay it.
+
+A relay sends its own URL in ``x-tft-relay`` with its requests for manifest and chunks. With ``x-tft-wait-ms`` the
+request for chunks is kept open until the number of chunks differs from ``x-tft-have-count``.
 
 The answers:
 
 ====  ==========================================================================================
-200   here it is; 206 a range of it
-400   the request can't be understood
+200   success; 206 for a range
+400   the request is malformed
 401   the token is missing or wrong
-409   this source has another state (its key in ``x-tft-key``) and will not have the one asked for
+409   this source has another state (its key in ``x-tft-key``) and will not have the requested one
 410   taking the state failed at this source
-416   the range lies outside the data
-503   not here yet (of a relay: not these chunks), or shutting down: ask again
+416   the range is outside the data
+503   not available yet (at a relay: not these chunks), or shutting down: ask again
 ====  ==========================================================================================
 
-Every answer but 200 and 206 has one sentence of text as its body.
+Every answer except 200 and 206 has one sentence of text as its body.
 
 Law of this file: spelling only.
 """
@@ -66,30 +67,30 @@ CHUNKS_ROUTE = "/state/{key}/chunks"
 
 
 def manifest_path(key: StateKey) -> str:
-    """Path of a state's manifest."""
+    """Return the path of a state's manifest."""
     return MANIFEST_ROUTE.format(key=key)
 
 
 def data_path(key: StateKey) -> str:
-    """Path of a state's run of bytes."""
+    """Return the path of a state's payload."""
     return DATA_ROUTE.format(key=key)
 
 
 def chunks_path(key: StateKey) -> str:
-    """Path of what is there of a state, and who else fetches it."""
+    """Return the path of the list of a state's chunks and of its peers."""
     return CHUNKS_ROUTE.format(key=key)
 
 
 def chunks_body(have: bytes | bytearray, fellows: Sequence[str]) -> bytes:
-    """The answer on `chunks_path`, of a bitmap of the chunks and the URLs of others."""
+    """Return the body of an answer on `chunks_path`, from a bitmap of the chunks and the URLs of peers."""
     return json.dumps({"have": have.hex(), "fellows": list(fellows)}, separators=(",", ":")).encode("ascii")
 
 
 def parse_chunks(body: bytes, num_chunks: int) -> tuple[bytes, tuple[str, ...]]:
-    """Read what `chunks_body` wrote, believing nothing; the caller has bounded its length by `chunks_bytes_max`.
+    """Parse the untrusted output of `chunks_body`. The caller has bounded its length by `chunks_bytes_max`.
 
     Returns: the bitmap, of exactly as many bits as chunks (rounded up to a byte), and the URLs.
-    Raises: ValueError: it is no such answer.
+    Raises: ValueError: the body is invalid.
     """
     try:
         fields = json.loads(body)
@@ -111,10 +112,10 @@ def parse_chunks(body: bytes, num_chunks: int) -> tuple[bytes, tuple[str, ...]]:
 
 
 def chunks_bytes_max(num_chunks: int) -> int:
-    """Length that no answer on `chunks_path` exceeds."""
+    """Return the maximum length of an answer on `chunks_path`."""
     return 64 + 2 * (-(-num_chunks // 8)) + FELLOWS_MAX * (6 * URL_BYTES_MAX + 3)
 
 
 def authorization(token: str) -> str:
-    """Value of the authorization header for a job's token."""
+    """Return the value of the authorization header for a job's token."""
     return f"Bearer {token}"

@@ -1,16 +1,15 @@
 """The side that has the state.
 
-One thread of its own serves every reader from the snapshot's buffer, a piece at a time, so a slow reader costs a socket
-and nothing else; the trainer's thread only puts snapshots up. Where memory is short it lends the state instead: readers
-are given the trainer's own tensors, and the trainer waits. A reader that comes before the state does is kept waiting
-here, because in the asynchronous mode it asks before the source has taken its snapshot.
+One separate thread serves every reader from the snapshot's buffer, one piece at a time. So a slow reader costs only a
+socket, and the trainer's thread only publishes snapshots. If memory is short, the server lends the state instead.
+Readers then get the trainer's own tensors, and the trainer waits. A reader that comes before the state waits here,
+because in the asynchronous mode it asks before the source has taken its snapshot.
 
-The port is open from the start, but the web server behind it takes a tenth of a second of a core to import. A trainer
-that starts, or heals, may have no such time to give; then the thread imports it when somebody has use for it, or is
-said to. Where the import fails, because the process has no descriptor left, say, it is tried again every second, and
-readers wait.
+The port is open from the start, but the import of the web server takes a tenth of a second of a core. A trainer that
+starts or heals may not have that time. Then the thread imports the web server at first use, or on request. If the
+import fails, for example without a free descriptor, it is retried every second, and readers wait.
 
-Law of this file: the trainer's side, and the thread. What its loop does is the app's.
+Law of this file: the trainer's side, and the thread. The app contains what the loop does.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ __all__ = ["Relay", "StateServer"]
 THREAD_NAME = "tft-ckpt-http"
 PREPARE_THREAD_NAME = "tft-ckpt-memory"
 
-_NO_KEY = StateKey(0, 0, 0, 0)  # of a snapshot that is staged
+_NO_KEY = StateKey(0, 0, 0, 0)  # the key of a staged snapshot
 
 _IMPORT_AGAIN_S: Final = 1.0
 _SAY_EVERY_S: Final = 60.0
 _ENDS_WITHIN_S: Final = 10.0
-_LOOK_S: Final = 0.01  # how soon it is seen that the last reader of a live state is done
+_LOOK_S: Final = 0.01  # the interval of checks for the last reader of a live state
 
 _log = logging.getLogger("tft_ckpt.http")
 
@@ -66,23 +65,25 @@ class NoRoom(StateUnavailable):
 
 @final
 class StateServer:
-    """Serves one shelf, and what this process is receiving, over HTTP, from construction to `close`.
+    """A server of one shelf, and of the states that this process receives, over HTTP, until `close`.
 
-    It raises this process's limit of open files to the hard one: each reader is one.
+    The server raises this process's limit of open files to the hard one, because each reader needs one.
 
     Args:
         listener: bound and listening; belongs to the server from now on.
-        token: what readers must present, or None.
-        chunk_bytes: length of the chunks of the states to come.
-        limits: largest state that is taken.
-        silence_s: a reader that takes nothing for so long is sent off, and so is a connection that asks for nothing.
-        send_bytes_per_s: to all readers together at most, or None for no limit.
-        keep_buffers: keep the memory of a state that nobody needs any more for the next one. Else it is given back to
-            the system when the next state is offered and nobody reads it any more, or when nobody has come for it for
-            silence_s.
-        tls: how connections are secured, or None for plain HTTP.
-        import_later: import the web server when somebody has use for it, or at `get_ready`, and not at once.
-    Raises: WrongSetting: send_bytes_per_s is no rate. The listener is closed then.
+        token: the token that readers must present, or None.
+        chunk_bytes: length of the chunks of future states.
+        limits: the largest state that is accepted.
+        silence_s: the limit for readers that take no data and for connections without requests. They are disconnected
+            after it.
+        send_bytes_per_s: the rate limit for all readers together, or None.
+        keep_buffers: whether to keep the memory of an unused state for the next one. Otherwise the memory is returned
+            to the system. That happens when the next state is offered and no reader is left, or after silence_s without
+            requests.
+        tls: the TLS context, or None for plain HTTP.
+        import_later: whether to import the web server at first use or at `get_ready`, and not at once.
+
+    Raises: WrongSetting: send_bytes_per_s is not a rate. The listener is closed then.
     """
 
     def __init__(
@@ -113,36 +114,39 @@ class StateServer:
         self._silence_s = silence_s
         self._lock = threading.Lock()  # guards the shelf and the relays
         self._shelf = Shelf(keep_buffers=keep_buffers)
-        self._relays: dict[Relay, None] = {}  # in order: of one key, readers are given the last
+        self._relays: dict[Relay, None] = {}  # in order, because readers of one key get the last
         self._closed = False
         self._failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._needed = asyncio.Event()
         if not import_later:
             self._needed.set()
-        # The loop's thread alone touches these two.
+        # Only the loop's thread uses these two.
         self._app: App | None = None
         self._untold: list[Callable[[App], object]] = []
         self._is_importing = False
         self._preparing: threading.Thread | None = None
-        self._parent_pid = 0  # in a forked child: whose server this is a copy of
+        self._parent_pid = 0  # in a forked child: the process that owns the original of this server
         let_go_in_child(self)
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
-    # ---- the trainer's side: any thread but the loop's ----
+    # ---- the trainer's side: any thread except the loop's ----
 
     def offer(self, state: object, *, key: StateKey, expected: int, check: Callable[[], None]) -> None:
-        """Take a snapshot on the calling thread and put it up in place of the one before.
+        """Take a snapshot on the calling thread and publish it in place of the previous one.
 
-        Where there is no memory for a second copy, the state is served from where it lies, and this returns when the
-        readers have it, so that nobody changes it meanwhile.
+        Without memory for a second copy, the server serves the live tensors. The call then returns when the readers
+        have the state, so that no code changes it in the meantime.
 
         Args:
-            expected: so many will ask for it; with any, the checksums are worth computing at once.
-            check: called when the snapshot is taken, and again and again while it waits; raises if it is too late.
-        Raises: what check raises, and as `Snapshot.take`, after those that wait for this key have been told; Closed;
-            StateUnavailable: there is no memory for a second copy, and nobody is expected to ask.
+            state: the state.
+            key: the name of the state.
+            expected: the number of expected readers. With any, the checksums are computed at once.
+            check: called when the snapshot is taken, and repeatedly during a wait. It raises when it is too late.
+
+        Raises: the errors of `check` and of `Snapshot.take`, after the waiting readers of this key have been informed.
+            Closed. StateUnavailable: there is no memory for a second copy, and no reader is expected.
         """
         with self._lock:
             self._check_open()
@@ -169,16 +173,16 @@ class StateServer:
         self._tell(lambda app: app.published(snapshot, expected > 0))
 
     def _failed(self, error: BaseException) -> None:
-        """Tell those that wait for the state that was announced last."""
+        """Tell the readers that wait for the last announced state about its failure."""
         with self._lock:
             self._shelf.fail(str(error) or type(error).__name__)
         self._tell(lambda app: app.wake())
 
     def _lend(self, state: object, *, key: StateKey, expected: int, check: Callable[[], None], why: str) -> None:
-        """Serve a state from where it lies, and wait on the calling thread until its readers have it.
+        """Serve a state from its live tensors, and wait on the calling thread until its readers have it.
 
-        The readers that are left when it ends, however it does, are broken off before this returns: they must not be
-        given a byte that the trainer has changed.
+        At the end, in any case, the remaining readers are disconnected before this returns. They must not get a byte
+        that the trainer has changed.
         """
         try:
             snapshot = Snapshot.live(state, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits)
@@ -213,7 +217,7 @@ class StateServer:
         return lending.is_over(num_come=num_come, num_holding=num_holding, now_s=time.monotonic())
 
     def _take_back(self, snapshot: Snapshot) -> None:
-        """Return when nobody is given a byte of a live state any more."""
+        """Stop serving a live state, and wait until no reader gets a byte of it any more."""
         with self._lock:
             self._shelf.retract(snapshot, "it was served while training waited, which is over; heal from the next one")
         over = threading.Event()
@@ -227,11 +231,11 @@ class StateServer:
 
         try:
             self._loop.call_soon_threadsafe(end)
-        except RuntimeError:  # the loop is closed, and every connection with it
+        except RuntimeError:  # the loop is closed, with every connection
             snapshot.end()
             return
         if not over.wait(_ENDS_WITHIN_S):
-            # The readers find by the checksums what changes from now on, and take none of it.
+            # Readers detect later changes by the checksums, and discard them.
             snapshot.end()
             _log.error(
                 "the server's thread was busy for %g s; readers of state %s may have to ask anew",
@@ -240,11 +244,13 @@ class StateServer:
             )
 
     def stage(self, state: object, *, check: Callable[[], None]) -> Snapshot:
-        """Take a snapshot on the calling thread that has no key yet; `put_up` or `put_by` must follow.
+        """Take a snapshot without a key on the calling thread. `put_up` or `put_by` must follow.
 
         Args:
-            check: called when the snapshot is taken; raises if it is too late.
-        Raises: what check raises, and as `Snapshot.take`; Closed.
+            state: the state.
+            check: called when the snapshot is taken. It raises when it is too late.
+
+        Raises: the errors of `check` and of `Snapshot.take`; Closed.
         """
         with self._lock:
             self._check_open()
@@ -267,7 +273,7 @@ class StateServer:
         return snapshot
 
     def put_up(self, snapshot: Snapshot, *, key: StateKey, expected: bool) -> None:
-        """Offer a staged snapshot under its key, in place of the state before. Raises: Closed."""
+        """Publish a staged snapshot under its key, in place of the previous state. Raises: Closed."""
         named = snapshot.named(key, limits=self._limits)
         with self._lock:
             self._check_open()
@@ -278,12 +284,12 @@ class StateServer:
         self._tell(lambda app: app.published(named, expected))
 
     def put_by(self, buffer: Buffer | None) -> None:
-        """Take back the buffer of a staged snapshot that nobody wants."""
+        """Take back the buffer of an unused staged snapshot."""
         with self._lock:
             self._shelf.put_by(buffer)
 
     def refuse(self, key: StateKey, sentence: str) -> None:
-        """Put up that sentence in place of a state of that key. Raises: Closed."""
+        """Publish a refusal in place of a state with that key. Raises: Closed."""
         with self._lock:
             self._check_open()
             overdue = self._shelf.begin(key)
@@ -292,14 +298,15 @@ class StateServer:
         self._tell(lambda app: app.wake())
 
     def relay(self, manifest: Manifest, manifest_bytes: bytes, target: Target) -> Relay:
-        """Let others read a state that this process is receiving, as far as it is here.
+        """Let peers read the finished chunks of a state that this process receives.
 
-        Where a state of the same key is offered, readers are given that one. A relay of the same key that has not ended
-        is not given to new readers any more.
+        If a state of the same key is published, readers get that one. An older relay of the same key gets no new
+        readers any more.
 
         Args:
             manifest, manifest_bytes: of the state, as its source sent it.
-            target: where it is received into; nobody writes to a chunk that was said to be here until the relay ended.
+            target: the memory that receives the state. No code writes to a finished chunk until the relay has ended.
+
         Raises: Closed.
         """
         relay = Relay(
@@ -312,7 +319,7 @@ class StateServer:
         with self._lock:
             self._check_open()
             self._relays[relay] = None
-        # Readers of it knock at the port: who receives need not import a web server.
+        # A reader's connection triggers the import, so a receiver need not import a web server.
         self._tell(lambda app: app.relay_began(relay), is_use=False)
         return relay
 
@@ -322,14 +329,15 @@ class StateServer:
         self._tell(lambda app: app.relay_ended(relay), is_use=False)
 
     def get_ready(self) -> None:
-        """Have the web server imported, in the background, before somebody waits for it."""
+        """Import the web server in the background, before a reader waits for it."""
         self._tell(lambda app: None)
 
     def prepare(self, num_bytes: int) -> None:
-        """Have memory ready for a state of so many bytes, in the background: the first touch of fresh pages is dear.
+        """Prepare memory for a state of this size in the background, because the first touch of fresh pages is
+        expensive.
 
-        Else it would be paid by the trainer's thread when it first serves, while all others wait for it. Without
-        keep_buffers it does nothing.
+        Otherwise the trainer's thread would pay that cost when it first serves, while all others wait for it. Without
+        keep_buffers the call does nothing.
         """
         with self._lock:
             if self._closed or self._preparing is not None or not self._shelf.wants_memory(num_bytes):
@@ -361,7 +369,7 @@ class StateServer:
             self._tell(lambda app: app.stop())
         if wait:
             if self._is_importing:
-                # An import can't be broken off, and takes long on a busy machine. Nothing comes after it.
+                # An import can't be interrupted, and takes long on a busy machine. No work follows it.
                 self._thread.join(_ENDS_WITHIN_S)
             else:
                 join_within(self._thread)
@@ -369,7 +377,7 @@ class StateServer:
                 join_within(preparing)
 
     def forked(self) -> Inheritance:
-        """In a child: closed; the port, the connections and the loop are the parent's."""
+        """Close the server in a forked child. The port, the connections and the loop belong to the parent."""
         self._parent_pid = os.getppid()
         self._lock = threading.Lock()
         self._closed = True
@@ -389,7 +397,7 @@ class StateServer:
             raise Closed(f"the transport's server has ended ({self._failure}); make a new one") from self._failure
 
     def _allocate(self, num_bytes: int) -> Buffer:
-        """Raises: NoRoom: there is no memory for a second copy."""
+        """Allocate memory for a copy. Raises: NoRoom: there is no memory for a second copy."""
         with self._lock:
             fresh_bytes = self._shelf.fresh_bytes(num_bytes)
         self._check_room(fresh_bytes)
@@ -400,19 +408,19 @@ class StateServer:
             raise NoRoom(str(error)) from error
 
     def _check_room(self, num_bytes: int) -> None:
-        """Raises: NoRoom."""
+        """Check that this many bytes are free. Raises: NoRoom."""
         why = why_no_room(num_bytes, free_memory()) if num_bytes else ""
         if why:
             raise NoRoom(f"there is no memory for a second copy of the state: {why}")
 
     def _tell(self, callback: Callable[[App], object], *, is_use: bool = True) -> None:
-        """Have the loop call it with the app; without is_use only if there is an app by then."""
+        """Run a callback with the app on the loop. Without is_use it runs only if there is an app by then."""
         if self._parent_pid:
-            return  # the loop is the parent's
+            return  # the loop belongs to the parent
         try:
             self._loop.call_soon_threadsafe(self._told, callback, is_use)
         except RuntimeError:
-            # The loop is closed: nobody is left who could be told.
+            # The loop is closed, so no receiver of the callback is left.
             if not self._closed and self._failure is None:
                 raise
 
@@ -446,13 +454,13 @@ class StateServer:
                 relay.abandon()
 
     async def _until_needed(self) -> None:
-        """Wait for a reader, something to tell, or `close`."""
+        """Wait for a reader, a callback, or `close`."""
         self._loop.add_reader(self._listener.fileno(), self._needed.set)
         await self._needed.wait()
         self._loop.remove_reader(self._listener.fileno())
 
     def _import(self) -> type[App] | None:
-        """Import the web server, however often that takes. Returns: None: closed meanwhile."""
+        """Import the web server, with retries. Returns: the app's class, or None if the server was closed."""
         said_s = -_SAY_EVERY_S
         while not self._closed:
             self._is_importing = True
@@ -472,7 +480,8 @@ class StateServer:
                 return None if self._closed else App
             finally:
                 self._is_importing = False
-            # What was offered stands on the shelf, where readers will find it; this would only keep its memory.
+            # The offered states are on the shelf, where readers will find them. These callbacks would only keep their
+            # memory.
             self._untold.clear()
             self._loop.run_until_complete(asyncio.sleep(_IMPORT_AGAIN_S))
         return None
@@ -488,7 +497,7 @@ class StateServer:
             send_bytes_per_s=self._send_bytes_per_s,
             tls=self._tls,
         )
-        self._loop.call_soon(self._begin, app)  # after all that is on its way to be told
+        self._loop.call_soon(self._begin, app)  # after all pending callbacks
         self._loop.run_until_complete(app.serve())
 
     def _begin(self, app: App) -> None:

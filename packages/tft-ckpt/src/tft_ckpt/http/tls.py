@@ -1,10 +1,10 @@
-"""Connections that nobody reads or forges: certificates, and who must show one.
+"""TLS for all connections, against eavesdropping and forgery.
 
-One certificate authority a job is enough: every process trusts it and shows a certificate of its own, which names the
-address that the process gives to others. With `check_client` a server also demands one of its readers, so that the
-certificates alone say who belongs to the job.
+One certificate authority for each job is enough. Every process trusts it, and has its own certificate for its
+advertised address. With `check_client` a server also requires a certificate of its readers. Then the certificates alone
+decide the membership in the job.
 
-Law of this file: files of certificates, and the standard library's contexts made of them; no sockets.
+Law of this file: certificate files, and the standard library's contexts made of them; no sockets.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": 
 @final
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """How to secure both sides of every connection; TLS 1.2 at least.
+    """The TLS settings of both sides of every connection; at least TLS 1.2.
 
     Fields:
-        certificate: path of a PEM file: this process's certificate, and those between it and the authority.
+        certificate: path of a PEM file: this process's certificate and the intermediate ones.
         key: path of a PEM file: the certificate's private key, without a password.
-        authority: path of a PEM file: the authorities that are trusted, and no others are.
-        check_client: a server demands of its readers a certificate of the authority as well.
-    Raises: WrongSetting: a file is missing, can't be read, or does not fit the others.
+        authority: path of a PEM file: the only trusted authorities.
+        check_client: whether a server also requires a certificate of the authority from its readers.
+
+    Raises: WrongSetting: a file is missing, unreadable, or does not fit the others.
     """
 
     certificate: str
@@ -52,11 +53,12 @@ class TLS:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> TLS | None:
-        """What the environment asks for, or None if it names no certificate.
+        """Return the settings of the environment, or None if it names no certificate.
 
         Args:
-            environment: TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA are paths, all three or none of them;
+            environment: TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA are paths, all three or none of them.
                 TFT_TLS_CLIENT_AUTH is 1 or 0 (the default). None is the process's own environment.
+
         Raises: WrongSetting.
         """
         found = os.environ if environment is None else environment
@@ -74,19 +76,21 @@ class TLS:
         return cls(certificate, key, authority, check_client=check_client)
 
     def server_context(self) -> ssl.SSLContext:
-        """For the side that serves, made of the files as they are now. Raises: WrongSetting."""
+        """Return a context for the serving side, from the present files. Raises: WrongSetting."""
         context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         context.verify_mode = ssl.CERT_REQUIRED if self.check_client else ssl.CERT_NONE
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For the side that asks, made of the files as they are now; checks the server's name. Raises: WrongSetting."""
+        """Return a context for the requesting side, from the present files. It checks the server's name. Raises:
+        WrongSetting.
+        """
         return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            # An empty password: else a key that has one would be asked for on the terminal.
+            # An empty password. Otherwise Python would ask for the password of an encrypted key on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError) as error:
             raise WrongSetting(

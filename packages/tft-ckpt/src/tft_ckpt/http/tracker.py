@@ -1,9 +1,8 @@
-"""Who else is fetching a state, so that newcomers can give each other what they have.
+"""The peers that fetch a state at the same time, so that they can give each other their chunks.
 
-A receiver that relays says where it can be reached whenever it asks for something. It is told of the others that did so
-lately, and then asks those as well.
+A receiver that relays sends its address with each request. It learns of other recent relays, and then asks those too.
 
-Law of this file: pure decisions about addresses and times; no I/O, no clock. Bounded, whoever asks.
+Law of this file: pure decisions about addresses and times; no I/O, no clock. The number of records is bounded.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _RELAYS_MAX = 64
 
 @final
 class Tracker:
-    """The relays of each state, those heard of last at the end."""
+    """The relays of each state, the most recent last."""
 
     def __init__(self) -> None:
         self._relays: dict[StateKey, dict[str, float]] = {}
 
     def heard(self, key: StateKey, url: str, now_s: float) -> None:
-        """A receiver of that state named its own address; with too many, the one longest unheard of is forgotten."""
+        """Record the address of a receiver of that state. Above the maximum, the least recent one is forgotten."""
         relays = self._relays.setdefault(key, {})
         relays.pop(url, None)
         relays[url] = now_s
@@ -36,7 +35,7 @@ class Tracker:
             del relays[next(iter(relays))]
 
     def fellows(self, key: StateKey, asker: str | None, now_s: float) -> list[str]:
-        """The others that fetch that state, those heard of last first, and never the asker."""
+        """Return the other receivers of that state, the most recent first, without the asking one."""
         relays = self._relays.get(key, {})
         for url in [url for url, heard_s in relays.items() if now_s - heard_s > _FORGOTTEN_AFTER_S]:
             del relays[url]

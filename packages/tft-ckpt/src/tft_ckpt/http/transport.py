@@ -1,7 +1,7 @@
-"""Live state over HTTP.
+"""Live state transfer over HTTP.
 
-Every process that trains has one of these: it serves the state that its trainer last offered, and fetches one when it
-is the trainer that needs it. While it fetches one, it serves what it has of it to others that fetch the same.
+Every training process has one transport. It serves the state that its trainer last offered, and fetches a state when
+its trainer needs one. While it fetches a state, it serves the finished chunks to peers that fetch the same state.
 
 Law of this file: puts the server and the client together, and checks the settings; no protocol.
 """
@@ -50,7 +50,7 @@ _CONNECTIONS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What a transport was asked to be; complains at construction."""
+    """The settings of a transport, checked at construction."""
 
     timeout_s: float
     num_chunks: int
@@ -74,34 +74,35 @@ class _Settings:
 
 @final
 class HTTPTransport(CheckpointTransport[T]):
-    """Serves and fetches states over HTTP, from construction to `shutdown`.
+    """A transport that serves and fetches states over HTTP, from construction to `shutdown`.
 
-    Without a token whoever reaches the port can read the weights, so it listens at loopback only then.
+    Without a token, any host that can connect could read the weights. So the transport then listens on loopback only.
 
     Args:
-        timeout: how long the other side of a connection may say or take nothing before it is taken for dead.
-        num_chunks: connections to each source at the same time when receiving; with 0 or 1, a single source is read on
+        timeout: how long the other side of a connection may be silent, or take no data, before it counts as dead.
+        num_chunks: connections to each source at the same time when receiving. With 0 or 1, a single source is read on
             the calling thread.
-        bind: host name or address of the interface to listen on; None is all of them, IPv6 included, or loopback where
-            nobody has to prove who they are.
-        interface: name of the network interface to listen on and to be reached over, in place of bind.
-        port: to listen on; 0 takes a free one.
-        advertise_addr: how others reach this process: host, host:port or [ipv6]:port; None finds out.
-        token: the job's secret, presented and demanded on every request.
-        chunk_bytes: length of a checked chunk of what this process sends, 4 KiB to 1 GiB; sources of one state that
-            differ in it take turns in place of helping each other.
-        reuse_buffers: receive into the same memory every time. It saves the price of fresh memory, and the tensors of
-            one receive are overwritten by the next: load them, and let go of them, before.
+        bind: host name or address of the interface to listen on. None means all interfaces, including IPv6, or loopback
+            if readers need not prove their membership.
+        interface: name of the network interface to listen on and to advertise, in place of bind.
+        port: the port to listen on; 0 takes a free one.
+        advertise_addr: this process's address for others: host, host:port or [ipv6]:port; None determines it.
+        token: the job's secret, sent and required with every request.
+        chunk_bytes: length of a checked chunk when this process sends, 4 KiB to 1 GiB. Sources of one state with
+            different lengths take turns and do not help each other.
+        reuse_buffers: whether to receive into the same memory every time. This saves the cost of fresh memory, but the
+            next receive overwrites the tensors of the previous one. Load and release them first.
         limits: the largest state that is sent or received.
-        send_bytes_per_s: to all readers together at most; None is no limit.
-        receive_bytes_per_s: of all receives together at most; None is no limit.
-        keep_buffers: keep the memory of a state that nobody needs any more for the next one, which then costs the
-            trainer least; else give it back to the system.
-        tls: secures every connection; all transports of a job have it or none.
-        import_later: import the web server when a reader comes, a state is offered or `prepare_to_send` hints at it,
-            not at once: it takes a tenth of a second of a core, for which a trainer that starts has other use. The
-            first reader waits so long if nobody hints in time.
-        insecure: serve everybody without a token, or a certificate that `tls` checks.
+        send_bytes_per_s: the rate limit for all readers together; None for no limit.
+        receive_bytes_per_s: the rate limit for all receives together; None for no limit.
+        keep_buffers: whether to keep the memory of an unused state for the next one, which then costs the trainer
+            least. Otherwise the memory is returned to the system.
+        tls: secures every connection. All transports of a job must use it, or none.
+        import_later: whether to import the web server only when a reader connects, a state is offered or
+            `prepare_to_send` is called. The import takes a tenth of a second of a core, which a starting trainer needs.
+            Without an early call the first reader waits that long.
+        insecure: whether to serve all hosts without a token, or a certificate that `tls` checks.
+
     Raises: WrongSetting.
     """
 
@@ -144,7 +145,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._closed = False
         self._last_receive: ReceiveReport | None = None
         self._record = SourceRecord()
-        self._parent_pid = 0  # in a forked child: whose transport this is a copy of
+        self._parent_pid = 0  # in a forked child: the process that owns the original of this transport
         let_go_in_child(self)
         is_open = token is None and not (tls is not None and tls.check_client)
         listener = listen(
@@ -188,35 +189,36 @@ class HTTPTransport(CheckpointTransport[T]):
         self.shutdown()
 
     def metadata(self) -> str:
-        """This process's URL, for example ``http://host:41234`` or ``https://[fd00::2]:41234``."""
+        """Return this process's URL, for example ``http://host:41234`` or ``https://[fd00::2]:41234``."""
         return self._url
 
     def address(self) -> str:
-        """The same as metadata."""
+        """Return the same as `metadata`."""
         return self._url
 
     @property
     def last_receive(self) -> ReceiveReport | None:
-        """What the last successful receive came to; None before the first."""
+        """Return the report of the last successful receive, or None before the first."""
         return self._last_receive
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta, *, key: StateKey | None = None
     ) -> None:
-        """Copy the state, put the copy up in place of the one before, and return.
+        """Copy the state, publish the copy in place of the previous one, and return.
 
-        Where memory is too short for a copy (the least of the machine's and the cgroups' free memory is looked at),
-        the state is served from its own tensors, and this returns when those of dst_ranks have it; a warning says so.
+        If memory is too short for a copy, the transport logs a warning and serves the live tensors. The call then
+        returns when the ranks of dst_ranks have the state. The check uses the least of the machine's and the cgroups'
+        free memory.
 
-        The state before stays available, to new readers too, until the last connection that reads it has ended; after
-        that it is refused. With dst_ranks empty, checksums are computed when the first reader asks, else at once, in
-        both cases on the server's thread.
+        The previous state stays available, to new readers too, until the last connection that reads it has ended. After
+        that it is refused. With dst_ranks empty, the checksums are computed at the first request, otherwise at once. In
+        both cases the server's thread computes them.
 
-        Raises: see `CheckpointTransport.send_checkpoint`; StateUnavailable if there is no memory for the
-            copy and dst_ranks is empty.
+        Raises: see `CheckpointTransport.send_checkpoint`. StateUnavailable: there is no memory for the copy and
+            dst_ranks is empty.
         """
         key = key_of(key, step)
-        # A copy can't be broken off, so the deadline is looked at when it is done: late, it is not put up.
+        # A copy can't be interrupted, so the deadline is checked afterwards. A late copy is not published.
         stop = StopSignal(positive_seconds(timeout), None)
         try:
             self._server.offer(state_dict, key=key, expected=len(dst_ranks), check=stop.check)
@@ -228,12 +230,14 @@ class HTTPTransport(CheckpointTransport[T]):
             stop.close()
 
     def check_state(self, state_dict: T) -> None:
-        """See `CheckpointTransport.check_state`."""
+        """Check that a state can be transferred; see `CheckpointTransport.check_state`."""
         check_state(state_dict, chunk_bytes=self._settings.chunk_bytes, limits=self._limits)
 
     def stage_checkpoint(self, state_dict: T, timeout: timedelta) -> StagedCheckpoint:
-        """Copy the state, into the memory of the one on offer if nobody reads that; see
-        `CheckpointTransport.stage_checkpoint`."""
+        """Copy the state; see `CheckpointTransport.stage_checkpoint`.
+
+        The copy reuses the memory of the published state if that has no reader.
+        """
         stop = StopSignal(positive_seconds(timeout), None)
         try:
             return _Staged(self._server, self._server.stage(state_dict, check=stop.check))
@@ -243,7 +247,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def refuse_checkpoint(
         self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
     ) -> None:
-        """Answer all those that ask for the state with that sentence; see `CheckpointTransport.refuse_checkpoint`."""
+        """Answer all requests for the state with that sentence; see `CheckpointTransport.refuse_checkpoint`."""
         self._server.refuse(key_of(key, step), sentence)
 
     def recv_checkpoint(
@@ -261,11 +265,11 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> T:
         """Fetch a state, from all sources at once; see `CheckpointTransport.recv_checkpoint`.
 
-        Other receivers of the same state give what they have, and are given what is here. A transfer that used but a
-        small part of its link is warned about in the log.
+        Peers that receive the same state exchange their chunks. A transfer that used only a small part of its link
+        causes a warning in the log.
 
-        Returns: the state. Without into, its tensors are on the CPU and can be written to; what was shared is shared,
-            and what was strided is strided; with reuse_buffers they are good until the next call.
+        Returns: the state. Without `into`, its tensors are on the CPU and writable. Shared memory stays shared, and
+            strides stay the same. With reuse_buffers the tensors are valid until the next call.
         """
         key = key_of(key, step)
         _check_sources(metadata, sources)
@@ -325,14 +329,18 @@ class HTTPTransport(CheckpointTransport[T]):
                 _log.warning("%s", sentence)
 
     def poor_sources(self) -> dict[str, str]:
-        """See `CheckpointTransport.poor_sources`; a failure is remembered for ten minutes, or until the source gives a
-        state again."""
+        """Return the sources that failed; see `CheckpointTransport.poor_sources`.
+
+        A failure is kept for ten minutes, or until the source gives a state again.
+        """
         with self._lock:
             return self._record.failures(time.monotonic())
 
     def prepare_to_send(self, num_bytes: int = 0) -> None:
-        """Have memory for a state that large, and the web server, ready in the background; see
-        `CheckpointTransport.prepare_to_send`."""
+        """Prepare memory for a state of that size, and the web server; see `CheckpointTransport.prepare_to_send`.
+
+        The preparation runs in the background.
+        """
         self._server.get_ready()
         if num_bytes == 0 and self._last_receive is not None:
             num_bytes = self._last_receive.state_bytes
@@ -340,14 +348,14 @@ class HTTPTransport(CheckpointTransport[T]):
             self._server.prepare(num_bytes)
 
     def disallow_checkpoint(self) -> None:
-        """Return at once: what is served is a copy."""
+        """Return at once, because the served state is a copy."""
 
     def abort(self) -> None:
         """End running receives at once with Closed, from any thread."""
         self._stop_receives("the transfer was aborted on this side")
 
     def shutdown(self, wait: bool = True) -> None:
-        """Close the port and all connections, end the thread and running receives; again does nothing."""
+        """Close the port and all connections, and end the thread and running receives. A second call does nothing."""
         with self._lock:
             self._closed = True
         self._stop_receives("the transport was shut down")
@@ -357,7 +365,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 self._kept.clear()
 
     def forked(self) -> Inheritance:
-        """In a child: closed, and no receive of the parent's is ended."""
+        """Close the transport in a forked child, without ending a receive of the parent."""
         self._parent_pid = os.getppid()
         self._lock = threading.Lock()
         self._closed = True
@@ -402,7 +410,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
 @final
 class _Staged(StagedCheckpoint):
-    """A snapshot of a server's that is not up yet."""
+    """A snapshot of a server that is not published yet."""
 
     def __init__(self, server: StateServer, snapshot: Snapshot) -> None:
         self._server = server
@@ -417,11 +425,11 @@ class _Staged(StagedCheckpoint):
 
 @final
 class _Place:
-    """Where one receive puts its state: in the tensors that it was given, or in a buffer.
+    """The memory that receives a state: the given tensors, or a buffer.
 
     Args:
         into: a state with tensors, or None.
-        take, give: take a buffer of a length, and give one back that may be used for another receive.
+        take, give: take a buffer of a length, and return a buffer for reuse by another receive.
     """
 
     def __init__(self, into: object | None, take: Callable[[int], Buffer], give: Callable[[Buffer], None]) -> None:
@@ -431,7 +439,7 @@ class _Place:
         self._buffer: Buffer | None = None
 
     def target(self, layout: Layout) -> Target:
-        """For the next run. The buffer of the one before is used again if it fits, with what is in it."""
+        """Return a target for the next payload. It reuses the previous buffer, with its content, if that fits."""
         if self._into is not None:
             return Target.into(layout, self._into, Buffer)
         if self._buffer is None or not self._buffer.fits(layout.data_bytes):
@@ -440,7 +448,7 @@ class _Place:
         return Target.fresh(layout, self._buffer)
 
     def done(self) -> None:
-        """The receive is over."""
+        """Finish the receive, and return the buffer for reuse."""
         if self._buffer is not None:
             self._give(self._buffer)
 
@@ -448,7 +456,7 @@ class _Place:
 def _check_sources(metadata: str, sources: Sequence[str]) -> None:
     if not isinstance(metadata, str):
         raise WrongSetting(f"metadata is {metadata!r}; give what metadata() of the source returned")
-    # One string would be taken for a list of its letters.
+    # A single string would look like a list of its letters.
     is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
     if not is_list or not all(isinstance(each, str) for each in sources):
         raise WrongSetting(f"sources is {sources!r}; give a list of what metadata() of each source returned")

@@ -1,11 +1,11 @@
-"""Several connections at once.
+"""The reading of one payload over several connections at once.
 
-Each has a thread, which takes chunks from the plan, fetches them, and takes more. The calling thread watches: it starts
-connections to those that may be asked, ends those that hold up others, tells the progress, and leaves when all is here
-or when nobody is left who could go on.
+Each connection has a thread, which repeatedly claims chunks from the plan and fetches them. The calling thread
+supervises. It starts connections to the due sources, ends those that delay others, and reports the progress. It returns
+when the payload is complete or no connection can continue.
 
-Law of this file: threads and their end. Who is asked for what, and what a fault means, is decided in `plan` and
-`chunks`; every thread takes the lock for that.
+Law of this file: threads and their end. `plan` and `chunks` choose the sources and the chunks, and judge faults; every
+thread takes the lock for that.
 """
 
 from __future__ import annotations
@@ -40,36 +40,36 @@ SOURCES_MAX: Final = 8
 FELLOWS_MAX: Final = 8
 """Fellows asked at the same time."""
 _LOOK_S: Final = 0.1
-# How often a source of the whole is asked who else fetches the state.
+# The interval at which a complete source is asked for peers.
 _ASK_FELLOWS_S: Final = 0.25
-# A question for chunks is kept open for so long; and after its answer there is a pause, or every chunk of every fellow
-# would be a question of its own.
+# How long a request for chunks is kept open. A pause follows its answer. Otherwise every chunk of every peer would
+# cause a request.
 _WAIT_CHUNKS_S: Final = 1.0
 _BETWEEN_CHUNKS_S: Final = 0.15
-# A fellow that says nothing for so long is of no use, whatever a source may be allowed.
+# A peer that is silent for this long is unusable, even if a source may be silent for longer.
 _FELLOW_SILENCE_S: Final = 5.0
 
 
 class Relay(Protocol):
-    """What serves others from a target that is still being filled."""
+    """A server of a target that is still being filled."""
 
     def have(self, chunk: int) -> None:
-        """The chunk is here and checked, and does not change until `end`."""
+        """Mark a chunk as received, checked and unchanging until `end`."""
 
     def end(self) -> None:
-        """Return when nobody looks into the target any more; again does nothing."""
+        """Wait until no reader uses the target any more. A second call does nothing."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What came of a receive so far; the owner locks.
+    """The results of a receive so far. The owner locks.
 
     Fields:
-        fetched_bytes: of the run, repeated and damaged ones included.
-        has_written: something may have been written to a target.
+        fetched_bytes: payload bytes, including repeated and damaged ones.
+        has_written: whether a target may have been written to.
         good_bytes: by source.
         faults: sentences about sources that failed.
-        addresses: of a connection over which data came, (this side's, the other side's).
+        addresses: of a connection with data, (this side's, the other side's).
     """
 
     fetched_bytes: int = 0
@@ -79,7 +79,7 @@ class Tally:
     addresses: tuple[str, str] | None = None
 
     def add(self, reader: Reader, *, is_source: bool) -> None:
-        """A connection has ended; only those to sources are named by their addresses."""
+        """Add an ended connection. Only connections to sources count for the addresses."""
         self.fetched_bytes += reader.read_bytes
         self.has_written |= reader.has_written
         if reader.read_bytes and is_source:
@@ -88,7 +88,7 @@ class Tally:
 
 @dataclass(slots=True)
 class _Hand:
-    """A thread and how to end it."""
+    """A thread and its stop signal."""
 
     source: str
     thread: threading.Thread
@@ -97,20 +97,20 @@ class _Hand:
 
 @final
 class Crew:
-    """The connections of one receive under one manifest, used once.
+    """The connections of one receive under one manifest, for one use.
 
     Args:
-        manifest: in force.
-        lead: whose it is.
-        lead_is_partial: it is a fellow itself, and has only parts.
-        target: where the run is received into.
-        plan, chunks, tally: of the receive; not touched by others until `run` returns.
+        manifest: the present manifest.
+        lead: the manifest's source.
+        lead_is_partial: whether that source is a peer with only parts of the payload.
+        target: the memory that receives the payload.
+        plan, chunks, tally: of the receive. No other code changes them until `run` returns.
         terms: of the receive.
-        relay: is told of every good chunk, or None.
-        stop: ends it all.
-        num_connections: to each source, at least 1; each fellow gets one.
-        silence_s: how long a source may be silent; called under the lock.
-        progress: called on the calling thread when more is here.
+        relay: receives every good chunk, or None.
+        stop: ends the whole receive.
+        num_connections: to each source, at least 1. Each peer gets one.
+        silence_s: returns how long a source may be silent; called under the lock.
+        progress: called on the calling thread after new data.
     """
 
     def __init__(
@@ -154,7 +154,9 @@ class Crew:
         os.set_blocking(self._rope, False)
 
     def run(self) -> None:
-        """Fetch until all is here, or nobody at work is left. Raises: what stop, progress, or a bug of ours raised."""
+        """Fetch until the payload is complete, or no connection is left. Raises: errors of `stop`, `progress`, or
+        internal ones.
+        """
         told_bytes = -1
         try:
             while True:
@@ -196,7 +198,7 @@ class Crew:
         with self._changed:
             sources = self._plan.due(now_s)
             fellows = self._plan.due_fellows(now_s)
-        # The lead first: its data fit its manifest.
+        # The primary first, because its data fits its manifest.
         sources.sort(key=lambda source: source != self._lead)
         room = SOURCES_MAX - sum(self._plan.is_source(source) for source in at_work)
         for source in sources:
@@ -217,7 +219,7 @@ class Crew:
             worker = self._chunks.join(source, now_s, has_all=leads, is_fellow=is_fellow)
             most_s = self._silence_s()
             silence_s = min(most_s, _FELLOW_SILENCE_S) if is_fellow else self._plan.silence_s(source, most_s)
-        # A signal of its own, so that one connection can be ended alone; the deadline of all is watched from here.
+        # Each connection has its own stop signal, so that it can be ended alone. The overall deadline is watched here.
         stop = StopSignal(self._stop.remaining_s() + 60.0, None)
         thread = threading.Thread(
             target=self._work,
@@ -261,7 +263,7 @@ class Crew:
         try:
             os.write(self._rope, b"x")
         except BlockingIOError:
-            # It has been rung often enough.
+            # The pipe is full, so the calling thread will wake.
             return
 
     def _work(self, worker: int, source: str, stop: StopSignal, silence_s: float) -> None:
@@ -281,7 +283,7 @@ class Crew:
                     self._tally.add(reader, is_source=self._plan.is_source(source))
                 reader.close()
         except BaseException as error:
-            # Sorted out under the lock, and raised again on the calling thread if it is nothing that a source did.
+            # The error is handled under the lock. If no source caused it, the calling thread raises it again.
             self._fault(source, error, came=came)
         finally:
             with self._changed:
@@ -325,7 +327,7 @@ class Crew:
                 self._changed.wait(seconds)
 
     def _ask_chunks(self, worker: int, source: str, reader: Reader, *, wait_s: float = 0.0) -> bool:
-        """Returns: False if the source has nothing of the state yet."""
+        """Ask the source for its chunks and peers. Returns: False if the source has nothing of the state yet."""
         with self._changed:
             num_known = self._chunks.num_known(worker)
         answer = reader.chunks(self._manifest, wait_s=wait_s, num_known=num_known)
@@ -362,7 +364,7 @@ class Crew:
             is_source, faults = self._plan.is_source(source), self._tally.faults
             match error:
                 case Closed() | DeadlinePassed():
-                    # Broken off: a fellow is not asked again, a source is if it brought something.
+                    # Ended on purpose. A peer is not asked again. A source is asked again if it gave a chunk.
                     self._plan.was_slow(source, f"{source} was broken off, because {error}")
                     if not came:
                         self._plan.slipped(source)

@@ -1,6 +1,6 @@
-"""What a transport must do, as checks that any transport can be put through, and what hurts that which passes.
+"""Public conformance checks for any transport, and tools that inject faults.
 
-Law of this folder: nothing here needs pytest, a fixed port, or time to pass; every wait is for an event, with a bound.
+Law of this folder: nothing here needs pytest, a fixed port, or elapsed time; every wait is for an event, with a bound.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What every transport must do.
+"""The conformance checks of transports.
 
-Each check makes its own transports and ends them. `check_transport(make)` runs them all; a test suite that wants one
-test for each takes them from `CHECKS`. Checks that put a proxy between the two sides concern transports whose metadata
-is an http URL, and those that hurt messages concern transports over a process group; they pass over others.
+Each check makes and ends its own transports. `check_transport(make)` runs all checks, and `CHECKS` contains each one
+for a test suite. Checks with a proxy between the two sides apply to transports whose metadata is an http URL. Checks
+that damage messages apply to transports over a process group. For other transports they do nothing.
 
-A source may return from `send_checkpoint` at once, or when the receivers have the state: so every check sends on a
-thread of its own, or with the receivers under way.
+A source may return from `send_checkpoint` at once, or when the receivers have the state. So every check sends on a
+separate thread, or while the receivers run.
 
-Law of this file: plain assertions; waits end with an event, and `BOUND` only says when to give up.
+Law of this file: plain assertions; waits end with an event, and `BOUND` is only the limit for giving up.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ Wrap: TypeAlias = Callable[[Any], Any]
 
 @final
 class Together:
-    """How to make transports that must be made together, such as those over one process group.
+    """A factory of transports that must be made together, such as transports over one process group.
 
     Args:
-        make: gives so many of them, the first with replica rank 0; `wraps` says by rank what to put in the place of a
-            process group, and is given that group.
-        mend: makes those that it is given usable again when a transfer was broken off; None: that can't be.
-        may_miss_a_death: whether a member's death may be noticed only when the transport's time-out is over. So it is
-            with torch's own Gloo, which forgets who waits for a message that had arrived in part.
+        make: makes this many transports, the first with replica rank 0. `wraps` maps a rank to a function, which gets
+            the process group and returns its replacement.
+        mend: makes the given transports usable again after an interrupted transfer; None: that is impossible.
+        may_miss_a_death: whether a member's death may be noticed only when the transport's timeout expires. That
+            applies to torch's own Gloo, which forgets a waiter for a partly received message.
     """
 
     def __init__(
@@ -90,8 +90,9 @@ def check_transport(make: Make) -> None:
     """Run every check.
 
     Args:
-        make: gives a new transport, which serves from then on; those it gives can reach each other. Or a Together.
-    Raises: AssertionError, or what the transport raised.
+        make: returns a new, serving transport; its transports can reach each other. Or a Together.
+
+    Raises: AssertionError, or the errors of the transport.
     """
     for check in CHECKS.values():
         check(make)
@@ -120,7 +121,7 @@ def _send(source: Transport, state: object, key: StateKey = KEY, dst_ranks: Sequ
 def _offering(
     source: Transport, state: object, key: StateKey = KEY, *, dst_ranks: Sequence[int] = (1,), may_fail: bool = False
 ) -> Iterator[None]:
-    """The state is offered while the block runs, and before it if the source need not wait for the receivers."""
+    """Offer a state while the block runs, and before it if the source does not wait for the receivers."""
     with _background(lambda: _send(source, state, key, dst_ranks)) as sent:
         if _is_http(source):
             sent.result(BOUND.total_seconds())
@@ -131,7 +132,7 @@ def _offering(
 
 
 def _telling(event: threading.Event) -> Callable[[], bool]:
-    """A cancelled callback that says when it is first asked, which is when the receive has begun to wait."""
+    """Return a `cancelled` callback that sets the event at its first call, when the receive has begun to wait."""
 
     def cancelled() -> bool:
         event.set()
@@ -163,7 +164,7 @@ def _background(call: Callable[[], Any]) -> Iterator[Future[Any]]:
         try:
             future.set_result(call())
         except BaseException as error:
-            # The future hands it to the check.
+            # The check gets it from the future.
             future.set_exception(error)
 
     thread = threading.Thread(target=run, name="tft-ckpt-check")
@@ -176,7 +177,7 @@ def _background(call: Callable[[], Any]) -> Iterator[Future[Any]]:
 
 
 def check_round_trip(make: Make) -> None:
-    """What arrives is what was sent, to the bit, and can be written to."""
+    """Check that a received state is bit-identical and writable."""
     state = sample_state()
     with _transports(make, 2) as (source, receiver), _offering(source, state):
         seen: list[tuple[int, int]] = []
@@ -188,7 +189,7 @@ def check_round_trip(make: Make) -> None:
 
 
 def check_in_place(make: Make) -> None:
-    """With `into`, the tensors that are there hold what arrives; of another form, it is refused and nothing written."""
+    """Check that `into` fills the existing tensors, and that another form is refused without writing."""
     state, here, other = sample_state(seed=1), sample_state(seed=2), {"bulk": torch.ones(3)}
     with _transports(make, 2) as (source, receiver):
         with _offering(source, state):
@@ -203,7 +204,7 @@ def check_in_place(make: Make) -> None:
 
 
 def check_torchft_arguments(make: Make) -> None:
-    """torchft's positional arguments and no key; empty states travel as well."""
+    """Check torchft's positional arguments without a key, and the transfer of empty states."""
     with _transports(make, 2) as (source, receiver):
         for step, state in enumerate(({}, {"a": torch.empty(0)}, {"a": 1}, [torch.zeros(3)])):
             with _background(partial(source.send_checkpoint, [1], step, state, BOUND)) as sent:
@@ -215,7 +216,7 @@ def check_torchft_arguments(make: Make) -> None:
 
 
 def check_the_copy_is_of_its_moment(make: Make) -> None:
-    """After disallow_checkpoint the trainer may write to its tensors."""
+    """Check that the trainer may write to its tensors after disallow_checkpoint."""
     weight = torch.ones(1000)
 
     def send() -> None:
@@ -232,7 +233,7 @@ def check_the_copy_is_of_its_moment(make: Make) -> None:
 
 
 def check_another_state_is_refused(make: Make) -> None:
-    """A state with another step, quorum, nonce or lineage never arrives in place of the one asked for."""
+    """Check that a state with another step, quorum, nonce or lineage never arrives in place of the requested one."""
     others = [
         StateKey(quorum_id=KEY.quorum_id, nonce=KEY.nonce, step=KEY.step - 1, lineage=KEY.lineage),
         StateKey(quorum_id=KEY.quorum_id - 1, nonce=KEY.nonce, step=KEY.step, lineage=KEY.lineage),
@@ -251,7 +252,7 @@ def check_another_state_is_refused(make: Make) -> None:
 
 
 def check_waiting_for_the_source(make: Make) -> None:
-    """Who asks before the source has taken its snapshot waits, and gets it."""
+    """Check that a receiver that asks before the source's snapshot waits and gets the state."""
     with _transports(make, 2) as (source, receiver):
         waits = threading.Event()
         with _background(lambda: _recv(receiver, source.metadata(), NEXT_KEY, cancelled=_telling(waits))) as got:
@@ -262,7 +263,7 @@ def check_waiting_for_the_source(make: Make) -> None:
 
 
 def check_the_deadline(make: Make) -> None:
-    """What never comes ends with DeadlinePassed, which is a TimeoutError."""
+    """Check that a receive without a state ends with DeadlinePassed, which is a TimeoutError."""
     with _transports(make, 2) as (source, receiver):
         error = _fails(DeadlinePassed, lambda: _recv(receiver, source.metadata(), timeout=SHORT))
         assert error.timeout_s <= SHORT.total_seconds()
@@ -270,7 +271,9 @@ def check_the_deadline(make: Make) -> None:
 
 
 def check_a_failed_snapshot_is_told(make: Make) -> None:
-    """A state that can't travel is refused with its path, and who waits for it is told at once."""
+    """Check that a state that can't be transferred is refused with its path, and that waiting receivers learn it
+    at once.
+    """
     with _transports(make, 2) as (source, receiver):
         waits = threading.Event()
         with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
@@ -284,8 +287,10 @@ def check_a_failed_snapshot_is_told(make: Make) -> None:
 
 
 def check_a_refusal_after_a_failed_send(make: Make) -> None:
-    """A send that failed may be followed by a refusal of the same state, which waits for nobody who was told already;
-    concerns transports that can tell."""
+    """Check that a refusal may follow a failed send of the same state, without a wait for informed receivers.
+
+    This applies to transports that can refuse.
+    """
     with _transports(make, 2) as (source, receiver):
         if type(source).refuse_checkpoint is CheckpointTransport.refuse_checkpoint:
             return
@@ -296,7 +301,7 @@ def check_a_refusal_after_a_failed_send(make: Make) -> None:
             told = _fails(StateUnavailable, lambda: got.result(BOUND.total_seconds()))
             assert "['a']" in str(told), str(told)
         with _background(lambda: _refuse_again(source)) as refused:
-            refused.result(BOUND.total_seconds() / 6)  # it waits for no receiver that was told
+            refused.result(BOUND.total_seconds() / 6)  # no wait for informed receivers
         with _offering(source, {"a": 1}, NEXT_KEY):
             assert _recv(receiver, source.metadata(), NEXT_KEY) == {"a": 1}
 
@@ -306,7 +311,7 @@ def _refuse_again(source: Transport) -> None:
 
 
 def check_a_state_is_looked_at(make: Make) -> None:
-    """`check_state` refuses what can't travel, with its path; concerns transports that can tell."""
+    """Check that `check_state` refuses an unsupported state with its path. Applies to transports that implement it."""
     with _transports(make, 1) as (source,):
         if type(source).check_state is not CheckpointTransport.check_state:
             error = _fails(StateUnsupported, lambda: source.check_state({"a": {"b": object()}}))
@@ -315,7 +320,7 @@ def check_a_state_is_looked_at(make: Make) -> None:
 
 
 def check_a_refusal_is_told(make: Make) -> None:
-    """Who waits for a state that is refused is told why at once; concerns transports that can tell."""
+    """Check that receivers of a refused state learn the reason at once. Applies to transports that can refuse."""
     with _transports(make, 2) as (source, receiver):
         if type(source).refuse_checkpoint is CheckpointTransport.refuse_checkpoint:
             return
@@ -330,7 +335,7 @@ def check_a_refusal_is_told(make: Make) -> None:
 
 
 def check_abort(make: Make) -> None:
-    """abort from another thread ends a running receive, and no later one."""
+    """Check that abort from another thread ends a running receive, and no later one."""
     with _transports(make, 2) as (source, receiver):
         waits = threading.Event()
         with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
@@ -346,14 +351,14 @@ def check_abort(make: Make) -> None:
 
 
 def check_cancelled(make: Make) -> None:
-    """The caller's own word ends a receive."""
+    """Check that the caller's `cancelled` ends a receive."""
     with _transports(make, 2) as (source, receiver):
         answers = itertools.chain([False], itertools.repeat(True))
         _fails(Closed, lambda: _recv(receiver, source.metadata(), cancelled=lambda: next(answers)))
 
 
 def check_shutdown(make: Make) -> None:
-    """shutdown ends receives, closes the port, and leaves no thread; what is called afterwards says so."""
+    """Check that shutdown ends receives, closes the port, and leaves no thread. Later calls raise Closed."""
     before = set(threading.enumerate())
     with _transports(make, 2) as (source, receiver):
         with _offering(source, {"a": 1}):
@@ -367,7 +372,7 @@ def check_shutdown(make: Make) -> None:
         source.shutdown()
         source.shutdown()
         left = {thread.name for thread in set(threading.enumerate()) - before}
-        if isinstance(make, Together):  # the group has threads of its own, and lives on
+        if isinstance(make, Together):  # the group has its own threads, and continues to run
             left = {name for name in left if name.startswith("tft-ckpt")}
         assert not left, f"threads are left: {left}"
         _fails(Closed, lambda: _send(source, {"a": 1}))
@@ -379,7 +384,7 @@ def check_shutdown(make: Make) -> None:
 
 
 def check_several_readers(make: Make) -> None:
-    """Twenty receivers at once each get the whole."""
+    """Check that twenty concurrent receivers each get the whole state."""
     state = sample_state(num_bytes=4 << 20)
     with _transports(make, 1 + READERS) as (source, *receivers):
         results: list[Future[Any]] = []
@@ -388,7 +393,7 @@ def check_several_readers(make: Make) -> None:
             try:
                 result.set_result(_recv(receiver, source.metadata()))
             except BaseException as error:
-                # The future hands it to the check.
+                # The check gets it from the future.
                 result.set_exception(error)
 
         threads = []
@@ -403,7 +408,7 @@ def check_several_readers(make: Make) -> None:
 
 
 def check_no_memory(make: Make) -> None:
-    """A receiver that gets no memory says so, and gets the state when there is some."""
+    """Check that a receiver without memory reports that, and gets the state once there is memory."""
     state = {"bulk": torch.zeros(LARGE_BYTES, dtype=torch.uint8)}
     with _transports(make, 2) as (source, receiver):
         with _offering(source, state, may_fail=True), _little_memory(LARGE_BYTES // 2):
@@ -415,7 +420,7 @@ def check_no_memory(make: Make) -> None:
 
 @contextmanager
 def _little_memory(num_bytes: int) -> Iterator[None]:
-    """This process gets no more than so much address space beyond what it has."""
+    """Limit this process to this much more address space than it uses now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, hard))
@@ -426,7 +431,7 @@ def _little_memory(num_bytes: int) -> Iterator[None]:
 
 
 def check_damage_is_mended(make: Make) -> None:
-    """A chunk or manifest that is damaged once is fetched again."""
+    """Check that a chunk or manifest that is damaged once is fetched again."""
     state = sample_state(num_bytes=10 << 20)
     for on in ("manifest", "data"):
         with _transports(make, 2) as (source, receiver):
@@ -438,7 +443,7 @@ def check_damage_is_mended(make: Make) -> None:
 
 
 def check_no_damaged_byte_passes(make: Make) -> None:
-    """Whatever byte of an answer is damaged, its head included, what arrives is the state, or an error."""
+    """Check that damage to any byte of an answer, including its head, gives the correct state or an error."""
     state = sample_state(num_bytes=2 << 20)
     head, body = b"HTTP/1.", b"\r\n\r\n"
     places = {
@@ -459,7 +464,8 @@ def check_no_damaged_byte_passes(make: Make) -> None:
                     return
                 fault = Fault(on, "flip", at=at, after=after, mask=0x01, times=1)
                 with FaultyProxy(source.metadata(), fault) as proxy, _offering(source, state):
-                    # Another status says something else, and a length that is too long is waited for.
+                    # Another status has another meaning, and the receiver waits for the rest of a length that is too
+                    # long.
                     may_fail = (CheckpointError,) if what in ("status", "length") else ()
                     with suppress(*may_fail):
                         got = _recv(receiver, proxy.url, timeout=3 * SHORT if what == "length" else BOUND)
@@ -467,7 +473,7 @@ def check_no_damaged_byte_passes(make: Make) -> None:
 
 
 def check_no_damaged_message_passes(make: Make) -> None:
-    """Whatever byte of a message over a process group is damaged, both sides have an error."""
+    """Check that damage to any byte of a message over a process group gives an error on both sides."""
     state = sample_state(num_bytes=4 << 20)
     offer = {"magic": 1, "version": 8, "kind": 12, "quorum": 16, "step": 32, "lineage": 40, "length": 48, "sum": 56}
     manifest = {"magic": 1, "version": 8, "length": 12, "checksum": 20, "body": 40, "a chunk's checksum": -10}
@@ -485,12 +491,13 @@ def check_no_damaged_message_passes(make: Make) -> None:
                 return
             with _background(lambda: _send(source, state)) as sent:
                 if rank == 0:
-                    # A version that is not ours may be an honest one, until its checksum says otherwise.
+                    # A different version may be honest until its checksum shows damage.
                     error = _fails(StateCorrupt, lambda: _recv(receiver, source.metadata()))
                     assert error.source, str(error)
                     _fails(CheckpointError, lambda: sent.result(BOUND.total_seconds()))
                 else:
-                    # The receiver's last word comes when it has all: then the source alone does not know.
+                    # The receiver sends its last answer when it has the whole state. Then only the source sees an
+                    # error.
                     with suppress(CheckpointError):
                         assert_same_state(_recv(receiver, source.metadata()), state)
                     _fails(StateCorrupt, lambda: sent.result(BOUND.total_seconds()))
@@ -498,7 +505,7 @@ def check_no_damaged_message_passes(make: Make) -> None:
 
 
 def check_a_source_of_a_group_is_killed(make: Make) -> None:
-    """When the source dies on the way, the receiver has an error, and not what came of the state."""
+    """Check that the receiver raises an error if the source dies during the transfer."""
     state = sample_state(num_bytes=32 << 20)
     for per_cent in (1, 50, 99):
         if not isinstance(make, Together):
@@ -512,7 +519,7 @@ def check_a_source_of_a_group_is_killed(make: Make) -> None:
 
 
 def check_a_member_of_a_group_stops(make: Make) -> None:
-    """A receiver that stops reading, or a source that falls silent, ends the other's call when its time is over."""
+    """Check that a receiver or source that stalls ends the other side's call at its deadline."""
     state = sample_state(num_bytes=32 << 20)
     for rank in (0, 1):
         if not isinstance(make, Together):
@@ -536,7 +543,9 @@ def check_a_member_of_a_group_stops(make: Make) -> None:
 
 
 def check_lasting_damage_is_named(make: Make) -> None:
-    """A source that serves nothing but damage ends in StateCorrupt with its address, or in another source's state."""
+    """Check that a source with only damaged data causes StateCorrupt with its address, or gives way to another
+    source.
+    """
     state = sample_state(num_bytes=10 << 20)
     for on in ("manifest", "data"):
         fault = Fault(on, "flip", at=1200)
@@ -553,7 +562,7 @@ def check_lasting_damage_is_named(make: Make) -> None:
 
 
 def check_a_broken_connection_is_resumed(make: Make) -> None:
-    """After a break, only what is missing is fetched."""
+    """Check that only the missing part is fetched after a lost connection."""
     state = sample_state(num_bytes=32 << 20)
     total = state["bulk"].nbytes
     with _transports(make, 2) as (source, receiver):
@@ -566,7 +575,7 @@ def check_a_broken_connection_is_resumed(make: Make) -> None:
 
 
 def check_a_killed_source(make: Make) -> None:
-    """When a source dies on the way, another one completes the state; without one, there is an error."""
+    """Check that another source completes the state if a source dies, and that there is an error without one."""
     state = sample_state(num_bytes=32 << 20)
     total = state["bulk"].nbytes
     for at in (total // 100, total // 2, total * 99 // 100):
@@ -586,7 +595,7 @@ def check_a_killed_source(make: Make) -> None:
 
 
 def check_sources_that_differ(make: Make) -> None:
-    """If the second source has other bytes under the same key, the state is one source's, never a mixture."""
+    """Check that two sources with different bytes under one key never give a mixture."""
     state, other = sample_state(seed=1, num_bytes=32 << 20), sample_state(seed=2, num_bytes=32 << 20)
     with _transports(make, 3) as (source, second, receiver):
         if not _is_http(source):
@@ -598,12 +607,12 @@ def check_sources_that_differ(make: Make) -> None:
 
 
 def check_a_stalled_reader(make: Make) -> None:
-    """A reader that stops reading holds up neither the trainer nor other readers, and gets its own state in the end."""
+    """Check that a stalled reader delays neither the trainer nor other readers, and gets its own state in the end."""
     state, other = sample_state(seed=1, num_bytes=24 << 20), sample_state(seed=2, num_bytes=24 << 20)
     with _transports(make, 3) as (source, slow, quick):
         if not _is_http(source):
             return
-        fault = Fault("data", "stall", at=1 << 20)  # each connection, for a silent one is given up for another
+        fault = Fault("data", "stall", at=1 << 20)  # for each connection, because a silent connection is replaced
         _send(source, state)
         with FaultyProxy(source.metadata(), fault) as proxy, _background(lambda: _recv(slow, proxy.url)) as got:
             try:
@@ -618,7 +627,7 @@ def check_a_stalled_reader(make: Make) -> None:
 
 
 def check_a_stalled_source(make: Make) -> None:
-    """A source that falls silent on the way ends with the deadline, naming how far it came."""
+    """Check that a source that stalls during the transfer causes DeadlinePassed."""
     with _transports(make, 2) as (source, receiver):
         if not _is_http(source):
             return

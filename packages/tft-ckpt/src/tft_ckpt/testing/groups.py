@@ -1,8 +1,8 @@
-"""Process groups for tests: one whose members all live here, and one that hurts messages where it is told.
+"""Process groups for tests: one with all members in this process, and one that injects faults into messages.
 
-The latter stands between a transport and its group, in the place of one member's network and host.
+The latter wraps the group of one transport, and simulates faults of that member's network and host.
 
-Law of this file: sends and receives of one tensor; everything else is the group's own.
+Law of this file: sends and receives of one tensor; the group does everything else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BOUND_S = 30.0
 
 
 def members_of_gloo(count: int) -> list[Any]:
-    """A Gloo group of torch's own whose members all live in this process, by rank."""
+    """Make a Gloo group of torch whose members all run in this process. Returns: the members, by rank."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch does not name it in __all__
     members: list[Any] = [None] * count
 
@@ -40,16 +40,16 @@ def members_of_gloo(count: int) -> list[Any]:
 
 @dataclass(slots=True)
 class GroupFault:
-    """One way to hurt what a member sends; a receiver's member is hurt in what it receives where the kind is stall.
+    """One fault in the messages that a member sends. The kinds kill and stall also act on messages that it receives.
 
     Fields:
         kind: flip a bit of one message; kill the member, whose connections end; stall until `release` is set.
-        message: for flip: which of the member's messages, counted from 0.
-        at: for flip: which byte of it, counted from its end if negative.
-        per_cent: for kill and stall: when that much of `of_bytes` has passed.
-        of_bytes: length of the state, about.
-        happened: set when it did.
-        release: set by the test to let go of what is stalled.
+        message: for flip: the index of the member's message, counted from 0.
+        at: for flip: the index of the byte, counted from the end if negative.
+        per_cent: for kill and stall: the part of `of_bytes` that passes first.
+        of_bytes: approximate length of the state.
+        happened: set after the fault.
+        release: set by the test to end a stall.
     """
 
     kind: Literal["flip", "kill", "stall"]
@@ -66,8 +66,8 @@ class FaultyGroup:
     """One member's view of a group, with a fault.
 
     Args:
-        group: the real one.
-        fault: strikes once.
+        group: the real group.
+        fault: occurs once.
     """
 
     def __init__(self, group: Group, fault: GroupFault) -> None:
@@ -77,7 +77,7 @@ class FaultyGroup:
         self._passed_bytes = 0
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
-        """As the group's."""
+        """Send as the group does, with the fault."""
         index, self._sent = self._sent, self._sent + 1
         self._pass(tensors, rank)
         fault = self._fault
@@ -89,7 +89,7 @@ class FaultyGroup:
         return self._group.send(tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
-        """As the group's."""
+        """Receive as the group does, with the fault."""
         self._pass(tensors, rank)
         return self._group.recv(tensors, rank, tag)
 
@@ -121,5 +121,5 @@ class _Held:
         self._tensor = tensor
 
     def wait(self, *args: Any) -> Any:
-        """As the Work's."""
+        """Wait as the Work does."""
         return self._work.wait(*args)

@@ -1,7 +1,7 @@
-"""A TCP proxy in front of one HTTP source that hurts what passes, where and how often it is told.
+"""A TCP proxy in front of one HTTP source that injects faults into its answers.
 
-Law of this file: it understands of HTTP only which path was asked for last; positions count the answers' bytes, their
-heads included. Threads and sockets end with `close`.
+Law of this file: it knows only the path of the last request of HTTP; positions count the answers' bytes, heads
+included. Threads and sockets end with `close`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _READ_BYTES = 64 << 10
 
 @dataclass(slots=True)
 class Fault:
-    """One way to hurt an answer.
+    """One fault in an answer.
 
     Fields:
         on: the path's last word, "manifest" or "data".
-        kind: flip a bit; cut this connection; kill the proxy, which refuses every connection from then on; stall until
+        kind: flip a bit; cut this connection; kill the proxy, which then refuses every connection; stall until
             `release` is called.
-        at: position in bytes; for flip and stall in each answer, where beyond 1000 it is past any head; for cut and
-            kill in all answers on that path together, whatever connection they come over.
-        after: for flip: the position counts from the end of this text, where it first comes in an answer; the text
-            comes in one piece, as all of a head does.
-        mask: for flip: the bits that are turned over.
-        times: answers to hurt; those after go through.
-        happened: set when it first did.
+        at: position in bytes. For flip and stall it counts in each answer, and any head ends before 1000. For cut and
+            kill it counts over all answers on that path, on any connection.
+        after: for flip: the position counts from the end of the first occurrence of this text in an answer. The text
+            must arrive in one piece, as a head does.
+        mask: for flip: the bits to invert.
+        times: number of answers to damage; later ones pass unchanged.
+        happened: set after the first fault.
     """
 
     on: Literal["manifest", "data"]
@@ -50,11 +50,11 @@ class Fault:
 
 @final
 class FaultyProxy:
-    """Stands in for a source until closed.
+    """A replacement of a source, until closed.
 
     Fields:
-        url: what to give receivers in place of the source's.
-        passed_bytes: of answers, in all.
+        url: the URL for receivers, in place of the source's.
+        passed_bytes: of all answers.
     """
 
     def __init__(self, target_url: str, *faults: Fault) -> None:
@@ -81,15 +81,15 @@ class FaultyProxy:
         self.close()
 
     def release(self) -> None:
-        """Let go on what a fault has stalled."""
+        """End the stall of a fault."""
         self._released.set()
 
     def kill(self) -> None:
-        """Break every connection and refuse new ones."""
+        """End every connection and refuse new ones."""
         with self._lock:
             self._dead = True
             for sock in (self._listener, *self._sockets):
-                # shutdown, not close: it wakes the thread that waits for the socket, which then closes it.
+                # shutdown and not close, because it wakes the thread that waits for the socket, which then closes it.
                 _shut(sock)
 
     def close(self) -> None:
@@ -154,13 +154,13 @@ class FaultyProxy:
                     return
 
     def _hurt(self, asked: str, position: int, data: bytearray, starts: Mapping[int, int]) -> bytearray:
-        """What to pass on of a piece of an answer; less than all of it ends the connection.
+        """Return the data to pass on of a piece of an answer. A shortened piece ends the connection.
 
         Args:
             asked: the path's last word.
             position: of the piece in the answer.
-            data: the piece; it is changed.
-            starts: from where each fault's position counts in the answer, by its index; none: not yet known.
+            data: the piece, which is changed in place.
+            starts: the start of each fault's position in the answer, by its index; missing if not yet known.
         """
         with self._lock:
             together = self._answered.get(asked, 0)
@@ -186,6 +186,6 @@ class FaultyProxy:
 
 
 def _shut(sock: socket.socket) -> None:
-    # Not connected any more is what was wanted.
+    # A socket that is no longer connected is the desired result.
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,6 @@
-"""States to send, and what it means that one arrived.
+"""Sample states, and the comparison of a received state with the original.
 
-Law of this file: two states are the same if nobody who uses them can tell them apart, to the bit; `allclose` has no
-place here.
+Law of this file: two states are the same if no user can distinguish them, to the bit; `allclose` has no place here.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from tft_ckpt.tree import tensor_subclass_of
 
 __all__ = ["assert_same_state", "sample_state"]
 
-# By size: integers of the same bits as any dtype's elements.
+# By size: integer types with the same bits as the elements of any dtype.
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def sample_state(*, seed: int = 0, num_bytes: int = 1 << 20) -> dict[Any, Any]:
-    """A state with a leaf of every kind that travels, and some bulk.
+    """Return a state with a leaf of every transferable kind, and some bulk data.
 
     Args:
-        seed: of the bulk.
-        num_bytes: of the bulk, about.
+        seed: of the bulk data.
+        num_bytes: approximate size of the bulk data.
     """
-    # Knuth's multiplier: no two chunks are alike, and it costs little.
+    # Knuth's multiplier makes all chunks different at little cost.
     bulk = torch.arange(max(1, num_bytes // 4), dtype=torch.int32).mul_(-1640531535).add_(seed)
     shared = torch.arange(24, dtype=torch.int64)
     optimizer_state: defaultdict[int, dict[str, Any]] = defaultdict(dict)
@@ -51,7 +50,7 @@ def sample_state(*, seed: int = 0, num_bytes: int = 1 << 20) -> dict[Any, Any]:
 
 
 def sample_shard(local: torch.Tensor) -> LocalShard:
-    """A part of a tensor that has twice its rows, as the second of two processes has it."""
+    """Return the second process's part of a tensor with twice its rows, sharded over two processes."""
     rows, *sizes = local.shape
     return LocalShard(
         local,
@@ -67,9 +66,9 @@ def sample_shard(local: torch.Tensor) -> LocalShard:
 
 
 def assert_same_state(actual: object, expected: object, path: str = "state") -> None:
-    """Raise AssertionError, naming the leaf, unless the two states are the same to the bit, sharing included.
+    """Raise AssertionError with the leaf unless the two states are bit-identical, sharing included.
 
-    A DTensor is the same as a LocalShard of the same part; both may stand on either side.
+    A DTensor equals a LocalShard of the same part, on either side.
     """
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
     _compare(actual, expected, path, tensors)
@@ -122,7 +121,7 @@ def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, path: str) ->
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype.itemsize in _WORDS:  # some dtypes can be looked at, and not be copied
+    if tensor.dtype.itemsize in _WORDS:  # some dtypes support views but no copies
         tensor = tensor.view(_WORDS[tensor.dtype.itemsize])
     return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
@@ -132,7 +131,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _exact(value: object) -> object:
-    """Something that is equal only for values that can't be told apart."""
+    """Return a value that is equal only for indistinguishable values."""
     if isinstance(value, float):
         return ("float", struct.pack(">d", value))
     if isinstance(value, complex):
