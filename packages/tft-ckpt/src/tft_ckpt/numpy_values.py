@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 @functools.cache
 def kinds() -> tuple[Kind, ...]:
     """Return all transferable types. Raises: ImportError: numpy is not installed."""
-    import numpy  # not at the top: it is an extra, and who has none of its values does not need it
+    import numpy  # not at the top, because numpy is an optional dependency
 
     scalars = [_scalar_kind(numpy, name) for name in sorted(_DTYPES)]
     return (

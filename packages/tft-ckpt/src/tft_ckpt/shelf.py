@@ -70,7 +70,7 @@ class Shelf:
     def begin(self, key: StateKey) -> list[Snapshot]:
         """Prepare for a new state with this key, and remove the published one.
 
-        Returns: old snapshots that readers hold for too long; disconnect those readers.
+        Returns: the oldest snapshots beyond two that still have readers; disconnect those readers.
         """
         self._latest, self._failure = key, None
         for asked in [asked for asked in self._askers if key.comes_after(asked)]:

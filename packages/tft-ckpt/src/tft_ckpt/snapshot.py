@@ -214,7 +214,7 @@ def _copy_here(pairs: Sequence[_Pair]) -> None:
 
     with ThreadPoolExecutor(others, COPY_THREAD_NAME) as threads:
         helping = []
-        # the system has no more threads, or the interpreter ends: continue with fewer threads
+        # The system has no more threads, or the interpreter ends: continue with fewer threads.
         with suppress(RuntimeError):
             for _ in range(others):
                 helping.append(threads.submit(work))

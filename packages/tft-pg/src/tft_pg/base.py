@@ -259,7 +259,7 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
     def group_name(self) -> GroupName:
         """Return this group's name in torch's tables. Raises: InvalidSetting: the group is not registered there."""
         known = self._group_name is not None and (
-            # before torch 2.13, the compiler traces this code and can't trace torch's tables
+            # Before torch 2.13, the compiler traces this code and can't trace torch's tables.
             torch.compiler.is_compiling() or registry.is_known_as(self, self._group_name)
         )
         if not known or self._group_name is None:

@@ -108,7 +108,7 @@ def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number
     for place, axis in zip((place for place in range(len(axes)) if place != dim), inner._layout, strict=True):
         if axis.numel() == 1:
             axes[place] = axis
-    # before torch 2.13: one tuple of shapes and one tuple of strides, in descending order
+    # Before torch 2.13: one tuple of shapes and one tuple of strides, in descending order.
     if hasattr(layout, "stride"):
         axes[dim] = type(layout)(1, number * _ABOVE_ALL_STRIDES)
         extended._layout = type(layout)(tuple(axis.shape for axis in axes), tuple(axis.stride for axis in axes))

@@ -84,7 +84,7 @@ def interface_address(name: str) -> str:
 
 
 def _ipv4_of(name: str) -> str | None:
-    import fcntl  # there is none on Windows
+    import fcntl  # absent on Windows
 
     encoded = name.encode()[:_NAME_BYTES_MAX]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -582,7 +582,7 @@ class _WithoutTraces(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        # UnicodeError: aiohttp quotes an Expect header in its answer, whatever its bytes are.
+        # UnicodeError: aiohttp quotes an Expect header in its answer, with arbitrary bytes.
         if isinstance(error, (HttpProcessingError, ConnectionError, UnicodeError)):
             # Without the text after the first colon. That is the received data, which may be long, or a token.
             why = error.message if isinstance(error, HttpProcessingError) else str(error)

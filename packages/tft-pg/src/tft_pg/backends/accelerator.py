@@ -200,7 +200,7 @@ class _Operation:
         self.timeout = timeout
         self.deadline_s = time.monotonic() + timeout.total_seconds()
         self.ended = False
-        # the operation had not ended at the abort, so the state of its Work means nothing from then on
+        # The operation had not ended at the abort, so the state of its Work means nothing from then on.
         self.dropped = False
         self.error: RuntimeError | None = None
 
@@ -299,7 +299,7 @@ class _Orders:
         except RuntimeError as error:
             fault = _classify(error)
             if fault is not OperationRefused:  # then every later operation fails too
-                # without its frames, which hold the torch group
+                # Without its frames, which hold the torch group.
                 kind = _TookTooLong if fault is DeadlinePassed else _Broke
                 self._drop(kind(*error.args), operation=None)
             raise
@@ -439,7 +439,7 @@ class _Orders:
             # Any recording of the library's state happens here, while the state still exists.
             communicator.abort()
             _until_left(running, self._looking)
-        # the thread has no caller to raise to, and the waiting threads must not wait forever
+        # The thread has no caller to raise to, and the waiting threads must not wait forever.
         except Exception as error:
             threading.excepthook(
                 threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
@@ -509,7 +509,7 @@ class _DeviceWork(dist.Work):
     def _order_the_stream(self) -> None:
         try:
             self._operation.work.synchronize()
-        # an error of the stream is not necessarily an error of the operation; the watch will find out
+        # An error of the stream is not necessarily an error of the operation; the watch will find out.
         except RuntimeError as error:
             self._raise(error)
 
@@ -693,7 +693,7 @@ class _Connecting:
                 made.abort()
             else:
                 made.connect()
-        # raised by `result`; without a call of `result`, the attempt's own error is reported
+        # Raised by `result`; without a call of `result`, the attempt's own error is reported.
         except Exception as error:
             self._error = error
         self._done.set()

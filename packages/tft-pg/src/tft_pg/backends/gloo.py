@@ -160,7 +160,7 @@ class ProcessGroupGloo(NativeProcessGroup):
                 backend = _Gloo(witness, where.rank, where.world_size, options)
             except Exception as error:
                 meeting.end()
-                # otherwise the error's frames would keep the listeners, and late ranks would find them
+                # Otherwise the error's frames would keep the listeners, and late ranks would find them.
                 options._devices = []
                 # An exception of the store in between passes through C++ and loses its type.
                 raise witness.error or examination.after(error) from None
@@ -204,7 +204,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             words=None if lifeline is None else WordLine(lifeline, where),
         )
         keep_at_exit(live)
-        # a weak reference, so an unreferenced group is freed together with its thread
+        # A weak reference, so that the watch does not keep an unreferenced group alive.
         fail_forgotten = weakref.WeakMethod(live.give_up)
 
         def on_severed() -> None:
@@ -594,8 +594,7 @@ class _WitnessStore(Store):
             published = self._meeting.publish(_device_of(key), record, own.address)
             self._on_published()
             self._attempt.enter(Phase.RANKS, late=self._silent)
-            # type: ignore[arg-type]  # accepts bytes, contrary to torch's stub
-            found = self._store.compare_set(key, "", published)
+            found = self._store.compare_set(key, "", published)  # type: ignore[arg-type]  # takes bytes in fact
             if found != published:
                 raise ConfigureFailed(
                     f"rank {self._attempt.where.rank} found its place under the store prefix taken; every configure "

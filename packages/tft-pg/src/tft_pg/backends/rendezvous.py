@@ -40,8 +40,7 @@ def meet(
     where = attempt.where
     attempt.enter(Phase.RANKS, late=silent)
     store.set_timeout(attempt.remaining())
-    # type: ignore[arg-type]  # accepts bytes, contrary to torch's stub
-    found = store.compare_set(f"{_PLACE}/{where.rank}", "", record)
+    found = store.compare_set(f"{_PLACE}/{where.rank}", "", record)  # type: ignore[arg-type]  # takes bytes in fact
     if found != record:
         raise ConfigureFailed(
             f"rank {where.rank} found its place under the store prefix taken; every configure needs a fresh prefix",

@@ -143,7 +143,7 @@ class Watch:
         self._on_severed()
         wake.poll()
         with self._lock:  # `end` writes under it
-            # first, because a child that is forked after this must not take these numbers for the watch's
+            # First, because a child that is forked after this must not take these numbers for the watch's.
             self._closed = True
             sockets.let_go(self._held)
             os.close(self._wake_read)
