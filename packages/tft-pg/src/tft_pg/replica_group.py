@@ -3,7 +3,8 @@
 A launcher that restarts the processes of a replica group may keep their store. The store then still holds the addresses
 of dead processes, and a rank that reads them can't connect. A restart count in the environment does not distinguish all
 restarts, because torchrun does not raise it when its members change. So the ranks agree on a fresh prefix at each
-start. Each rank writes an unused random word, and rank 0 answers each word that it has read.
+start. Each rank writes an unused random word. Only a rank 0 that has read this word answers under it, so an answer of a
+dead process never matches.
 
 Law of this file: the environment is read, the ranks meet, and torch builds the group.
 """

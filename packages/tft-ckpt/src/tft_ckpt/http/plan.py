@@ -130,7 +130,7 @@ class FetchPlan:
         return max(0.0, self._ready_s.get(source, now_s) - now_s)
 
     def silence_s(self, source: str, most_s: float) -> float:
-        """Return how long the source may send nothing; at most `most_s`, which applies alone without other sources."""
+        """Return how long the source may send nothing: at most `most_s`, and exactly that without other sources."""
         return min(most_s, HUNG_S * 2 ** min(self._hangs[source], 20)) if len(self._queue) > 1 else most_s
 
     @property
