@@ -76,9 +76,7 @@ class Relay:
             self._on_have()
 
     def end(self) -> None:
-        """End the relay, disconnect its readers and wait until none reads from the target. A second call does
-        nothing else.
-        """
+        """End the relay, disconnect its readers and wait until none is left. A second call only waits."""
         with self._changed:
             first, self._ended = not self._ended, True
         if first:
