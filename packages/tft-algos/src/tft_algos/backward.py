@@ -30,7 +30,7 @@ _of_manager: weakref.WeakKeyDictionary[Manager, BackwardReductions] = weakref.We
 
 
 def reductions_of(manager: Manager) -> BackwardReductions:
-    """The one row of a Manager, shared by all models that are trained with it."""
+    """Return the reductions of one Manager, shared by all models that are trained with this Manager."""
     return _of_manager.setdefault(manager, BackwardReductions())
 
 
@@ -110,7 +110,11 @@ class Frozen:
         ]
 
     def check(self) -> None:
-        """Raises: UsageError: one of them requires a gradient now, so the replicas' states would part unnoticed."""
+        """Check that every parameter that was frozen at wrapping is still frozen.
+
+        Raises: UsageError: a frozen parameter requires a gradient now, so the states of the replicas would diverge
+            silently.
+        """
         if not torch.is_grad_enabled():
             return
         for name, parameter in self._parameters:
@@ -206,14 +210,16 @@ class BackwardReductions:
                 done(succeeded)
 
     def _forget_others(self, manager: Manager) -> None:
-        """What a backward pass that raised has left behind belongs to a step that is over for the others too."""
+        """Discard what is left of an earlier attempt, in which a backward pass raised. That attempt is over on all
+        replicas.
+        """
         if manager.strategy.attempt != self._attempt:
             self._attempt = manager.strategy.attempt
             self._inside.clear()
             self._across.clear()
 
     def _pass_on(self) -> None:
-        """The first one goes on across, when it is reduced inside the group."""
+        """Start the reduction across replicas for the oldest tensor, after its reduction inside the group."""
         _, across, done = self._inside.popleft()
         self._across.append((across(), done))
 

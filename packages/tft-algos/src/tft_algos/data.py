@@ -77,7 +77,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
 
 def _place_in_group() -> tuple[int, int]:
-    """The rank of this process in its replica group, and the size of that group."""
+    """Return the rank of this process in its replica group, and the size of that group."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if os.environ.get("WORLD_SIZE", "1") != "1":

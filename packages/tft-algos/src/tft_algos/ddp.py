@@ -219,9 +219,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return left_out
 
     def _forget_pass_without_gradients(self) -> None:
-        """A backward pass ended before it reached a parameter, so torch still waits for one.
+        """Mark the awaited pass as not begun, if a backward pass ended before it reached a parameter.
 
-        Such a pass raised, or computed gradients of other tensors only (`torch.autograd.grad`).
+        Torch then still waits for a pass. A pass ends like this if it raises, or if it computes gradients of other
+        tensors only (`torch.autograd.grad`).
         """
         runs = torch._C._current_graph_task_id() != -1
         if self._awaited is not None and not runs and not self._is_unfinished():
@@ -282,7 +283,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     # --- what torch's class has and this one can't -------------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        """Raises: Unsupported: the hook's place is taken, by the one that reduces across replicas."""
+        """Refuse the hook, because the hook that reduces across replicas already uses this place.
+
+        Raises: Unsupported: always.
+        """
         raise Unsupported(
             f"the gradients are reduced across replicas by the Manager, in the place of a communication hook, so "
             f"{getattr(hook, '__qualname__', hook)} can't be registered"
@@ -306,13 +310,19 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         raise Unsupported(f"{optim.__name__} would step in the backward pass, before the vote; wrap it in Optimizer")
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises: Unsupported: a replica that has no data left leaves instead, which costs the others nothing."""
+        """Refuse to join. A replica without data leaves the job instead, which costs the others nothing.
+
+        Raises: Unsupported: always.
+        """
         raise Unsupported(
             "join does not exist here: a replica whose data has ended shuts its Manager down, and the others go on"
         )
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
-        """Raises: Unsupported, as `join`."""
+        """Refuse to join, as `join` does.
+
+        Raises: Unsupported: always.
+        """
         self.join()
 
     def __getstate__(self) -> NoReturn:
@@ -406,7 +416,10 @@ class _UsedMaps(ProcessGroup):
         return DummyWork([counts])  # torch looks at it after the end of the pass, which waits
 
     def _forget(self, counts: torch.Tensor) -> None:
-        """A parameter that only this replica used, which does not participate, has no gradient anywhere else."""
+        """Remove the gradients of parameters that no participant used.
+
+        This replica does not participate, so its own use of a parameter does not count.
+        """
         for parameter, count in zip(self.parameters, counts.tolist(), strict=True):
             if count == 0:
                 parameter.grad = None

@@ -23,18 +23,20 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def cut_like(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """This rank's part of a tensor that every rank has whole, cut as another is, in memory of its own unless it is
-    all of it. No communication."""
+    """Return this rank's part of a tensor that every rank holds whole, sharded as `like` is. Does not communicate.
+
+    The part has memory of its own, unless the part is the whole tensor.
+    """
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def made_of(part: torch.Tensor, like: DTensor) -> DTensor:
-    """The tensor of which each rank has a part, as it has of another. No communication; the part is not copied.
+    """Return the DTensor whose parts the ranks hold, sharded as `like` is. Does not communicate or copy.
 
     Args:
-        part: this rank's, of the shape of this rank's part of `like`.
+        part: this rank's part, of the shape of this rank's part of `like`.
     """
     from torch.distributed.tensor import DTensor
 

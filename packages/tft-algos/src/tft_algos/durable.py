@@ -307,7 +307,7 @@ class DurableCheckpoint:
     # --- inside --------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """What is saved; for loading, where it goes to."""
+        """Return the state to save. For loading, this is the state that the checkpoint is read into."""
         state: dict[str, Any] = {"model": get_model_state_dict(self._model)}
         if self._optimizers:
             state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizers)
@@ -353,7 +353,10 @@ class DurableCheckpoint:
             )
 
     def _taken(self, step: int) -> dict[str, Any]:
-        """What is saved. Raises: CheckpointFailed: on every rank, if one can't give its state."""
+        """Return the state to save.
+
+        Raises: CheckpointFailed: on every rank, if one rank can't give its state.
+        """
         error: CheckpointFailed | None = None
         state: dict[str, Any] = {}
         try:
@@ -374,9 +377,9 @@ class DurableCheckpoint:
 
     @contextlib.contextmanager
     def _together(self, step: int | None, verb: str, path: Path | None = None) -> Iterator[None]:
-        """What each rank does by itself, all have done, or all raise.
+        """Make a step succeed on all ranks or raise on all ranks.
 
-        Raises: CheckpointFailed: another rank could not; what was raised here is raised.
+        Raises: CheckpointFailed: another rank failed. An error of this rank is raised as it is.
         """
         error: BaseException | None = None
         try:
@@ -461,7 +464,7 @@ class DurableCheckpoint:
 
 
 def _named(names: Sequence[str]) -> str:
-    """The first of them, for a message."""
+    """Return the first of the names, for a message."""
     return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
 
 
@@ -658,7 +661,7 @@ def _kept_for_reading(path: Path) -> Iterator[None]:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """What is called like a checkpoint, newest first."""
+    """Return the directories that are named like a checkpoint, newest first."""
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=_place_of, reverse=True)
 
@@ -671,11 +674,12 @@ def _place_of(path: Path) -> tuple[int, int]:
 
 
 def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) -> tuple[Path | None, _Manifest | None]:
-    """The newest whole checkpoint, or that of a step; (None, None) if the directory has none at all.
+    """Return the newest complete checkpoint, or the one of a step.
 
-    It is not removed until `reading` ends.
+    The checkpoint is not removed before `reading` ends.
 
-    Raises: CheckpointFailed: there are some, and none is whole.
+    Returns: path and manifest. (None, None): the directory has no checkpoint at all.
+    Raises: CheckpointFailed: checkpoints exist, and none is complete.
     """
     unfit: dict[str, str] = {}
     for _ in range(LOOKS):  # old ones are removed while we look, when a job writes there
@@ -726,7 +730,10 @@ def _verify(path: Path) -> _Manifest:
 
 
 def _read_manifest(path: Path) -> _Manifest:
-    """Raises: _Unfit: there is none, or it was not written like this."""
+    """Read the manifest of a checkpoint.
+
+    Raises: _Unfit: there is no manifest, or its format or digest is wrong.
+    """
     try:
         if not (path / MANIFEST).is_file():
             raise _Unfit("it has no manifest")

@@ -208,7 +208,10 @@ def _groups_of(module: FSDPModule) -> Sequence[Any]:
 
 
 def _check(model: torch.nn.Module, parts: list[_Part]) -> None:
-    """Raises: SettingError: the parts are not what can be reduced across, or not all there is to reduce."""
+    """Check that the sharded parts can be reduced across replica groups, and cover every trainable parameter.
+
+    Raises: SettingError: a part can't be reduced, or a trainable parameter is in no part.
+    """
     what = type(model).__name__
     if not parts:
         raise SettingError(

@@ -199,7 +199,10 @@ class Optimizer(torch.optim.Optimizer):
         return reductions_of(self.manager).pass_has_raised() and self.manager.errored() is None
 
     def _check_turn(self) -> None:
-        """Raises: UsageError: there is no step that this optimizer could end."""
+        """Check that this optimizer may end the open step.
+
+        Raises: UsageError: there is no such step.
+        """
         attempt = self.manager.strategy.attempt
         if self._attempt == 0:
             raise UsageError("step() was called before zero_grad(); call zero_grad() before the forward pass")
@@ -213,7 +216,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _calling(self, method: str) -> Iterator[None]:
-        """Raises: UsageError: the wrapped optimizer calls back instead of doing what it was called for."""
+        """Mark a method as running, to detect a wrapped optimizer that calls back.
+
+        Raises: UsageError: the wrapped optimizer calls its wrapper instead of doing its own work.
+        """
         if self._inside is not None:
             kind = type(self.optim).__name__
             raise UsageError(
@@ -305,7 +311,7 @@ def _torch_initializes_state() -> bool:
 
 
 def _scaler_that_calls() -> torch.amp.GradScaler | None:
-    """The GradScaler whose `step` calls the optimizer's; it says so by nothing else, either."""
+    """Return the GradScaler whose `step` calls the optimizer's. Only the call stack identifies the scaler."""
     for frame in _callers():
         scaler = frame.f_locals.get("self") if frame.f_code.co_name == "_maybe_opt_step" else None
         if isinstance(scaler, torch.amp.GradScaler):

@@ -96,7 +96,9 @@ class _Pass:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def _accumulated(self, parameter: torch.nn.Parameter) -> None:
-        """A gradient is there; called by autograd within the backward pass."""
+        """Reduce the gradients that are ready, in order. Autograd calls this within the backward pass for each
+        gradient.
+        """
         if not self.reduces:
             return
         if self._manager.strategy.attempt != self._attempt:
@@ -129,7 +131,7 @@ class _Pass:
         self._task = -1
 
     def _end(self) -> None:
-        """The pass is done: the other replicas wait for the parameters that were not used here, too."""
+        """End the pass: reduce the unused parameters too, because the other replicas wait for them."""
         if not any(self._is_ready):
             return  # a pass inside this one has ended it
         counts = torch.tensor(

@@ -52,7 +52,7 @@ MOST_DIMENSIONS: Final = 64
 
 
 def files_of_ranks(place: Path) -> list[Path]:
-    """The descriptions that are there."""
+    """Return the descriptions that exist."""
     return sorted(place.glob(DESCRIBES.format("*")))
 
 
@@ -88,7 +88,10 @@ class RankSavePlanner(DefaultSavePlanner):
         return all(where == 0 for where, placement in placed if placement.is_replicate())
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Raises: ValueError: what is no tensor can't be read back; the message names it."""
+        """Return the data to write. Check that anything but a tensor can be read back.
+
+        Raises: ValueError: a value can't be read back. The message names it.
+        """
         data = super().resolve_data(write_item)
         if isinstance(data, io.BytesIO):
             try:
@@ -174,7 +177,7 @@ class RankReader(FileSystemReader):
         self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """What was given."""
+        """Return the metadata that this reader was given."""
         return self._metadata
 
 
@@ -183,7 +186,10 @@ class RankLoadPlanner(DefaultLoadPlanner):
     """Builds plain data and tensors from what is read, and calls nothing."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raises: pickle.UnpicklingError: it is more than that; the message names what."""
+        """Load a value that is not a tensor as plain data.
+
+        Raises: pickle.UnpicklingError: the value is more than plain data. The message names it.
+        """
         *path, last = self.mappings[read_item.dest_index.fqn]
         inside: Any = self.original_state_dict
         for key in path:

@@ -20,7 +20,7 @@ DEFAULT_JOB = "default"
 
 
 def in_our_words(error: CoordinationError) -> str:
-    """What a client of a lighthouse says: its connect_timeout is this command's --timeout."""
+    """Return the message of an error, with this command's --timeout in place of the client's connect_timeout."""
     return str(error).replace("(connect_timeout)", "(--timeout)")
 
 

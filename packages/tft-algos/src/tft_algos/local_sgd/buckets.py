@@ -117,10 +117,10 @@ class FlatBuffers:
         return [views[index] for index in range(len(self._shapes))]
 
     def slices(self, cap_bytes: int | None) -> list[torch.Tensor]:
-        """What goes into one reduction each, together everything.
+        """Return the slices of the buffers, one for each reduction. Together the slices hold everything.
 
         Args:
-            cap_bytes: at most so many, but at least one element; None: one tensor each.
+            cap_bytes: maximum size of a slice, at least one element. None: one slice for each tensor.
         Returns: slices of the buffers, one dimension each, in the same order on every replica.
         """
         if cap_bytes is None:

@@ -17,25 +17,34 @@ from tft_algos.optim import Optimizer
 
 
 def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """An optimizer's parameters, in the order of its groups."""
+    """Return the parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_manager(manager: object) -> None:
-    """Raises: SettingError: it is none."""
+    """Check that `manager` is a Manager.
+
+    Raises: SettingError: `manager` is something else.
+    """
     if not isinstance(manager, Manager):
         raise SettingError(f"manager is a {type(manager).__name__}; give a Manager")
 
 
 def check_flags(**flags: object) -> None:
-    """Raises: SettingError: one is neither True nor False; text is always true."""
+    """Check that each flag is True or False. A text would always count as true.
+
+    Raises: SettingError: a flag is something else.
+    """
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise SettingError(f"{name} is {value!r}; give True or False")
 
 
 def check_device(backup_device: torch.device | str | int | None) -> torch.device | None:
-    """Raises: SettingError: there is no such device, or none that keeps numbers."""
+    """Return the backup device, checked; None if none is given.
+
+    Raises: SettingError: the device does not exist, or can't store tensors.
+    """
     if backup_device is None:
         return None
     try:
@@ -51,7 +60,11 @@ def check_device(backup_device: torch.device | str | int | None) -> torch.device
 def check_inner_optimizer(
     optimizer: torch.optim.Optimizer, manager: Manager, fragments: Sequence[Mapping[str, torch.nn.Parameter]]
 ) -> None:
-    """Raises: SettingError: its steps would be those of the same Manager, or it trains what is never synchronized."""
+    """Check the inner optimizer against the Manager and the synchronized parameters.
+
+    Raises: SettingError: its steps would be steps of the same Manager, or it trains a parameter that is not
+        synchronized.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SettingError(f"the inner optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if isinstance(optimizer, Optimizer) and optimizer.manager is manager:
@@ -99,10 +112,10 @@ def check_still_synchronized(
 def check_outer_optimizers(
     given: object, fragments: Sequence[Mapping[str, torch.nn.Parameter]], inner: torch.optim.Optimizer
 ) -> list[torch.optim.Optimizer]:
-    """
-    Returns: the outer optimizers, one for all fragments or one for each.
-    Raises: SettingError: they are not one, or one a fragment; one is the inner optimizer; or one lacks a parameter that
-        it has to update.
+    """Return the outer optimizers: one for all fragments, or one for each.
+
+    Raises: SettingError: the number of optimizers is neither 1 nor the number of fragments; one of them is the inner
+        optimizer; or one lacks a parameter that it has to update.
     """
     if isinstance(given, torch.optim.Optimizer):
         optimizers = [given]

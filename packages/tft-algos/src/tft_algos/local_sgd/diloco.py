@@ -172,8 +172,11 @@ class OuterOptimizerStep(OuterUpdate):
         fragment.capture_difference()
 
     def apply(self, index: int, fragment: OuterFragment) -> None:
-        """The outer optimizer steps on the live parameters, from the global weights on, with the mean for a gradient;
-        the gradients of the user are put aside meanwhile, also those of other fragments, which it leaves alone."""
+        """Step the outer optimizer from the global weights, with the mean as the gradient.
+
+        The user's gradients are put aside meanwhile. This includes the gradients of other fragments, so the optimizer
+        leaves those fragments alone.
+        """
         optimizer = self._optimizers[index if len(self._optimizers) > 1 else 0]
         fragment.restore()
         owned = trained_by(optimizer)
@@ -208,7 +211,10 @@ class OuterOptimizerStep(OuterUpdate):
 
 
 def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
-    """Raises: StateUnavailable: it is none, or that of other parameters."""
+    """Check that a state fits an outer optimizer.
+
+    Raises: StateUnavailable: `state` is not an optimizer state, or belongs to other parameters.
+    """
     state = state if isinstance(state, Mapping) else {}
     groups, kept = state.get("param_groups"), state.get("state")
     found = None

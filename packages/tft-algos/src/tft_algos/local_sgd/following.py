@@ -74,7 +74,10 @@ class Follower:
         self._stepped()
 
     def _another_may_have_stepped(self, optimizer: Optimizer) -> None:
-        """Raises: UsageError: it trains in place of the one that is followed."""
+        """Count the step of another optimizer that trains the same parameters.
+
+        Raises: UsageError: the other optimizer trains in place of the followed one.
+        """
         if optimizer is self._optimizer or self._parameters.isdisjoint(trained_by(optimizer)):
             return
         self._others[id(optimizer)] += 1

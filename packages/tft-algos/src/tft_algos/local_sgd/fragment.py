@@ -24,12 +24,12 @@ from tft_algos.manager.fingerprint import uncompiled
 
 
 def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor, without gradient; of a DTensor, of the part that is on this rank."""
+    """Return a copy of a tensor without gradient. For a DTensor, copy the part on this rank."""
     return local_part(t).clone()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this rank; its own memory."""
+    """Return the part of a tensor on this rank. The result shares its memory."""
     part = tensor.detach()
     return part.to_local() if is_dtensor(part) else part
 
@@ -114,11 +114,14 @@ class Fragment:
         return self._whole.slices(self._cap_bytes) if self._whole is not None else []
 
     def local(self) -> list[torch.Tensor]:
-        """The live parameters; of DTensors the part on this rank."""
+        """Return the live parameters. For a DTensor, this is the part on this rank."""
         return [local_part(parameter) for parameter in self.parameters]
 
     def check_parameters(self) -> None:
-        """Raises: SettingError: a parameter has another dtype or shape than this fragment has memory for."""
+        """Check that the parameters still have the dtypes and shapes of this fragment's buffers.
+
+        Raises: SettingError: a parameter has another dtype or shape.
+        """
         for name, own, whole in zip(self._names, self.local(), self._global.views, strict=True):
             if (own.dtype, own.shape) != (whole.dtype, whole.shape):
                 now, then = (f"{one.dtype} of shape {tuple(one.shape)}" for one in (own, whole))
@@ -160,12 +163,12 @@ class Fragment:
 
     @torch.no_grad()
     def give(self) -> None:
-        """What is sent is in `sent`; on an island every rank calls it, to have rank 0 reduce all of it."""
+        """Hand over what `sent` holds. On an island every rank calls this, so that rank 0 reduces everything."""
         if self._island is not None:
             self._island.gather(self._sharded_as_sent(), self._whole.views if self._whole is not None else None)
 
     def take_result(self) -> None:
-        """What was reduced is in `sent`; on an island every rank calls it, to have its part of it there."""
+        """Fill `sent` with the result. On an island every rank calls this to get its part from rank 0."""
         if self._island is not None:
             self._island.scatter(self._whole.views if self._whole is not None else None, self._sharded_as_sent())
 
@@ -177,17 +180,17 @@ class Fragment:
 
     @torch.no_grad()
     def save(self) -> None:
-        """The live parameters become the global weights."""
+        """Save the live parameters as the global weights."""
         torch._foreach_copy_(self._global.views, self.local())
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The live parameters become the global weights again, to the last bit."""
+        """Restore the live parameters from the global weights, bit for bit."""
         torch._foreach_copy_(self.local(), self._global.views, non_blocking=True)
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """The live parameters become what was reduced."""
+        """Set the live parameters to the result of the reduction."""
         torch._foreach_copy_(self.local(), self._sent.views, non_blocking=True)
 
     @torch.no_grad()
@@ -207,8 +210,10 @@ class Fragment:
         torch._foreach_lerp_(self.local(), self._kept.views, alpha)
 
     def gradients(self) -> list[torch.Tensor]:
-        """What was reduced, as gradients of the parameters: DTensors for DTensors. The memory is that of `sent`, where
-        that is on the parameters' device."""
+        """Return the result of the reduction as gradients of the parameters, with DTensors for DTensors.
+
+        The gradients share the memory of `sent`, if that memory is on the device of the parameters.
+        """
         return [
             _like(parameter, to.to(own.device, non_blocking=True))
             for parameter, own, to in zip(self.parameters, self.local(), self._sent.views, strict=True)
@@ -217,7 +222,7 @@ class Fragment:
     # --- the state that newcomers fetch ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The global weights by name, frozen parameters included; not copied."""
+        """Return the global weights by name, including frozen parameters. Nothing is copied."""
         views = zip(self._names, self.parameters, self._global.views, strict=True)
         state = {name: _like(parameter, view) for name, parameter, view in views}
         return state | {name: parameter.detach() for name, parameter in self._frozen.items()}
@@ -239,7 +244,10 @@ class Fragment:
         return into | {name: local_part(parameter) for name, parameter in self._frozen.items()}
 
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Raises: StateUnavailable: it is of other parameters."""
+        """Check that a state belongs to these parameters.
+
+        Raises: StateUnavailable: the state belongs to other parameters.
+        """
         into = self._loaded_into()
         if not isinstance(state, Mapping) or set(state) != set(into):
             known = sorted(state) if isinstance(state, Mapping) else type(state).__name__
@@ -261,13 +269,15 @@ class Fragment:
 
 
 def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor of this rank's part, sharded as a parameter is."""
+    """Return this rank's part as a tensor that is sharded as `parameter` is."""
     return made_of(part, parameter) if is_dtensor(parameter) else part
 
 
 def parameters_of(fragments: Sequence[torch.nn.Module]) -> list[dict[str, torch.nn.Parameter]]:
-    """The parameters of each fragment, by their names in a model that is not compiled; one that is in several belongs
-    to the first."""
+    """Return the parameters of each fragment, by their names in an uncompiled model.
+
+    A parameter that is in several fragments belongs to the first of them.
+    """
     seen: set[torch.nn.Parameter] = set()
     found: list[dict[str, torch.nn.Parameter]] = []
     for fragment in fragments:

@@ -74,9 +74,9 @@ class Island:
 
 
 def island_of(manager: Manager) -> Island | None:
-    """The island whose rank this is; None where every rank synchronizes for itself, or there is one alone.
+    """Return the island of this rank. None: every rank synchronizes for itself, or the group has one rank.
 
-    Raises: SettingError: torch's default group is not that of the replica group.
+    Raises: SettingError: torch's default group is not the group of this replica group's ranks.
     """
     config = manager.strategy.config
     if not config.rank0_synchronization_only or config.world_size == 1:

@@ -173,7 +173,10 @@ class OuterLoop:
 
 
 def check_modules(given: object) -> list[torch.nn.Module]:
-    """Raises: SettingError: these are no modules."""
+    """Return the modules as a list, checked.
+
+    Raises: SettingError: `given` is not a list of modules.
+    """
     modules = list(given) if isinstance(given, Sequence | torch.nn.ModuleList) else None
     if not modules or not all(isinstance(module, torch.nn.Module) for module in modules):
         raise SettingError("model_fragments is no list of modules; give one or several: [model]")
@@ -199,7 +202,10 @@ class _State:
         return {WEIGHTS: self._fragment.state_dict(), **self._update.state_dict(self._index)}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises: StateUnavailable: it is that of another model, or of another outer update."""
+        """Check that a state fits this fragment and its outer update.
+
+        Raises: StateUnavailable: the state belongs to another model or another outer update.
+        """
         if not isinstance(state, Mapping) or WEIGHTS not in state:
             name = self._update.name
             raise StateUnavailable(f"this is no state of {name}; give what {name}.state_dict() has returned")
@@ -207,7 +213,10 @@ class _State:
         self._fragment.check_state(state[WEIGHTS])
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Raises: StateUnavailable: as `check`; nothing has changed then."""
+        """Load a state.
+
+        Raises: StateUnavailable: as `check`. Nothing has changed then.
+        """
         self.check(state)
         self._fragment.load_state_dict(state[WEIGHTS])
         self._update.load_state_dict(self._index, self._own(state))

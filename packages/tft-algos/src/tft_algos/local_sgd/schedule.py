@@ -96,9 +96,9 @@ class Schedule:
         return self._delay
 
     def inner_step(self) -> tuple[Due, ...]:
-        """An inner step was done.
+        """Count an inner step.
 
-        Returns: what is due, in order. The caller tells what of it came about: `started`, `ended`, or `failed`.
+        Returns: what is due, in order. The caller reports the outcome with `started`, `ended` or `failed`.
         """
         self._now += 1
         due: list[Due] = []
@@ -111,11 +111,11 @@ class Schedule:
         return tuple(due)
 
     def started(self) -> None:
-        """A sync has begun."""
+        """Record that a sync has begun."""
         self._ends.append(self._now + self._delay)
 
     def ended(self) -> None:
-        """The oldest one has ended well."""
+        """Record that the oldest sync has ended with a commit."""
         self._ends.popleft()
 
     def failed(self, *, latest_stands: bool = False) -> None:
@@ -128,7 +128,7 @@ class Schedule:
         self._ends = deque(kept)
 
     def joined(self) -> None:
-        """This member comes in at the start of a sync of the others: it goes on as if it had counted up to there."""
+        """Record that this member joins at the start of a sync of the others. Its count continues from that point."""
         self._now = self._first
         self.started()
 

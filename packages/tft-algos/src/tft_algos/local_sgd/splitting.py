@@ -145,7 +145,7 @@ def _stacks(module: nn.Module, prefix: str = "") -> list[_Stack]:
 
 
 def _row(module: nn.Module, prefix: str) -> _Stack | None:
-    """The largest row of children that may be layers."""
+    """Find the largest row of children that may be layers."""
     children = [(name, child, _size(child)) for name, child in module.named_children()]
     children = [each for each in children if each[2] and not isinstance(each[1], nn.Embedding)]
     if isinstance(module, nn.ModuleList):

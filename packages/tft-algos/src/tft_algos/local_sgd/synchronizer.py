@@ -126,7 +126,10 @@ class Synchronizer:
             self._was_broken_off = True
 
     def inner_step(self) -> None:
-        """The inner optimizer has stepped. Raises: LeftJob: this replica has left before, and its loop goes on."""
+        """Count a step of the inner optimizer, and do what is due.
+
+        Raises: LeftJob: this replica has left, and its loop still runs.
+        """
         with self._may_be_broken_off():
             self._control.raise_if_left()
             if self._was_broken_off:
@@ -165,8 +168,11 @@ class Synchronizer:
 
     @contextlib.contextmanager
     def _may_be_broken_off(self) -> Iterator[None]:
-        """An error, or Ctrl-C, in the midst of a sync: whoever catches it may go on, from the last global weights of
-        what was in flight. Nothing of that commits, for what should have been reduced may not have been."""
+        """Roll back the syncs in flight if an error, or Ctrl-C, interrupts a sync.
+
+        The caller may catch the error and continue from the last global weights. No interrupted sync commits, because
+        some of its reductions may be missing.
+        """
         try:
             yield
         except BaseException:
@@ -227,7 +233,7 @@ class Synchronizer:
         return any(older.deferred is not None and older.deferred.is_abandoned for older in self._flight[:-1])
 
     def _reduce_ahead(self) -> None:
-        """This rank may reduce before its group exchanges state, where the plan is what all of it expected."""
+        """Start this rank's reductions before its group exchanges state, if the plan is the expected one."""
         plan, sync = self._control.wait_plan(), self._flight[-1]
         if plan is None or plan.step == 0 or self._has_abandoned():
             return
@@ -241,7 +247,7 @@ class Synchronizer:
                 self._control.reduce_in_sync(part)
 
     def _begin(self) -> None:
-        """The plan of the latest sync, waited for: its reductions, and the state of those that heal."""
+        """Wait for the plan of the latest sync, start its reductions, and exchange state with the members that heal."""
         manager, sync = self._manager, self._flight[-1]
         sync.has_begun = True
         plan = self._control.wait_plan()
@@ -304,7 +310,7 @@ class Synchronizer:
             raise
 
     def _apply(self, index: int) -> None:
-        """The sync of a fragment is committed: make new weights of its mean, global and live."""
+        """Apply a committed sync: make new global and live weights from the mean of its fragment."""
         fragment = self._fragments[index]
         fragment.take_result()
         if self._alpha > 0:

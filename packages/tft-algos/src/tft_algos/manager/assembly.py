@@ -238,7 +238,10 @@ def _speaker(
 
 
 def _check_group(pg: object) -> None:
-    """Raises: SettingError: it is no process group that a Manager can use."""
+    """Check that a Manager can use this object as its process group.
+
+    Raises: SettingError: a method is missing.
+    """
     needed = ("configure", "allreduce", "abort", "errored", "set_timeout", "shutdown")
     if isinstance(pg, type) or not all(callable(getattr(pg, name, None)) for name in needed):
         what = f"the class {pg.__name__}" if isinstance(pg, type) else f"a {type(pg).__name__}"

@@ -54,12 +54,12 @@ class StateAudit:
         self._reported: set[str] = set()
 
     def model_wrapped(self, model: torch.nn.Module) -> None:
-        """A model is trained with this Manager."""
+        """Record a model that is trained with this Manager."""
         self._models.append(weakref.ref(model))
         self._wrapped.append(type(model).__name__)
 
     def optimizer_wrapped(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer is."""
+        """Record an optimizer that is used with this Manager."""
         self._optimizers.append(weakref.ref(optimizer))
         self._shared.user_state.optimizers.add(optimizer)
         self._wrapped.append(type(optimizer).__name__)
@@ -171,7 +171,9 @@ class StateAudit:
     # --- after a recovery ---------------------------------------------------------------------------------------------
 
     def received(self, state: Mapping[str, Any]) -> Leaves:
-        """What is to be compared with the state when it is loaded; a load function may change the containers."""
+        """Return the leaves to compare after the load. A load function may change the containers, so this is a new
+        dict.
+        """
         return dict(leaves(self._shared.user_state.compared(state)))
 
     def loaded(self, received: Leaves, source: str) -> None:

@@ -36,13 +36,13 @@ class BoundedFutures:
     def wrap(
         self, future: torch.futures.Future[T], default: T, limit_s: float, name: StepName
     ) -> torch.futures.Future[T]:
-        """A future with the same result, or with `default` where that fails or does not come in time.
+        """Return a future with the same result, or with `default` if `future` fails or is too late.
 
         Args:
-            future: any one.
+            future: any future.
             default: the result in place of an error.
-            limit_s: how long it is waited for, from now on.
-            name: of the step to which an error of it belongs.
+            limit_s: maximum wait in seconds, from now.
+            name: the step to which an error of the future belongs.
         """
         wrapped: torch.futures.Future[T] = torch.futures.Future()
         once = threading.Lock()

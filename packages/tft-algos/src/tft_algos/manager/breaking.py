@@ -46,7 +46,7 @@ class Breaker:
 
     @contextmanager
     def configuring(self, key: QuorumKey) -> Iterator[None]:
-        """The group is built for that quorum inside; from now on it is this one that can be broken."""
+        """Mark the group as being built for this quorum. From now on, only this quorum can be aborted."""
         with self._lock:
             self._key = key
             self._configuring = True

@@ -298,7 +298,10 @@ COORDINATOR_METHODS: Final = (
 
 
 def check_made_coordinator(made: object) -> None:
-    """Raises: SettingError: what a user's own function made, or gave, speaks for no replica group."""
+    """Check the coordinator that the user gave, or that the user's function returned.
+
+    Raises: SettingError: the object can't act as a coordinator.
+    """
     if made is None:
         raise SettingError("coordinator is a function that returned None; have it return what it made")
     check_part("coordinator", made, *COORDINATOR_METHODS)
@@ -321,7 +324,10 @@ def limit_of(said: timedelta | None, otherwise: timedelta, name: str = "timeout"
 
 
 def check_part(name: str, part: object, *methods: str) -> None:
-    """Raises: SettingError: it can't be that part of a Manager; None can."""
+    """Check that `part` has the methods that the Manager needs. None is allowed.
+
+    Raises: SettingError: a method is missing, or `part` is a class.
+    """
     if part is None or (not isinstance(part, type) and all(callable(getattr(part, one, None)) for one in methods)):
         return
     what = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
@@ -331,9 +337,9 @@ def check_part(name: str, part: object, *methods: str) -> None:
 def config_of(
     config: ManagerConfig | None, settings: Mapping[str, object], min_replica_size: int | None = None
 ) -> ManagerConfig:
-    """A config, with single settings laid over it. `min_replica_size`: also, if it was said.
+    """Return a config with single settings laid over it, and `min_replica_size` if it is given.
 
-    Raises: UnknownSetting: a name that is none of ManagerConfig's; SettingError: a value can't work.
+    Raises: UnknownSetting: a name is not a setting of ManagerConfig. SettingError: a value can't work.
     """
     known = [item.name for item in fields(ManagerConfig)]
     for name in settings:

@@ -226,8 +226,10 @@ class GroupCoordinator:
             server.shutdown()
 
     def _client_in_use(self, timeout: timedelta) -> tuple[ManagerClient, timedelta]:
-        """Waits while the server starts. Returns: and what is left of the time, more than nothing. Raises:
-        DeadlinePassed: so long. GroupLost: it can't."""
+        """Return the client and the remaining time, above zero. Waits while the server starts.
+
+        Raises: DeadlinePassed: the server has not started within `timeout`. GroupLost: the server can't start.
+        """
         give_up_at = time.monotonic() + timeout.total_seconds()
         with self._lock:  # taken while a new server starts: then it is waited for
             within_s = timeout.total_seconds()
@@ -289,9 +291,9 @@ class GroupCoordinator:
         )
 
     def _after_the_loss(self, client: ManagerClient, error: CoordinationError) -> Exception:
-        """What a call that lost its manager server raises.
+        """Return the error to raise for a call that lost its manager server.
 
-        A group of one has a new server by now or soon; a larger one is lost, because its ranks can't agree any more.
+        A group of one has a new server now or soon. A larger group is lost, because its ranks can't agree any more.
         """
         with self._lock:
             if self._watch is not None:
@@ -466,7 +468,7 @@ class GroupCoordinator:
 
 
 def unknown_name(hostname: str) -> str:
-    """What is wrong with the name under which others are to reach this host, and what to do; "" if it is known here."""
+    """Return what is wrong with the name of this host, and what to do. "": the name can be resolved here."""
     try:
         socket.getaddrinfo(hostname.strip("[]"), None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -487,9 +489,12 @@ def _place(config: ResolvedConfig) -> tuple[object, ...]:
 
 
 def _check_alone(config: ResolvedConfig) -> None:
-    """Raises: UsageError: the replica would wait for ever for an earlier Manager of the same loop, which no loop runs.
+    """Refuse a second Manager of the same replica and rank in this process.
 
-    Replicas without a name are not told apart, so there each is another one.
+    The new replica would wait for ever for the earlier Manager, because no loop runs the earlier one. Replicas without
+    a name always count as different.
+
+    Raises: UsageError: an earlier Manager is still open.
     """
     earlier = _living.get(_place(config)) if config.replica_id else None
     if earlier is not None:

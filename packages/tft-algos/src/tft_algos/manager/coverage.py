@@ -188,7 +188,7 @@ def _is_part(registered: Mapping[Any, Any], own: Mapping[Any, Any]) -> bool:
 
 
 def _schedulers_of(groups: Collection[int]) -> Iterator[LRScheduler]:
-    """The schedulers of the optimizers that have these lists of groups, without those inside another one."""
+    """Yield the schedulers of the optimizers with these lists of groups, except those inside another scheduler."""
     # An object refers to its class. The collector finds the referrers in one pass, in which no object runs code: a look
     # at the classes of a list of all objects takes twice the time, and not every class has a hash.
     kinds = list(_kinds(LRScheduler))
@@ -208,9 +208,9 @@ def _kinds(kind: type[LRScheduler]) -> Iterator[type]:
 
 
 def _registered(value: object, name: str = "") -> Iterator[_Registered]:
-    """The dicts that may be a scheduler's state, and numbers of steps; None for what may hold any scheduler.
+    """Yield dicts that may be the state of a scheduler, and step counts; None for a value that may hold any scheduler.
 
-    The state of an optimizer is neither: each of its parameters may have a number of steps.
+    The state of an optimizer is left out, because each of its parameters may have a step count.
     """
     if isinstance(value, Mapping) and value:
         if "param_groups" in value:
@@ -229,7 +229,7 @@ def _registered(value: object, name: str = "") -> Iterator[_Registered]:
 
 
 def shortened(names: list[str]) -> str:
-    """Some names as text: the first five, and how many more there are."""
+    """Return names as text: the first five, and the number of the others."""
     more = len(names) - MOST_NAMES
     return f"{', '.join(names[:MOST_NAMES])}{f' and {more} more' if more > 0 else ''}"
 

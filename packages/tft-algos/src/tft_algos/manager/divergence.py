@@ -83,7 +83,7 @@ class StateDigester:
                 yield scratch.bitwise_xor_(piece).mul_(weights).sum()
 
     def _kept_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights, and room for a product."""
+        """Return the weights, and scratch memory for a product."""
         if device not in self._kept:
             words = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device) * _SPREAD
             words = (words ^ (words >> 29)) * _MIX
@@ -92,7 +92,7 @@ class StateDigester:
 
 
 def combine(digests: Sequence[str]) -> bytes:
-    """The digest of a replica group from those of its ranks, in rank order."""
+    """Combine the digests of the ranks, in rank order, into the digest of a replica group."""
     return hashlib.blake2b(" ".join(digests).encode(), digest_size=16).digest()
 
 
@@ -119,7 +119,7 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[
 
 
 def describe(found: Sequence[tuple[str, str]]) -> str:
-    """The differences as one piece of text, the first 16 of them in full."""
+    """Describe the differences in one text. The first 16 are given in full."""
     if not found:
         return "no difference on this rank"
     told = "; ".join(f"{path}: {how}" for path, how in found[:MOST_DIFFERENCES])
@@ -153,13 +153,16 @@ def leaves(state: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
 
 
 def as_tensor(leaf: Any) -> Any:
-    """An array of numpy's as a tensor on its memory; any other leaf as it is."""
+    """Return a numpy array as a tensor on the same memory. Any other leaf is returned unchanged."""
     subclass = tensor_subclass_of(leaf)
     return subclass.parts(leaf, "state") if subclass is not None and subclass.name == ARRAY else leaf
 
 
 def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
-    """What of a tensor is on this rank. Raises: StateUnavailable: it has no plain memory."""
+    """Return the part of a tensor on this rank.
+
+    Raises: StateUnavailable: the tensor has no plain memory.
+    """
     part = leaf.detach()
     if is_dtensor(part):
         part = part.to_local()
@@ -172,7 +175,7 @@ def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def as_octets(part: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, in one row."""
+    """Return the bytes of a tensor in one row."""
     # A single element is contiguous whatever its stride is; laid out anew, it is 1, as a view of other sizes needs it.
     row = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return row.as_strided(row.shape, (1,)).view(torch.uint8)
@@ -233,7 +236,7 @@ def difference(own: Any, other: Any, path: str, *, sampled: bool = False) -> str
 
 
 def _sample(part: torch.Tensor) -> torch.Tensor:
-    """Some elements of a tensor, about 4096 at most, from all over it; a view."""
+    """Return a view of some elements of a tensor, at most about 4096, spread over the whole tensor."""
     for dim in range(part.dim()):
         over = -(-part.numel() // SAMPLED_ELEMENTS)
         if over <= 1:

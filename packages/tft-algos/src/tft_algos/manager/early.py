@@ -83,7 +83,7 @@ class EarlyState:
         self._newcomer = replica_id
 
     def lost(self) -> None:
-        """A member of the quorum was lost; from any thread."""
+        """Record that a member of the quorum was lost. Any thread may call this."""
         self._member_lost = True
 
     def step_begins(self, attempt: int, step: int, lineage: int | None, num_pieces: int, *, asks: bool = True) -> bool:
@@ -237,12 +237,12 @@ def bytes_of(state: State) -> int:
 
 
 def look_at(state: State) -> dict[str, bytes]:
-    """A digest of each leaf of a state, by path, that tells whether a forward pass has changed it.
+    """Return a digest for each leaf of a state, by path, to detect changes by a forward pass.
 
     Args:
         state: mappings, lists and tuples of tensors and plain data.
-    Returns: equal digests for what has not changed; of a tensor longer than 64 KiB that holds if torch knows of the
-        change, or it is at the beginning.
+    Returns: equal digests for unchanged leaves. For a tensor longer than 64 KiB, a change is detected if torch counts
+        it, or if it is at the beginning.
     Raises: StateUnavailable: a tensor has no plain memory.
     """
     return {path: _digest(leaf, path) for path, leaf in leaves(state)}

@@ -118,7 +118,7 @@ class StateExchange:
             self._fetch.cancel()
 
     def poor_sources(self) -> tuple[str, ...]:
-        """The replicas that hung, lied or were slow as sources within the last ten minutes; for the lighthouse."""
+        """Return the replicas that hung, lied or were slow as sources in the last ten minutes, for the lighthouse."""
         if not self._metadata and not self._silent:
             return ()
         now = self._clock.monotonic()
@@ -231,9 +231,9 @@ class StateExchange:
             self._reports.log(logging.ERROR, "can't tell those that heal that they heal in vain: %s", error)
 
     def _take_for_others(self, plan: Plan) -> dict[str, Any]:
-        """The user's state for those that heal; on an island rank 0's result counts.
+        """Take the user's state for members that heal. On an island, the result of rank 0 counts.
 
-        Raises: StateUnavailable: on this rank or, on an island, another one, a function of the user's raised.
+        Raises: StateUnavailable: a function of the user raised on this rank or, on an island, on another rank.
         """
         if not self._config.rank0_synchronization_only:
             return self._user.take()
@@ -356,6 +356,9 @@ class StateExchange:
 
 
 def _failed(stage: Stage, error: HealingFailed) -> on.StageEnded:
-    """A stage that failed. What could not be loaded here, or given by a function of the user's, may not pass."""
+    """Return the event for a stage that failed.
+
+    `again` is set for an error that may not go away: a failed load, or an error in a user's state_dict.
+    """
     again = str(error) if isinstance(error, LoadFailed) else refusal_in(str(error))
     return on.StageEnded(stage, error, again=again)

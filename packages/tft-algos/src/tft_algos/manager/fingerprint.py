@@ -53,7 +53,10 @@ class OwnFingerprint:
             self.add(USER + name, value)
 
     def add(self, name: str, value: str) -> None:
-        """Raises: SettingError: there is a part of that name with another value, or these are no texts."""
+        """Add a part.
+
+        Raises: SettingError: a part of that name has another value, or name and value are not texts.
+        """
         if not (isinstance(name, str) and isinstance(value, str)) or name in ("", USER):
             raise SettingError(f"the fingerprint's part {name!r} is {value!r}; give a name and a value, both text")
         with self._lock:
@@ -101,7 +104,7 @@ class OwnFingerprint:
         self._num_optimizers += 1
 
     def unsaid(self) -> Fingerprint:
-        """What goes with the next request; empty when all of it was said."""
+        """Return the fingerprint for the next request. Empty if everything was sent before."""
         with self._lock:
             self._whole = self._whole or fingerprint_of(self._parts)
             return () if self._whole is self._said else self._whole
@@ -113,14 +116,14 @@ class OwnFingerprint:
             return self._whole
 
     def was_said(self, fingerprint: Fingerprint) -> None:
-        """A request that carried this was answered."""
+        """Record that a request with this fingerprint was answered."""
         if fingerprint:
             with self._lock:
                 self._said = fingerprint
 
 
 def uncompiled(name: str) -> str:
-    """The name of a parameter, whether the model or a module in it is compiled or not: replicas may differ in that."""
+    """Return the name of a parameter without torch.compile's prefixes, so that only some replicas may compile."""
     return ".".join(part for part in name.split(".") if part != COMPILED)
 
 

@@ -161,7 +161,7 @@ class GroupStore:
             ) from error
 
     def predecessor(self) -> str:
-        """The replica id of the start before this one, or ""."""
+        """Return the replica id of the previous start, or ""."""
         key = f"{self.group_scope}/{REPLICA_ID_KEY}"
         # A get of a key that nobody has set waits; so it is asked for first.
         return self.store.get(key).decode() if self.store.check([key]) else ""
@@ -241,9 +241,11 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
 
 
 def _listener(hostname: str) -> socket.socket:
-    """A port at the address that others are told: of all interfaces only where no address of this machine is known.
+    """Open a port at the address that other processes are given.
 
-    Raises: Unreachable: there is none, at no address.
+    The port listens on all interfaces only if that name has no address of this machine.
+
+    Raises: Unreachable: no port can be opened at any address.
     """
     try:
         found = socket.getaddrinfo(hostname.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -339,10 +341,10 @@ def _taken(rank: int, holder: str) -> SettingError:
 
 
 def own_host() -> str:
-    """The name or address under which other machines most likely reach this one.
+    """Return the name or address by which other machines most likely reach this one.
 
-    Its host name, if that is not just another word for loopback; else the address that packets to the outside carry;
-    else "localhost", on a machine without a network.
+    This is the host name, if it does not resolve to loopback. Otherwise it is the source address of packets to the
+    outside. A machine without a network gives "localhost".
     """
     name = socket.gethostname()
     try:

@@ -99,7 +99,7 @@ class Fetch:
         return self._state
 
     def source_lost(self, replica_id: str) -> None:
-        """A replica was lost, from any thread; when no source is left the fetch is over, whatever it waits on."""
+        """Record that a replica was lost. The fetch ends at once if no source is left. Any thread may call this."""
         self._lost.add(replica_id)
         if self._over.is_set() or not self._lost.issuperset(source.replica_id for source in self.plan.sources):
             return
@@ -173,7 +173,7 @@ class Fetch:
         )
 
     def _first_source(self) -> tuple[int, str]:
-        """The first source that says where its state is: its place among the plan's, and where that is."""
+        """Find the first source that says where its state is. Return its index in the plan, and its metadata."""
         last_error: Exception | None = None
         for place, source in enumerate(self.plan.sources):
             # A source that does not answer is not waited for while there is another.
@@ -266,5 +266,5 @@ def takers(plan: Plan) -> str:
 
 
 def state_key(plan: Plan) -> StateKey:
-    """The name of the plan's reference, under which its holders offer it and the others ask for it."""
+    """Return the key under which the holders of the plan's state offer it, and the other replicas request it."""
     return StateKey(quorum_id=plan.key.quorum_id, nonce=plan.key.nonce, step=plan.step, lineage=plan.lineage)

@@ -57,7 +57,7 @@ class Bystander:
         """Nothing: this rank is in no group."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
-        """The tensors stay as they are."""
+        """Leave the tensors as they are."""
         return DummyWork(tensors)
 
     def errored(self) -> Exception | None:
@@ -74,7 +74,10 @@ class Bystander:
 
 
 def check_transport(config: ResolvedConfig) -> None:
-    """Raises: SettingError: the transport reaches only those that are in its process group, which not all ranks are."""
+    """Check that the transport can spread state to all ranks of an island.
+
+    Raises: SettingError: the transport reaches only members of its process group, and not all ranks are members.
+    """
     spreads = config.rank0_synchronization_only and config.world_size > 1
     if spreads and isinstance(config.checkpoint_transport, PGTransport):
         raise SettingError(
@@ -84,18 +87,19 @@ def check_transport(config: ResolvedConfig) -> None:
 
 
 def global_ranks(replica_world_size: int, config: ResolvedConfig) -> list[int]:
-    """The ranks in the whole job, for messages, of those that this rank meets; of islands, their places."""
+    """Return the ranks in the whole job that this rank communicates with, for messages. For islands: their places."""
     if config.rank0_synchronization_only:
         return list(range(replica_world_size))
     return [replica * config.world_size + config.rank for replica in range(replica_world_size)]
 
 
 def refuse_strategy(manager: object, name: str) -> None:
-    """Raises: SettingError: gradients of every rank are to be averaged by a Manager that reduces those of rank 0 alone.
+    """Refuse a strategy that averages gradients of every rank, if the Manager reduces those of rank 0 only.
 
     Args:
-        manager: that the strategy was given; of one that is the user's own nothing is known.
-        name: of the strategy.
+        manager: the Manager that the strategy was given. An object of the user's own class is accepted.
+        name: the name of the strategy.
+    Raises: SettingError: the Manager has rank0_synchronization_only.
     """
     config = getattr(getattr(manager, "strategy", None), "config", None)
     if getattr(config, "rank0_synchronization_only", False) is True:
@@ -109,13 +113,14 @@ def refuse_strategy(manager: object, name: str) -> None:
 
 
 def whole(state: Any, *, keep: bool = True) -> Any:
-    """A state with whole tensors in place of DTensors. A collective of each DTensor's mesh, in the state's order.
+    """Return a state with whole tensors in place of DTensors.
 
-    What several processes had together is on the CPU then, so that no accelerator has to hold all of it.
+    This is a collective of each DTensor's mesh, in the order of the state. A tensor that several processes shared is on
+    the CPU afterwards, so that no accelerator has to hold all of it.
 
     Args:
-        state: mappings, lists and tuples; it is not changed, and what has no DTensor is not copied.
-        keep: False: take part, and let go of each tensor at once.
+        state: mappings, lists and tuples. The state is not changed. A part without DTensors is not copied.
+        keep: False: take part, and free each tensor at once.
     """
     if is_dtensor(state):
         if state.device_mesh.size() == 1 and not any(placement.is_partial() for placement in state.placements):
@@ -145,18 +150,19 @@ def island_digests(
     config: ResolvedConfig,
     coordinator: Coordinator,
 ) -> tuple[str]:
-    """What other islands compare: the digest of rank 0's whole state, however it is cut here; all ranks call it.
+    """Return what other islands compare: the digest of rank 0's whole state. All ranks call this.
 
-    What is whole on every rank must be the same on every rank.
+    The digest does not depend on how the state is sharded here. A tensor that is whole on every rank must be the same
+    on every rank.
 
     Args:
-        state: of this rank; None: it could not be taken.
-        name: of this look, another one each time.
-        digest: makes one; raises StateUnavailable.
-        is_torn: this rank's state is half written.
+        state: the state of this rank. None: the state could not be taken.
+        name: the name of this comparison, a new one each time.
+        digest: computes a digest. It raises StateUnavailable.
+        is_torn: the state of this rank is half written.
         config, coordinator: of this rank.
-    Returns: the digest; "" where a rank has no state to show, or another one than rank 0.
-    Raises: DeadlinePassed: a rank did not come to it. StateUnavailable: this rank's state can't be compared.
+    Returns: the digest. "": a rank has no state to show, or a state that differs from rank 0's.
+    Raises: DeadlinePassed: a rank did not join. StateUnavailable: the state of this rank can't be compared.
     """
 
     def gather(what: str, value: str) -> tuple[str, ...]:

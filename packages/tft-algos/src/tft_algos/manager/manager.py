@@ -131,7 +131,7 @@ class Manager:
                 )
 
     def set_state_dict_fns(self, load_state_dict: LoadState, state_dict: TakeState) -> None:
-        """Deprecated: use register_state_dict_fn, which takes a key."""
+        """Register state without a key. Deprecated: use `register_state_dict_fn`, which takes a key."""
         warnings.warn("set_state_dict_fns is deprecated; use register_state_dict_fn", DeprecationWarning, stacklevel=2)
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
@@ -148,7 +148,7 @@ class Manager:
         self._parts.shared.user_state.readable = True
 
     def state_dict(self) -> dict[str, Any]:
-        """This Manager's own state, for a durable checkpoint: step, batches_committed, lineage."""
+        """Return this Manager's own state for a durable checkpoint: step, batches_committed, lineage."""
         return dict(self._step.status.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -261,16 +261,16 @@ class Manager:
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
     ) -> torch.futures.Future[T]:
-        """A future that never fails: on an error or a time-out, that is reported and the result is `default`.
+        """Return a future that never fails. An error or a time-out is reported, and the result is `default`.
 
-        So it is for what is pending at `shutdown`, of which nothing is reported.
+        At `shutdown`, a pending future gets `default` too, and nothing is reported.
 
         Args:
             fut: any future.
             default: the result in place of an error.
-            timeout: None: the Manager's.
-        Raises: Closed. SettingError: timeout is no timedelta above zero and of at most a week. UsageError: fut is no
-            future.
+            timeout: maximum wait. None: the Manager's timeout.
+        Raises: Closed. SettingError: timeout is not a timedelta above zero and of at most a week. UsageError: fut is
+            not a future.
         """
         self._life.check_open()
         if not isinstance(fut, torch.futures.Future):
@@ -290,7 +290,7 @@ class Manager:
         self._step.tell(on.UserReportedError(e))
 
     def errored(self) -> ExceptionWithTraceback | None:
-        """The first error of this step, or None."""
+        """Return the first error of this step, or None."""
         error = self._step.status.error
         return None if error is None else ExceptionWithTraceback(error)
 

@@ -108,7 +108,7 @@ class Negotiation:
         self._questions.put(_Question(future, lambda: self._negotiate(ask, timeout)))
 
     def goes_on(self) -> None:
-        """A step begins in a quorum that stands: nobody is asked."""
+        """Record that a step begins in a quorum that stands, so no request is sent."""
         self._last = _NOTHING_ASKED
         if self._reports.records.wants_quorums:
             self._record(reconfigures=False, duration_s=0.0)

@@ -51,12 +51,12 @@ class OwnTime:
                 self._waited_s += self._monotonic() - max(self._waits_since_s, self._began_s)
 
     def mark(self) -> None:
-        """The own part is not over before now: a reduction begins, or an inner step has ended."""
+        """Record that the own part lasts at least until now: a reduction begins, or an inner step has ended."""
         with self._lock:
             self._mark_s = self._own_s()
 
     def finishes(self) -> None:
-        """The training thread has come to the end of a step. Without a reduction all of it was its own."""
+        """Record that the training thread is at the end of a step. Without a reduction, all of it was its own part."""
         with self._lock:
             if self._mark_s is None:
                 self._mark_s = self._own_s()

@@ -62,7 +62,7 @@ class Records:
         return self.quorums.isEnabledFor(logging.DEBUG)
 
     def quorum(self, name: StepName, plan: Plan, *, reconfigured: bool, duration_s: float) -> None:
-        """A step's plan has come, and its group is built or could not be."""
+        """Record that the plan of a step has arrived, and that its group is built or could not be built."""
         self._write(
             self.quorums,
             name,
@@ -75,7 +75,7 @@ class Records:
         )
 
     def commit(self, name: StepName, committed: bool, *, num_participants: int) -> None:
-        """A verdict has come."""
+        """Record a verdict."""
         self._write(self.commits, name, "commit", commit_result=committed, num_participants=num_participants)
 
     def error(self, name: StepName, error: BaseException, *, counts: bool) -> None:

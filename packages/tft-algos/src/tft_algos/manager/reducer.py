@@ -53,11 +53,11 @@ class Started:
         self._unread: list[tuple[Denominator, StepName]] = []
 
     def add(self, reduction: Reduction) -> None:
-        """It was started."""
+        """Add a reduction that was started."""
         self._reductions.append(reduction)
 
     def read_later(self, denominator: Denominator, name: StepName) -> None:
-        """What only the device knows is read when it is released."""
+        """Record a denominator that only the device knows. `release` reads it."""
         self._unread.append((denominator, name))
 
     @property
@@ -71,7 +71,7 @@ class Started:
             reduction.wait()
 
     def release(self) -> None:
-        """The device has done what it holds: read what only it knew, and let go of what has ended."""
+        """Read the recorded denominators and release all reductions. The caller has synchronized the device."""
         for denominator, name in self._unread:
             failure = denominator.failure()
             if failure is not None:
@@ -119,7 +119,7 @@ class Reducer:
         self._step.tell(on.WeightSet(check_weight(weight)))
 
     def step_begins(self) -> None:
-        """A new step, whose weight nobody has said yet."""
+        """Begin a new step, which has no weight yet."""
         self._denominators.clear()
 
     @property
@@ -128,7 +128,10 @@ class Reducer:
         return self._started.runs or any(started.runs for started in tuple(self._aside))
 
     def put_aside(self) -> Started:
-        """The open step goes on beside later ones. Returns: what was started in it, which its end has to `forget`."""
+        """Put the open step aside, to run beside later steps.
+
+        Returns: what was started in the step. The end of the step must pass it to `forget`.
+        """
         started, self._started = self._started, Started(self._report)
         self._aside.append(started)
         self.step_begins()
@@ -145,7 +148,7 @@ class Reducer:
         self._started.finish()
 
     def release(self) -> None:
-        """The device has done what it holds: read what only it knew, and let go of what has ended."""
+        """Read the recorded denominators and release all reductions. The caller has synchronized the device."""
         self._started.release()
         self._denominators.clear()  # a backend's Work keeps connections
 
@@ -257,7 +260,7 @@ class Reducer:
         return DummyWork([tensor])
 
     def _stay_out(self) -> None:
-        """The others are in this reduction already, or soon: end it for them, rather than let them wait."""
+        """Abort the group, so that the other members do not wait in this reduction."""
         if self._group.errored() is None:
             self._group.abort()
 

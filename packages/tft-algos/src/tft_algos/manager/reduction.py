@@ -36,7 +36,7 @@ _UNTOLD: Final = contextlib.nullcontext()
 
 @contextlib.contextmanager
 def changing(tensor: torch.Tensor) -> Iterator[None]:
-    """What is done inside changes a tensor in place, behind autograd's back, as a process group does."""
+    """Allow changes of a tensor in place without autograd, as a process group makes them."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         yield
 
@@ -61,7 +61,7 @@ def _fill(tensor: torch.Tensor, reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpTy
 
 
 def _bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the greatest value of a dtype."""
+    """Return the lowest and the highest value of a dtype."""
     if dtype.is_floating_point:
         return -math.inf, math.inf
     if dtype == torch.bool:
@@ -71,7 +71,10 @@ def _bounds(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def check_weight(weight: object) -> float:
-    """Raises: SettingError: it can't be a weight."""
+    """Return the weight as a float, checked.
+
+    Raises: SettingError: the value can't be a weight.
+    """
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
         raise SettingError(
             f"weight is a {type(weight).__name__}; give a number, such as the samples or tokens in this replica's batch"
@@ -123,7 +126,10 @@ def check_asked(
 
 
 def check_writable(tensor: torch.Tensor) -> None:
-    """Raises: Unsupported: several elements of a dense tensor lie in one place, so that none can be filled in."""
+    """Check that no two elements of a dense tensor share memory, because such a tensor can't be filled.
+
+    Raises: Unsupported: several elements share memory.
+    """
     if tensor.is_contiguous():
         return
     end = 0
@@ -189,7 +195,10 @@ class Denominator:
         self._name = name
 
     def divide(self, tensor: torch.Tensor) -> None:
-        """Raises: NoWeight: nothing was divided."""
+        """Divide a tensor in place by the sum of the weights.
+
+        Raises: NoWeight: the sum can't divide. Nothing was divided.
+        """
         if self.read_later:
             tensor.div_(self._total[0])  # without a dimension, so that the tensor is not copied to another dtype
             return
@@ -320,9 +329,9 @@ class Reduction(dist.Work):
         return bool(self._ended)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of `[tensor]` that is done when the tensor holds the result, or when the reduction has failed.
+        """Return a future of `[tensor]` that is done when the tensor holds the result, or the reduction has failed.
 
-        It never holds an error. What is chained to it with `then` sees the mean, not the sum.
+        The future never holds an error. A callback chained with `then` sees the mean, not the sum.
         """
         if self._future is None:
             errors: list[Exception] = []
@@ -345,7 +354,7 @@ class Reduction(dist.Work):
         return self._future
 
     def release(self) -> None:
-        """The device has done what it holds, or its step is over: no time-out counts any more."""
+        """Cancel the time-out. The device has finished, or the step is over."""
         no_alarm, self._no_alarm = self._no_alarm, None
         if no_alarm is not None:
             no_alarm()
@@ -380,7 +389,7 @@ class Reduction(dist.Work):
             self.release()
 
     def _divide(self) -> Exception | None:
-        """Raises nothing: whoever waits only goes on."""
+        """Divide and write back the result. Return an error instead of raising it, so that callers continue."""
         if self._divide_by == 1 and self._into is self._tensor:
             return None
         try:

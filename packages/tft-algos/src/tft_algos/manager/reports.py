@@ -72,7 +72,7 @@ class Reports:
         self._who = f"{shorten(replica_id)}/{rank}"
 
     def log(self, level: int, message: str, *args: object) -> None:
-        """A line that says who tells it, and in which step."""
+        """Log a line with the replica, the rank and the step."""
         if logger.isEnabledFor(level):
             self._log_of(self._status().step, level, message % args if args else message)
 
@@ -198,17 +198,17 @@ class Reports:
         return isinstance(error, QuorumBroken) or (bool(self._loss) and self._loss in shorten(str(error)))
 
     def no_quorum(self, name: StepName, error: Exception) -> None:
-        """The step has no quorum."""
+        """Report that the step has no quorum."""
         # The training thread raises what this process can't go on with; its sentence is said there.
         self._tell(name, logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error)
 
     def configure_failed(self, name: StepName, error: Exception, *, warning: str = "") -> None:
-        """The process group could not be built for the quorum of a step.
+        """Report that the process group could not be built for the quorum of a step.
 
         Args:
-            name: of the step.
-            error: what failed.
-            warning: names who could not be reached. It is written at once, because no loss explains that.
+            name: the step.
+            error: the error.
+            warning: a sentence that names the unreachable replicas. It is logged at once, because no loss explains it.
         """
         self.records.error(name, error, counts=True)
         if warning:
@@ -219,12 +219,12 @@ class Reports:
         self._step_failed(name, error, f"could not configure quorum {name.key}, so this step will not commit: {error}")
 
     def heal_failed(self, name: StepName, error: Exception, *, traceback_of: BaseException | None = None) -> None:
-        """This replica did not heal.
+        """Report that this replica did not heal.
 
         Args:
-            name: of the step.
-            error: why.
-            traceback_of: an error of a function of the user's, to be shown with its traceback.
+            name: the step.
+            error: the error.
+            traceback_of: an error of a user's function, logged with its traceback.
         """
         if traceback_of is None:
             self._tell(name, logging.WARNING, error, "%s", error)
@@ -233,18 +233,18 @@ class Reports:
             self.log_traceback(traceback_of, "%s", error)
 
     def log_traceback(self, error: BaseException, message: str, *args: object) -> None:
-        """An error of a function of the user's, with the place in it at which it was raised."""
+        """Log an error of a user's function with its traceback."""
         logger.error(f"[%s - step %d] {message}", self._who, self._status().step, *args, exc_info=error)
 
     def group_lost(self, name: StepName, error: Exception) -> None:
-        """This replica group can't go on."""
+        """Report that this replica group is lost."""
         with self._holding:
             self._group_is_lost = True
             self._held = None  # its reason
         self._tell(name, logging.ERROR, error, "%s", error)
 
     def torn(self, error: BaseException) -> None:
-        """What was committed could not be applied: the state here is half written."""
+        """Report that a commit could not be applied, so the state here is half written."""
         self.records.error(self._status().name, error, counts=False)
         self.log(logging.WARNING, "the commit could not be applied here, so this replica heals: %r", error)
 

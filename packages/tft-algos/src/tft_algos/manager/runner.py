@@ -301,7 +301,10 @@ class StepRunner:
         )
 
     def _concluded(self, end: do.Effect, failure: Exception | None = None) -> bool:
-        """A step is over. `failure`: of one that was put aside. Raises: TooManyFailures."""
+        """Return whether the step was committed. `failure`: the error of a deferred step.
+
+        Raises: TooManyFailures: more steps in a row failed than max_retries allows.
+        """
         assert isinstance(end, do.Concluded), end
         error = failure or end.error
         if end.exhausted:
@@ -325,7 +328,7 @@ class StepRunner:
         return step
 
     def _exchange_open(self) -> None:
-        """What was put off in the step that is open: wait for its quorum, give or take state."""
+        """Finish what the open step has deferred: wait for its quorum, then give or take state."""
         self._step.tell(on.StrategyExchanges())
         if self.plan() is not None:
             self._exchange()

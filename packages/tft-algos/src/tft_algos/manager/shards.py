@@ -126,7 +126,7 @@ class _Placer(_Walker):
         return part.to_dtensor(own.device_mesh)
 
     def _mesh_for(self, sharding: Sharding, path: Path) -> DeviceMesh:
-        """The mesh for what this process has not got."""
+        """Return the mesh for a tensor that this process does not have."""
         meshes = self._meshes(sharding, [leaf for _, leaf in self._own])
         if len(meshes) > 1:
             meshes = self._meshes(sharding, _of_that_name(self._own, path)) or meshes
@@ -142,7 +142,7 @@ class _Placer(_Walker):
         )
 
     def _meshes(self, sharding: Sharding, tensors: Sequence[DTensor]) -> list[DeviceMesh]:
-        """The different meshes of that form among those of some tensors."""
+        """Return the different meshes of that form among the meshes of some tensors."""
         meshes: list[DeviceMesh] = []
         for tensor in tensors:
             if sharding.fits(tensor.device_mesh) and tensor.device_mesh not in meshes:
@@ -177,7 +177,9 @@ class _Cutter(_Walker):
         return cut_like(value.detach(), own)
 
     def _like(self, value: torch.Tensor, path: Path) -> DTensor | None:
-        """A tensor that is cut as that one is to be, which this process has not got; None: it stays whole."""
+        """Return a tensor that shows how to shard a tensor that this process does not have. None: the tensor stays
+        whole.
+        """
         alike = [(own_path, leaf) for own_path, leaf in self._own if leaf.shape == value.shape]
         # What is whole here beside a sharded parameter of the same shape is a buffer as a rule, and has no moments.
         of_that_name = _of_that_name(alike, path) or [leaf for _, leaf in alike]

@@ -39,7 +39,7 @@ class Straggling:
         return newest.sentence if newest is not None and newest.kind is PaceKind.LEFT_OUT else ""
 
     def told(self, news: StragglerNews) -> None:
-        """A change, or the newest one again after a stream was broken."""
+        """Record a change of pace. The newest change may come again after a broken stream."""
         says_nothing = news.kind is PaceKind.SHARE and news.share == self.share
         is_new = news != self._newest and not says_nothing
         self._newest = news

@@ -68,7 +68,7 @@ class UnreachedPeers:
         return self._sentence
 
     def take(self) -> tuple[Unreached, ...]:
-        """The reports for the request that is made now; each is given once."""
+        """Return the reports for the request that is made now. Each report is returned once."""
         if not self._unsaid:
             return ()
         with self._lock:
@@ -76,13 +76,13 @@ class UnreachedPeers:
         return tuple(said.values())[:UNREACHED_MOST]
 
     def group_configured(self) -> None:
-        """The process group was built: everybody was reached."""
+        """Record that the process group was built, so every member was reached."""
         if self._blamed or self._absent or self._sentence:
             with self._lock:
                 self._absent, self._blamed, self._repeats, self._sentence = frozenset(), frozenset(), 0, ""
 
     def configure_failed(self, plan: Plan, error: Exception) -> Diagnosis:
-        """The process group could not be built for a plan."""
+        """Record that the process group could not be built for a plan. Return a diagnosis."""
         if not isinstance(error, ConfigureFailed):
             return Diagnosis(error)
         with self._lock:
@@ -111,7 +111,10 @@ class UnreachedPeers:
         return Diagnosis(named, f"{sentence}{times}" if is_due else "")
 
     def step_failed(self, plan: Plan | None, errors: Iterable[Exception]) -> str:
-        """A step has failed in a process group that was built. Returns: for the log; "" if nobody is to blame."""
+        """Record the unreached peers of a failed step. The process group of that step had been built.
+
+        Returns: a sentence for the log. "": no peer is to blame.
+        """
         found: dict[str, str] = {}
         for error in errors:
             if plan is not None and isinstance(error, PeerFailed):
@@ -126,7 +129,9 @@ class UnreachedPeers:
         return f"{said}; {_CHECK}"
 
     def sources_failed(self, found: Mapping[str, str]) -> None:
-        """Sources of live state did not answer. `found`: why, in a few words, by replica id."""
+        """Record the sources of live state that did not answer. `found`: the reason for each replica id, in a few
+        words.
+        """
         with self._lock:
             self._keep(Unreached(name, Via.STATE, _plain(why)) for name, why in found.items())
 
@@ -169,5 +174,5 @@ def _replicas(names: frozenset[str]) -> str:
 
 
 def _plain(why: str) -> str:
-    """A reason as the wire takes it: on one line, and short."""
+    """Return a reason in the form that the wire takes: one line, short."""
     return "".join(character if character.isprintable() else " " for character in why)[:_WHY_MOST]

@@ -67,20 +67,29 @@ class UserState:
         return set(self._functions)
 
     def take(self) -> dict[str, Any]:
-        """The state, by key. Raises: StateUnavailable: a function of the user's raised."""
+        """Take the state, by key.
+
+        Raises: StateUnavailable: a function of the user raised.
+        """
         return self._taken(self._functions)
 
     def take_compared(self) -> dict[str, Any]:
-        """What of it is the same on every replica. Raises: as `take`."""
+        """Take the state that is the same on every replica, by key.
+
+        Raises: as `take`.
+        """
         return self._taken([key for key in self._functions if key not in self._not_compared])
 
     def take_whole(self) -> dict[str, Any]:
-        """The state as others can make use of it; on an island that is a collective of its ranks. Raises: as `take`."""
+        """Take the state in the form that other replicas can use. On an island this is a collective of its ranks.
+
+        Raises: as `take`.
+        """
         state = self.take()
         return whole(state) if self._is_island else state
 
     def compared(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a state, by key, is the same on every replica."""
+        """Return the part of a state, by key, that is the same on every replica."""
         return {key: value for key, value in state.items() if key not in self._not_compared}
 
     def load(self, state: Mapping[str, Any]) -> LoadFailed | None:

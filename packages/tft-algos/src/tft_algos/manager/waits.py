@@ -99,7 +99,7 @@ class WaitWatch:
         self.quorum_limit: timedelta = config.quorum_timeout  # of the quorum that was asked for last
 
     def told(self, sentence: str) -> None:
-        """The lighthouse or the manager server says for whom this rank waits."""
+        """Record a sentence of the lighthouse or the manager server that says what this rank waits for."""
         self._told = (sentence, self._monotonic())
         if sentence.startswith(LEFT_OUT):
             self._told_left_out_s = self._told[1]

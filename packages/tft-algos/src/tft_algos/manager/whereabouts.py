@@ -60,11 +60,11 @@ class Whereabouts:
         self.applies = False  # the training thread, what was committed: the optimizer steps
 
     def step_begins(self) -> None:
-        """A quorum is asked for."""
+        """Record that a step begins. What was recorded about the last step is cleared."""
         self.waits = self._goes_on = False
 
     def inner_step_ended(self) -> None:
-        """The training thread goes on, whatever is reduced meanwhile."""
+        """Record that the training thread continues, even if reductions are under way."""
         self.own_time.mark()
         self._goes_on = True
         self._inner_steps += 1

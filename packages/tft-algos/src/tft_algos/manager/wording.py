@@ -150,7 +150,10 @@ class Wording:
         return self._exchange
 
     def _received(self, sent: _Sent) -> tuple[int, ...]:
-        """Raises: DeadlinePassed: the others' words did not come in time. What the exchange has raised."""
+        """Return the sum of a word that was sent earlier.
+
+        Raises: DeadlinePassed: the words of the others did not arrive in time. Any error that the exchange raised.
+        """
         if not wait((sent.sums,), self._timeout.total_seconds()).done:
             key, number = sent.name
             raise DeadlinePassed(

@@ -15,11 +15,11 @@ from tft_algos.manager.divergence import as_octets, memory_of
 
 
 def digest(*states: Any) -> str:
-    """A digest of tensors and plain data, nested at will: `digest(model.state_dict(), optimizer.state_dict())`.
+    """Return a digest of tensors and plain data, in any nesting: `digest(model.state_dict(), optimizer.state_dict())`.
 
     Args:
         states: mappings, lists, tuples, tensors, numbers, strings, None. Mappings may be in any order.
-    Returns: 32 hexadecimal digits. Equal for equal bytes, dtypes and shapes.
+    Returns: 32 hexadecimal digits. The digits are equal for equal bytes, dtypes and shapes.
     """
     total = hashlib.blake2b(digest_size=16)
     for state in states:

@@ -40,13 +40,13 @@ def plan_of(
     min_replica_size: int = 1,
     store_address: str = "localhost:1",
 ) -> Plan:
-    """A plan, as replica `rank` of `size` gets it.
+    """Return a plan, as replica `rank` of `size` gets it.
 
     Args:
-        quorum_id: of the key; its nonce is the same number.
-        step, lineage: the reference; None: the lineage of a fresh state.
-        healing: replica ranks that heal; all others hold the reference.
-        participants: None: all that hold the reference.
+        quorum_id: the id in the key. The nonce of the key is the same number.
+        step, lineage: the reference. None: the lineage of a fresh state.
+        healing: replica ranks that heal. All others hold the reference.
+        participants: replica ranks. None: all that hold the reference.
     """
     names = [f"replica_{member}" for member in range(size)]
     holders = tuple(member for member in range(size) if member not in healing)
@@ -253,7 +253,7 @@ class FakeGroup:
         return work
 
     def come(self, number: int = 1) -> None:
-        """The others come to the oldest reductions that wait, so many, which end."""
+        """Let the other members join the oldest `number` waiting reductions, which then end."""
         for _ in range(number):
             self._finish(*self._held.pop(0))
 

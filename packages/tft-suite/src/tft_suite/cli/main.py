@@ -122,7 +122,7 @@ def drain(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script: exits with the command's code; 2, and one sentence on stderr, if the call was wrong."""
+    """Run the `tft` console script and exit with its code. A wrong call exits with 2 and one sentence on stderr."""
     sys.exit(exit_code_of(sys.argv[1:] if arguments is None else list(arguments)))
 
 

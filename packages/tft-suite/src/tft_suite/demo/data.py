@@ -39,7 +39,7 @@ class Samples:
 
 
 def load() -> tuple[Samples, Samples]:
-    """The train part (1,437 samples) and the test part (360), the same on every call."""
+    """Return the training part (1,437 samples) and the test part (360). Every call returns the same split."""
     digits = load_digits()
     labels = torch.tensor(digits.target.tolist())
     images = torch.tensor(digits.images.tolist()).unsqueeze(1) / PIXEL_MAX
@@ -49,7 +49,7 @@ def load() -> tuple[Samples, Samples]:
 
 
 def draw(samples: Samples, *, batch: int, seed: int, replica: int, step: int) -> Samples:
-    """The batch of one replica in one step, drawn with replacement; equal arguments, equal batch."""
+    """Draw the batch of one replica in one step, with replacement. Equal arguments give equal batches."""
     key = hashlib.blake2b(f"{seed}/{replica}/{step}".encode(), digest_size=7).digest()
     dice = torch.Generator().manual_seed(int.from_bytes(key, "big"))
     return samples.at(torch.randint(len(samples), (batch,), generator=dice))

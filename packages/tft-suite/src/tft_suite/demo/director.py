@@ -97,7 +97,7 @@ class Director:
         self._is_over = False
 
     def begin(self) -> tuple[Order, ...]:
-        """The first orders of a run."""
+        """Return the first orders of a run."""
         return tuple(StartReplica(who.replica) for who in self.story.replicas)
 
     def on_event(self, event: Event) -> tuple[Order, ...]:

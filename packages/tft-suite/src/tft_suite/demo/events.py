@@ -118,9 +118,9 @@ def encode(event: ReplicaEvent) -> bytes:
 
 
 def decode(message: bytes, *, replica: int, at_s: float) -> ReplicaEvent:
-    """The event in a replica's message, as seen by the receiver at `at_s`.
+    """Return the event in a replica's message. `at_s`: the time at the receiver.
 
-    Raises: MessageError: not an event, or a field is missing, unknown, or of another type.
+    Raises: MessageError: the message is not an event, or a field is missing, unknown, or of another type.
     """
     where = f"a message of replica {replica}"
     try:
@@ -140,7 +140,7 @@ def decode(message: bytes, *, replica: int, at_s: float) -> ReplicaEvent:
 
 
 def one_line(error: BaseException) -> str:
-    """An error as one bounded line for ReplicaFailed: its type, its message, and who caused it."""
+    """Return an error as one line of limited length for ReplicaFailed: its type, its message and its cause."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if error.__cause__ is not None:
         text += f" (because of {type(error.__cause__).__name__}: {' '.join(str(error.__cause__).split())})"

@@ -85,7 +85,10 @@ def give(orders: Connection, order: ReplicaOrder) -> None:
 
 
 def take(events: Connection) -> bytes | None:
-    """The next message of a replica, which must be there; None: it closed its end. Raises MessageError: too long."""
+    """Return the next message of a replica, which must be available. None: the replica closed its end.
+
+    Raises: MessageError: the message is too long.
+    """
     try:
         return events.recv_bytes(MESSAGE_BYTES_MAX)
     except EOFError:

@@ -35,5 +35,5 @@ def make_net() -> nn.Sequential:
 
 @torch.no_grad()
 def accuracy(net: nn.Module, samples: Samples) -> float:
-    """The part of `samples` that `net` reads rightly, 0 to 1."""
+    """Return the fraction of `samples` that `net` classifies correctly, 0 to 1."""
     return float((net(samples.images).argmax(1) == samples.labels).float().mean())

@@ -70,7 +70,7 @@ def make_report(events: Sequence[Event], *, replicas: int, steps: int, wall_s: f
 
 
 def final_ends(events: Sequence[Event]) -> dict[int, TrainingEnded]:
-    """The last TrainingEnded of each replica; none for one whose process died or was restarted after it."""
+    """Return the last TrainingEnded of each replica whose process neither died nor restarted after it."""
     ends: dict[int, TrainingEnded] = {}
     for event in events:
         if isinstance(event, TrainingEnded):
@@ -101,7 +101,7 @@ def deaths(events: Sequence[Event]) -> Iterable[tuple[int, ProcessKilled]]:
 
 
 def faults(events: Sequence[Event]) -> Iterable[Fault]:
-    """The kills in their order, with what each cost."""
+    """Yield the kills in order, each with its costs."""
     for index, kill in deaths(events):
         after = events[index + 1 :]
         first_commit = next((e for e in after if isinstance(e, StepCommitted) and e.replica == kill.replica), None)
@@ -140,11 +140,11 @@ def alive_and_trained(events: Sequence[Event]) -> set[int]:
 
 
 def what_is_wrong(report: Report, events: Sequence[Event], *, kills: int, error: str | None) -> tuple[str, ...]:
-    """A sentence for each thing that is not as it must be; none: the run is good.
+    """Return a sentence for each problem of a run. Empty: the run is good.
 
     Args:
-        kills: how many were asked for.
-        error: why the run was given up, None if it was not.
+        kills: how many kills were requested.
+        error: why the run was given up. None: it was not.
     """
     found = [] if error is None else [error]
     ends = final_ends(events)

@@ -63,7 +63,7 @@ def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> 
 
 
 def title_of(settings: DemoSettings) -> str:
-    """The run in one line."""
+    """Return the run in one line."""
     replicas = f"{settings.replicas} replica{'' if settings.replicas == 1 else 's'}"
     kills = f"{settings.kills} kill{'' if settings.kills == 1 else 's'}"
     return f"{replicas} to step {settings.steps}, {kills}, seed {settings.seed}"
@@ -118,7 +118,7 @@ def tell(outcome: Outcome, settings: DemoSettings, *, console: Console) -> int:
 
 
 def summary(report: Report) -> Sequence[str]:
-    """The report in lines."""
+    """Return the report in lines."""
     lines = [sentence_of(fault) for fault in report.faults]
     lines += [f"digest {digest}" for digest in report.digests]
     if report.test_accuracy is not None:
@@ -134,7 +134,7 @@ def sentence_of(fault: Fault) -> str:
 
 
 def verdict(report: Report, wrong: Sequence[str]) -> Sequence[str]:
-    """The last word."""
+    """Return the final lines: OK, or one FAILED line for each problem."""
     if wrong:
         return [f"FAILED: {sentence}" for sentence in wrong]
     all_of_them = "the replica" if report.replicas == 1 else f"all {report.replicas} replicas"

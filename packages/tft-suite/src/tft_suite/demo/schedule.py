@@ -25,7 +25,7 @@ class Kill:
 
 
 def kill_window(steps: int) -> range:
-    """The steps at which a replica may be killed: 15 % to 50 % of `steps`, both ends included, never step 0."""
+    """Return the steps at which a replica may be killed: 15 % to 50 % of `steps`, both included, never step 0."""
     first = -(-steps * FIRST_PERCENT // 100)
     return range(max(first, 1), steps * LAST_PERCENT // 100 + 1)
 

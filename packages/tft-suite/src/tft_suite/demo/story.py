@@ -136,7 +136,7 @@ class Story:
 
 
 def shortened(reason: str) -> str:
-    """What fits on a line; the log of the replica has the whole."""
+    """Return the part of a reason that fits on a line. The log of the replica has all of it."""
     return reason if len(reason) <= REASON_SHOWN_MAX else reason[: REASON_SHOWN_MAX - 1] + "…"
 
 

@@ -50,7 +50,7 @@ class Span:
 
 
 def lanes(events: Sequence[Event], *, end_s: float) -> list[Span]:
-    """What each replica did, without gaps from 0 to its end or `end_s`, in the order of the spans' ends."""
+    """Return what each replica did, without gaps from 0 to its end or `end_s`, in the order of the spans' ends."""
     now: dict[int, tuple[State, float]] = {}
     spans: list[Span] = []
     begun: set[int] = set()
@@ -139,7 +139,7 @@ def draw(events: Sequence[Event], *, replicas: int, end_s: float, title: str, pa
 
 
 def smoothed(commits: Sequence[StepCommitted], *, over: int) -> tuple[list[float], list[float]]:
-    """Times and losses of the steps, in order: each the mean of its replicas' losses and of the `over` - 1 before."""
+    """Return times and mean losses of the steps, in order. Each mean covers a step and the `over` - 1 steps before."""
     by_step: dict[int, list[StepCommitted]] = {}
     for commit in commits:
         by_step.setdefault(commit.step, []).append(commit)

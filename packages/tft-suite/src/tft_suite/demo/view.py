@@ -44,11 +44,13 @@ class View(Protocol):
     ) -> None: ...
 
     def show(self, story: Story, now_s: float) -> None:
-        """Called after each batch of events, and some ten times a second without."""
+        """Show the run. The supervisor calls this after each batch of events, and some ten times a second without
+        events.
+        """
 
 
 def view_for(console: Console, *, steps: int) -> View:
-    """The live view if the console is a terminal, else the lines."""
+    """Return the live view if the console is a terminal. Otherwise return the lines."""
     if console.is_terminal and not console.is_dumb_terminal:
         return LiveView(console, steps=steps)
     return LineView(lambda line: console.out(line, highlight=False), steps=steps)
@@ -132,7 +134,7 @@ def participants_of(story: Story) -> str:
 
 
 def picture(story: Story, *, steps: int, now_s: float, num_notes: int = NOTES_MAX) -> RenderableType:
-    """The whole live view, with the last `num_notes` notes."""
+    """Return the whole live view, with the last `num_notes` notes."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     table.add_column("replica", justify="right")
     table.add_column("state", min_width=10)

@@ -15,7 +15,7 @@ from tft_suite.doctor.findings import Finding
 
 
 def report(facts: Facts, found: Sequence[Finding]) -> str:
-    """What `tft doctor` prints."""
+    """Return the text that `tft doctor` prints."""
     return "\n".join(_lines(facts, found))
 
 

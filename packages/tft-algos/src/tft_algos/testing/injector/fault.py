@@ -124,7 +124,7 @@ class Fault:
         return here and self.step in (None, step)
 
     def describe(self) -> str:
-        """It as a sentence, for errors and logs."""
+        """Describe the fault in a sentence, for errors and logs."""
         when = "the first time" if self.step is None else f"step {self.step}"
         return (
             f"injected: {self.action.value} at {self.place.value}, replica {self.replica}, rank {self.rank}, {when}; "

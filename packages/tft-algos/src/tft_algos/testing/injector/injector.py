@@ -171,14 +171,15 @@ class EventInjector:
     # --- the parts -----------------------------------------------------------------------------------------------
 
     def group(self, pg: Group) -> Group:
-        """The process group for the Manager. Places: CONFIGURE, REDUCTION, and WORD where it can exchange one."""
+        """Wrap the process group for the Manager. Places: CONFIGURE, REDUCTION, and WORD if it can exchange one."""
         self._wrapped.add("group")
         return StruckGroup(pg, self)
 
     def coordinator(self, of: ResolvedConfig | Coordinator) -> Coordinator:
-        """The coordinator for the Manager: `Manager(..., coordinator=injector.coordinator)`. Places: QUORUM and VOTE.
+        """Wrap the coordinator for the Manager: `Manager(..., coordinator=injector.coordinator)`. Places: QUORUM and
+        VOTE.
 
-        Its quorums may stand where those of the one inside may.
+        Quorums of the wrapper may stand if the quorums of the wrapped coordinator may stand.
 
         Args:
             of: a coordinator, or the config of a GroupCoordinator.
@@ -187,12 +188,12 @@ class EventInjector:
         return struck_coordinator(GroupCoordinator(of) if isinstance(of, ResolvedConfig) else of, self)
 
     def transport(self, transport: CheckpointTransport[Any]) -> CheckpointTransport[Any]:
-        """The transport for the Manager. Places: SERVING and HEALING."""
+        """Wrap the transport for the Manager. Places: SERVING and HEALING."""
         self._wrapped.add("transport")
         return StruckTransport(transport, self)
 
     def module(self, module: Module) -> Module:
-        """Hook into a module, before it is wrapped for data parallelism. Places: FORWARD and BACKWARD.
+        """Add hooks to a module, before it is wrapped for data parallelism. Places: FORWARD and BACKWARD.
 
         Returns: the module itself.
         """
@@ -204,7 +205,7 @@ class EventInjector:
         return module
 
     def optimizer(self, optimizer: TorchOptimizer) -> TorchOptimizer:
-        """Hook into an optimizer, before it is wrapped for the Manager. Place: OPTIMIZER.
+        """Add hooks to an optimizer, before it is wrapped for the Manager. Place: OPTIMIZER.
 
         Returns: the optimizer itself.
         """
@@ -215,10 +216,10 @@ class EventInjector:
     # --- striking ------------------------------------------------------------------------------------------------
 
     def reached(self, place: Place) -> Fault | None:
-        """This rank has come to a place: whatever is due there happens.
+        """Perform the fault that is due at a place. A wrapper calls this when its rank comes to the place.
 
-        Returns: a fault of action FAIL, which the caller performs in its place's own words; else None.
-        Raises: InjectedError. UsageError: nothing was attached, so nobody knows which rank and step this is.
+        Returns: a fault of action FAIL, which the caller performs in its own way. Otherwise None.
+        Raises: InjectedError. UsageError: no Manager is attached, so rank and step are unknown.
         """
         fault = self._due(place)
         if fault is None:
@@ -267,7 +268,10 @@ class EventInjector:
             )
 
     def check_attached(self) -> None:
-        """Raises: UsageError: nothing was attached."""
+        """Check that a Manager is attached.
+
+        Raises: UsageError: no Manager is attached.
+        """
         self._manager_attached()
 
     def _manager_attached(self) -> Attached:
@@ -294,7 +298,7 @@ class EventInjector:
 
 
 def _children() -> list[int]:
-    """The processes that this one has started and that live."""
+    """Return the living processes that this process has started."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
