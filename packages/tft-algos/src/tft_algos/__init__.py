@@ -1,7 +1,7 @@
 """Fault tolerance for PyTorch training: Manager, DistributedDataParallel, Optimizer, FSDP2 across groups, DiLoCo.
 
-Law of this file: names. Those of `local_sgd` are imported when they are first used: who synchronizes in every step
-shall not wait for them.
+Law of this file: names. The names of `local_sgd` are imported at their first use, so that a job that synchronizes in
+every step does not wait for that import.
 """
 
 from __future__ import annotations

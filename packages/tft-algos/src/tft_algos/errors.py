@@ -1,11 +1,11 @@
-"""The errors of training, one class for each thing that a caller can do next.
+"""The errors of training, one class for each action that a caller can take next.
 
-Errors of the packages below (tft_coord, tft_pg, tft_ckpt) reach the caller as they are where their own names already
-say what to do: a lost group stays `tft_coord.errors.GroupLost`. Those that the step itself decides on are defined with
-it, in `tft_coord.core.step.errors`.
+Errors of the packages below (tft_coord, tft_pg, tft_ckpt) reach the caller unchanged if their names already say what to
+do. A lost group stays `tft_coord.errors.GroupLost`. Errors that the step core decides on are defined in
+`tft_coord.core.step.errors`.
 
-Law of this file: error classes only. Each carries its facts as fields and a message of one sentence that says what
-happened, where, and what to do.
+Law of this file: error classes only. Each class carries its facts as fields, and a message of one sentence that says
+what happened, where, and what to do.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = [
 
 
 class SettingError(TrainingError, ValueError):
-    """A setting is wrong: change the argument or the environment variable that the message names."""
+    """A setting is wrong. Change the argument or the environment variable that the message names."""
 
 
 class UnknownSetting(SettingError, TypeError):
-    """There is no setting of that name; the message names the nearest one."""
+    """A setting of that name does not exist. The message names the nearest one."""
 
     def __init__(self, message: str, *, name: str, nearest: str | None) -> None:
         super().__init__(message)
@@ -59,19 +59,19 @@ class UnknownSetting(SettingError, TypeError):
 
 
 class Unsupported(TrainingError, NotImplementedError):
-    """What was asked for does not exist here, and nothing else is done in its place: ask for something else."""
+    """The requested feature does not exist here, and nothing was done in its place. Use another feature."""
 
 
 class Closed(TrainingError, RuntimeError):
-    """The Manager was shut down: make a new one."""
+    """The Manager was shut down. Make a new one."""
 
 
 class LeftJob(SystemExit):
-    """This replica has left the job, and no step begins any more: a training loop that does not look at
-    `manager.left` ends here.
+    """This replica has left the job, and no step begins any more.
 
-    A request to end the process, not a failure: it is a SystemExit with exit code 0. Nobody has to catch it. Then it
-    passes an `except Exception`, ends the script without a traceback, and tells a supervisor that the worker succeeded.
+    A training loop that does not check `manager.left` ends with this SystemExit, whose exit code is 0. It is a request
+    to end the process, not a failure, and need not be caught. An uncaught LeftJob passes an `except Exception` and ends
+    the script without a traceback. A supervisor then sees that the worker succeeded.
 
     Args:
         message: one sentence.
@@ -79,31 +79,35 @@ class LeftJob(SystemExit):
 
     def __init__(self, message: str) -> None:
         super().__init__(shorten(message))
-        self.code = 0  # or the message would be the exit code: printed, and 1
+        self.code = 0  # with a message as its code, a SystemExit would print the message and exit with 1
 
 
 class NoWeight(TrainingError, ArithmeticError):
-    """The weights of all that gave something sum to zero, or to no finite number, so there is no mean: give other
-    weights in the next step."""
+    """The weights of all contributions sum to zero, or to no finite number, so there is no mean.
+
+    Give other weights in the next step.
+    """
 
 
 class LoadFailed(HealingFailed):
-    """A state was fetched and can't be loaded here: mend what the message names. The next quorum tries again, once.
+    """A fetched state can't be loaded here. Fix what the message names. The next quorum tries once more.
 
-    What a load function of the user's raised is attached as the cause; without a cause the state does not fit what is
-    registered here."""
+    If a load function of the user raised, its error is the cause. Without a cause, the state does not fit what is
+    registered here.
+    """
 
 
 class StateDiverged(TrainingError, RuntimeError):
-    """This replica's state is not that of the others, and healing is not wanted or does not cure it: look at what the
-    message names, mend it, and start this replica again.
+    """The state of this replica differs from the others, and healing is disabled or did not cure it.
+
+    Fix what the message names, and start this replica again.
 
     Args:
         message: one sentence.
         replica_id: of this replica.
-        source: replica id of the one whose state it was compared with.
-        step: committed steps at which they were compared.
-        paths: what differs on this rank, such as `optimizer.param_groups.0.lr`; empty if only other ranks differ.
+        source: replica id of the replica with which the state was compared.
+        step: committed steps at the comparison.
+        paths: what differs on this rank, such as `optimizer.param_groups.0.lr`. Empty: only other ranks differ.
     """
 
     def __init__(self, message: str, *, replica_id: str, source: str, step: int, paths: tuple[str, ...]) -> None:
@@ -115,12 +119,12 @@ class StateDiverged(TrainingError, RuntimeError):
 
 
 class CheckpointFailed(TrainingError, RuntimeError):
-    """A durable checkpoint could not be written, or none can be read: make room or mend what the message names.
+    """A durable checkpoint could not be written, or none can be read. Make room, or fix what the message names.
 
     Args:
         message: one sentence.
-        path: of the directory it is about.
-        step: committed steps of the state; None where that is not known.
+        path: path of the directory.
+        step: committed steps of the state. None: the step is not known.
     """
 
     def __init__(self, message: str, *, path: str, step: int | None) -> None:
@@ -130,7 +134,7 @@ class CheckpointFailed(TrainingError, RuntimeError):
 
 
 class TooManyFailures(TrainingError, RuntimeError):
-    """More steps in a row failed than `max_retries` allows: look at the error attached, then start again.
+    """More steps in a row failed than `max_retries` allows. Look at the attached error, then start again.
 
     Args:
         message: one sentence.
@@ -143,7 +147,7 @@ class TooManyFailures(TrainingError, RuntimeError):
 
 
 class ExceptionWithTraceback(TrainingError):
-    """An error that was recorded for a step instead of being raised, with the place where it happened.
+    """An error that was recorded for a step instead of being raised, with its traceback.
 
     Args:
         original_exception: the error.

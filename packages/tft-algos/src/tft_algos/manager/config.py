@@ -1,7 +1,7 @@
-"""What a Manager is told, and the one place where the environment is read.
+"""The settings of a Manager, and the one place that reads the environment.
 
-A setting comes from the argument, else from the environment variable that launchers set, else from a default. What is
-left unsaid is None until `from_environment` has filled it in; a Manager does that once, at the start, so that a
+A setting comes from the argument, otherwise from the environment variable that launchers set, otherwise from a default.
+A setting that is not given is None until `from_environment` fills it in. A Manager does this once, at the start. So a
 training script runs alike under `python`, `torchrun` and a cluster's own launcher.
 
 Law of this file: values and their checks. Nothing is opened here and nothing waits.
@@ -33,10 +33,10 @@ OnStraggler: TypeAlias = Callable[[StragglerNews], object]
 
 
 class WorldSizeMode(enum.Enum):
-    """What the mean of a step is over, as replicas come and go.
+    """The replicas over which a step is averaged, as replicas come and go.
 
-    DYNAMIC: over all that participate. FIXED_WITH_SPARES: at most `min_replica_size` participate; the others give
-    zeros, weigh nothing, and step in when one of them is gone.
+    DYNAMIC: all that participate. FIXED_WITH_SPARES: at most `min_replica_size` replicas participate. The others are
+    spares: they give zeros with weight zero, and replace a participant that is lost.
     """
 
     DYNAMIC = 0
@@ -45,65 +45,67 @@ class WorldSizeMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerConfig:
-    """All settings of a Manager. Names that torchft's users know mean what they mean there.
+    """All settings of a Manager. A name that torchft has too means the same as in torchft.
 
     Args:
-        min_replica_size: participants without whom no step commits, at least 1.
-        use_async_quorum: ask for the quorum, and heal, in the background of the forward pass.
-        timeout: one reduction, one vote; env TORCHFT_TIMEOUT_SEC. When said here or there it is also set on the
-            process group. Default 60 s.
-        quorum_timeout: a wait for the next quorum, and so for a lighthouse that is away or not there yet; env
-            TORCHFT_QUORUM_TIMEOUT_SEC. The step in which it passes fails, and the next one waits anew; `max_retries`
-            bounds how often. Default 70 s, or `timeout` if that is longer.
-        connect_timeout: to reach the store, the manager server and a source, not the lighthouse; env
-            TORCHFT_CONNECT_TIMEOUT_SEC. Default 60 s.
-        heal_timeout: a whole healing, waiting for the source included. Default 600 s.
-        heartbeat_timeout: a rank that is silent for so long towards its manager server is lost, because its process was
-            stopped or its cable cut; env TFT_HEARTBEAT_TIMEOUT_SEC. Default 5 s. The lighthouse's
-            `--heartbeat-timeout-ms` is the same between manager servers and the lighthouse: shorten both.
-        slowest_step: a trainer that is busy with its own part of a step (forward, backward) for longer hangs: it is
-            lost, and the others go on without it. The first step after a start, a healing or a reconfiguration may
-            take any time. Zero: nobody ever hangs; env TFT_SLOWEST_STEP_SEC. Default 600 s.
-        lease: how long a steady job goes on without hearing from the lighthouse; env TFT_LEASE_SEC. In each of its
-            steps the replicas agree among themselves, and nobody is asked. When it is over they ask, and wait for the
-            lighthouse. The shortest of a job's replicas counts. Zero: ask in every step. Default 60 s.
-        timeouts: all waiting times in one value, in place of the single ones above.
-        rank: this process's place in its replica group; env RANK. Default 0.
-        world_size: processes in the replica group; env WORLD_SIZE. Default 1.
+        min_replica_size: minimum number of participants for a commit, at least 1.
+        use_async_quorum: request the quorum, and heal, in the background of the forward pass.
+        timeout: maximum time of one reduction or one vote. Env TORCHFT_TIMEOUT_SEC. If it is given in either way, it is
+            also set on the process group. Default 60 s.
+        quorum_timeout: maximum wait for the next quorum, also while the lighthouse is unreachable or not started yet.
+            Env TORCHFT_QUORUM_TIMEOUT_SEC. The step in which it expires fails, and the next step waits anew.
+            `max_retries` limits the number of such steps. Default 70 s, or `timeout` if that is longer.
+        connect_timeout: maximum time to connect to the store, the manager server or a source, but not the lighthouse.
+            Env TORCHFT_CONNECT_TIMEOUT_SEC. Default 60 s.
+        heal_timeout: maximum time of a whole healing, including the wait for the source. Default 600 s.
+        heartbeat_timeout: a rank that sends its manager server no heartbeat for this long is lost. Its process was
+            stopped, or its network is down. Env TFT_HEARTBEAT_TIMEOUT_SEC. Default 5 s. The lighthouse's
+            `--heartbeat-timeout-ms` is the same limit between manager servers and the lighthouse. Shorten both.
+        slowest_step: maximum time of a trainer's own part of a step (forward, backward). A trainer that takes longer
+            hangs: it is lost, and the others continue without it. The first step after a start, a healing or a
+            reconfiguration may take any time. Zero: no limit. Env TFT_SLOWEST_STEP_SEC. Default 600 s.
+        lease: how long a steady job continues without an answer from the lighthouse. Env TFT_LEASE_SEC. In each of its
+            steps the replicas agree among themselves, and send no request. When the lease expires, they send a request
+            and wait for the lighthouse. The shortest lease of the job's replicas counts. Zero: send a request in every
+            step. Default 60 s.
+        timeouts: all time-outs in one value, in place of the single ones above.
+        rank: the rank of this process in its replica group. Env RANK. Default 0.
+        world_size: number of processes in the replica group. Env WORLD_SIZE. Default 1.
         world_size_mode: see `WorldSizeMode`.
-        store_addr: host of the replica group's store, which runs already; env MASTER_ADDR. A group of one process
-            without it hosts its own.
-        store_port: port of that store; env MASTER_PORT.
-        lighthouse_addr: `host:port` or `http://host:port`, several of one cluster with commas between them; env
+        store_addr: host of the replica group's store, which runs already. Env MASTER_ADDR. A group of one process
+            without it hosts its own store.
+        store_port: port of that store. Env MASTER_PORT.
+        lighthouse_addr: `host:port` or `http://host:port`, or several of one cluster, separated by commas. Env
             TFT_LIGHTHOUSE, then TORCHFT_LIGHTHOUSE. Group rank 0 needs it.
-        replica_id: a name for this replica group; its full id is `name:uuid4`.
-        port: of the manager server; env TORCHFT_MANAGER_PORT. Default 0, a free one.
-        hostname: the name or address under which other replicas reach this machine. Default: its host name,
-            where others can resolve it, else its address.
-        heartbeat_interval: between signs of life, on a lighthouse that has no streams.
+        replica_id: a name for this replica group. Its full id is `name:uuid4`.
+        port: port of the manager server. Env TORCHFT_MANAGER_PORT. Default 0, a free port.
+        hostname: the name or address by which other replicas reach this machine. Default: its host name if it does not
+            resolve to loopback, otherwise its address.
+        heartbeat_interval: time between heartbeats, on a lighthouse without streams.
         checkpoint_transport: moves live state. Default: an HTTPTransport with these time-outs.
-        init_sync: at step 0 all replicas take the weights of one.
-        rank0_synchronization_only: group rank 0 alone reduces, gives and fetches, for all ranks of its group, so that
-            groups may be of different sizes; every replica says the same; env TFT_RANK0_SYNCHRONIZATION_ONLY, 0 or 1.
-            For LocalSGD and DiLoCo. Default False.
-        max_retries: failed steps in a row that are allowed; None: any number.
-        check_state_every: compare the registered state with the other replicas' whenever that many steps more are
-            committed; the same on every replica. Default 0: never.
-        on_divergence: what a replica does whose state turns out not to be that of most: "heal", or "stop": raise
-            StateDiverged.
-        quorum_retries: torchft's number of attempts of a quorum; env TORCHFT_QUORUM_RETRIES. Default 0. Whatever it is,
-            the lighthouse is dialled until quorum_timeout has passed.
-        fingerprint: parts of the user's own, name to value, in which all replicas of the job have to be alike: a digest
-            of the tokenizer, the name of the data set. Who differs is refused by name.
+        init_sync: at step 0 all replicas take the weights of one replica.
+        rank0_synchronization_only: group rank 0 alone reduces, gives and fetches, for all ranks of its group. Groups
+            may then have different sizes. Every replica sets the same value. Env TFT_RANK0_SYNCHRONIZATION_ONLY, 0 or
+            1. For LocalSGD and DiLoCo. Default False.
+        max_retries: maximum number of failed steps in a row. None: no limit.
+        check_state_every: compare the registered state between the replicas after this many committed steps, the same
+            on every replica. Default 0: never.
+        on_divergence: what a replica does if its state differs from the state of most replicas. "heal", or "stop":
+            raise StateDiverged.
+        quorum_retries: torchft's number of attempts of a quorum. Env TORCHFT_QUORUM_RETRIES. Default 0. For any value,
+            connection attempts to the lighthouse continue until quorum_timeout has passed.
+        fingerprint: the user's own values, by name, that all replicas of the job must share: a digest of the tokenizer,
+            the name of the data set. A replica that differs is refused, and the error names the value.
             `Manager.strategy.add_to_fingerprint` adds later ones.
-        on_straggler: called with a `tft_coord.StragglerNews` at each change of this replica's pace: it is a straggler,
-            is left out, may join again, or is to take another share of its batch (`Manager.status().share`). A thread
-            of the Manager's calls it, so it must return at once. Each change is logged in any case.
-        job: jobs of different names on one lighthouse never meet; env TFT_JOB_ID. Default "default".
-        token: the job's shared secret, shown to and demanded of everybody; env TFT_TOKEN or TFT_TOKEN_FILE. Without one
-            the job is this machine's alone: what it serves listens at loopback.
-        insecure: serve everybody without a secret; env TFT_INSECURE, 0 or 1. Default False.
-    Raises: SettingError: a value can't work; one sentence names it.
+        on_straggler: a function that is called with a `tft_coord.StragglerNews` at each change of this replica's pace.
+            The replica is a straggler, is left out, may join again, or should take another share of its batch
+            (`Manager.status().share`). A thread of the Manager calls the function, so it must return at once. Each
+            change is logged in any case.
+        job: jobs with different names on one lighthouse never meet. Env TFT_JOB_ID. Default "default".
+        token: the job's shared secret, which this process shows to all peers and demands of them. Env TFT_TOKEN or
+            TFT_TOKEN_FILE. Without a token the job is limited to this machine: its servers listen on loopback.
+        insecure: serve every client without a secret. Env TFT_INSECURE, 0 or 1. Default False.
+    Raises: SettingError: a value can't work. One sentence names it.
     """
 
     min_replica_size: int = 1
@@ -220,15 +222,15 @@ class ManagerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """A ManagerConfig of which nothing is unsaid any more. Fields as there.
+    """A ManagerConfig in which every setting has a value. Other fields are those of ManagerConfig.
 
     Args:
-        timeout_was_said: `timeout` came from the user, so the process group takes it too.
+        timeout_was_said: `timeout` came from the user, so the process group gets it too.
         store_addr: None: this process hosts the store.
-        tls: of the transport for live state that the Manager makes, or None.
-        run_scope: names the group with its restart count, for keys in a store that outlives it; no launcher has to give
-            one, nor to raise it.
-        group_scope: names the group across its restarts, for the same store.
+        tls: TLS settings of the transport that the Manager makes, or None.
+        run_scope: key prefix of the group and its restart count, for a store that outlives the group. A launcher need
+            not give a restart count, nor raise it.
+        group_scope: key prefix of the group across its restarts, for the same store.
     """
 
     min_replica_size: int
@@ -263,7 +265,7 @@ class ResolvedConfig:
 
     @property
     def stands_by(self) -> bool:
-        """Whether group rank 0 reduces, gives and fetches in this rank's place."""
+        """Return whether group rank 0 reduces, gives and fetches in place of this rank."""
         return self.rank0_synchronization_only and self.rank > 0
 
     @property
@@ -283,7 +285,7 @@ class ResolvedConfig:
         return timedelta(milliseconds=self.timeouts.heal_timeout_ms)
 
 
-STANDING_METHODS: Final = ("number_beats", "late")  # besides, where quorums may stand
+STANDING_METHODS: Final = ("number_beats", "late")  # needed in addition, if quorums may stand
 COORDINATOR_METHODS: Final = (
     "quorum",
     "vote",
@@ -310,9 +312,9 @@ def check_made_coordinator(made: object) -> None:
 
 
 def limit_of(said: timedelta | None, otherwise: timedelta, name: str = "timeout") -> timedelta:
-    """Return the time-out that an argument says; `otherwise` if it is None.
+    """Return the time-out that an argument gives; `otherwise` if the argument is None.
 
-    Raises: SettingError: it is no timedelta above zero and of at most a week.
+    Raises: SettingError: the argument is not a timedelta above zero and of at most a week.
     """
     if said is None:
         return otherwise
@@ -358,13 +360,13 @@ def config_of(
 def from_environment(
     config: ManagerConfig, environ: Mapping[str, str], *, own_host: Callable[[], str]
 ) -> ResolvedConfig:
-    """Fill in from the environment what the config leaves unsaid, then from the defaults.
+    """Fill in missing settings of a config from the environment, then from the defaults.
 
     Args:
-        config: what the user said; it beats the environment.
+        config: the user's settings, which take precedence over the environment.
         environ: `os.environ`, or another mapping.
-        own_host: finds the name of this machine, where the user gave none.
-    Raises: SettingError: a variable has a value that can't work, or one is missing without which nothing can.
+        own_host: returns the name of this machine. It is called if the user gave no host name.
+    Raises: SettingError: a variable has a value that can't work, or a required variable is missing.
     """
     world_size = config.world_size or _whole(environ, "WORLD_SIZE", 1, least=1) or 1
     rank = config.rank if config.rank is not None else _whole(environ, "RANK", None)
@@ -480,7 +482,7 @@ def _tls(environ: Mapping[str, str]) -> TLS | None:
 
 
 def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeouts, bool]:
-    """All waiting times, and whether `timeout` was said by anybody."""
+    """Return all time-outs, and whether the user or the environment gave `timeout`."""
     chosen: dict[str, int] = {}
     variables = {
         "timeout": "TORCHFT_TIMEOUT_SEC",
@@ -514,7 +516,8 @@ def _milliseconds(variable: str, text: str, *, zero: str) -> int:
         seconds = -1.0
     if zero and seconds == 0:
         return 0
-    if not 0.001 <= seconds <= 7 * 24 * 3_600:  # less is no time, and must not become "any"
+    # a shorter time would round to 0, which means "no limit" for some settings
+    if not 0.001 <= seconds <= 7 * 24 * 3_600:
         or_any = f", or 0 {zero}" if zero else ""
         raise SettingError(f"{variable} is {text[:64]!r}; give seconds, for example 60 or 1.5{or_any}")
     return round(seconds * 1_000)

@@ -1,14 +1,14 @@
-"""The Manager: what a training loop talks to, a thin shell around the step core.
+"""The Manager: the interface of a training loop, a thin shell around the step core.
 
-A step reads like this. `start_quorum` asks who trains together, in the background of the forward pass. `allreduce`
-averages over the participants and reports failures instead of raising them. `should_commit` waits until all of that
-has ended, gives or takes live state where a member heals, and says whether the optimizer may step.
+A step has three calls. `start_quorum` requests the members of the step, in the background of the forward pass.
+`allreduce` averages over the participants, and reports failures instead of raising them. `should_commit` waits until
+all of this has ended, exchanges live state if a member heals, and returns whether the optimizer may step.
 
-The user's state is touched by the training thread alone, inside `start_quorum` and `should_commit`.
+Only the training thread touches the user's state, inside `start_quorum` and `should_commit`.
 
-Law of this file: the surface for training loops; each call is a line or two to the part that does it. The surface for
-strategies is `strategy`'s, the calls of a step in their order stand in `runner`, and the life of a Manager beside its
-steps in `lifecycle`.
+Law of this file: the interface for training loops. Each call is a line or two to the part that does the work. The
+interface for strategies is in `strategy`, the order of a step's calls in `runner`, and the rest of a Manager's life in
+`lifecycle`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Unpack  # of typing since Python 3.11
+from typing_extensions import Unpack  # in typing since Python 3.11
 
 from tft_algos.errors import ExceptionWithTraceback, SettingError, UsageError
 from tft_algos.manager.assembly import assemble, resolve
@@ -43,28 +43,31 @@ T = TypeVar("T")
 
 @final
 class Manager:
-    """Keeps one replica group in step with the others, whatever joins, fails or dies.
+    """The coordinator of one replica group with the other groups, across joins, failures and losses.
 
     Args:
-        pg: the process group across replica groups; configured, and at the end shut down, by this Manager.
-        load_state_dict: applies a healthy peer's state to this process, in place; called on the training thread, with
-            DTensors on this process's own meshes where the peer's state has DTensors.
-        state_dict: gives this process's state: tensors, DTensors and plain data; called on the training thread, by all
-            ranks of the group at the same step, so it may run collectives over them. Who heals calls it too if the
-            peer's state has DTensors, to find its own meshes.
-        min_replica_size: participants without whom no step commits.
+        pg: the process group across replica groups. The Manager configures it, and shuts it down at the end.
+        load_state_dict: loads a healthy peer's state into this process, in place. The training thread calls it.
+            DTensors of the peer's state arrive as DTensors on this process's own meshes.
+        state_dict: returns the state of this process: tensors, DTensors and plain data. The training thread calls it on
+            all ranks of the group at the same step, so the function may run collectives over them. A replica that heals
+            calls it too if the peer's state has DTensors, to find its own meshes.
+        min_replica_size: minimum number of participants for a commit.
         config: all other settings.
-        settings: single ones, laid over the config: its fields by name, see `ManagerConfig`.
-        coordinator: speaks for this replica group, or makes what does from the resolved config; None: GroupCoordinator.
-        clock: tells the time, waits and wakes; None: the system's.
+        settings: single settings, laid over the config. The names are the fields of `ManagerConfig`.
+        coordinator: speaks for this replica group, or is a function that makes a coordinator from the resolved config.
+            None: GroupCoordinator.
+        clock: tells the time, waits and wakes. None: the system's clock.
     Attributes:
-        quorum_logger, commits_logger, errors_logger: of the records for machines, see `tft_algos.manager.records`.
+        quorum_logger, commits_logger, errors_logger: loggers of the records for machines, see
+            `tft_algos.manager.records`.
     Raises:
         SettingError: a setting or an environment variable is wrong, missing or unknown.
         UsageError: this process has an earlier Manager of that replica_id that was not shut down.
-        tft_coord.errors.Unreachable, tft_coord.errors.DeadlinePassed: the group's store, or on another rank than 0 its
-            manager server, did not answer within connect_timeout. Rank 0's own server starts while the trainer is
-            constructed further; the first step waits for it, and raises GroupLost if it can't start.
+        tft_coord.errors.Unreachable, tft_coord.errors.DeadlinePassed: the group's store did not answer within
+            connect_timeout. On a rank other than 0, this also holds for its manager server. Rank 0 does not wait here
+            for its own server, which starts in the background. The first step waits for it, and raises GroupLost if it
+            can't start.
     """
 
     def __init__(
@@ -99,19 +102,19 @@ class Manager:
     def register_state_dict_fn(
         self, key: str, load_state_dict: LoadState, state_dict: TakeState, *, compared: bool = True
     ) -> None:
-        """Add a piece of user state that a healing member takes from its source.
+        """Add a part of the user's state that a healing member takes from its source.
 
-        It may come as late as after the first step. A replica that has healed in that step has not got this piece then,
-        so it heals once more. Of what comes later nothing is made alike: a warning says so where it is to be compared.
+        A part may be added until the end of the first step. A replica that healed in the first step heals once more,
+        because it did not get this part. A part that is added later is not made equal on the replicas. If such a part
+        is compared, a warning says so.
 
         Args:
-            key: its name, the same on every replica.
-            load_state_dict: applies it in place; called on the training thread, as the Manager's own argument.
-            state_dict: gives it; called on the training thread, as the Manager's own argument.
-            compared: it is the same on every replica after every commit, so `check_state_every` may compare it. False
-                for what differs rightly, such as a replica's place in its own data.
-        Raises: Closed. SettingError: there is a piece of that name already, the name is no text, or these are no
-            functions.
+            key: the name of the part, the same on every replica.
+            load_state_dict: loads the part in place. It is called like the Manager's own argument.
+            state_dict: returns the part. It is called like the Manager's own argument.
+            compared: the part is the same on every replica after every commit, so `check_state_every` may compare it.
+                False: replicas may differ in it, for example in their position in their own data.
+        Raises: Closed. SettingError: the key is used already or is not a text, or an argument is not a function.
         """
         self._life.check_open()
         shared = self._parts.shared
@@ -136,15 +139,16 @@ class Manager:
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
     def disallow_state_dict_read(self) -> None:
-        """Say that the user's state is half written, as between two optimizers' steps.
+        """Mark the user's state as half written, for example between the steps of two optimizers.
 
-        State is read on the training thread alone, inside start_quorum and should_commit, so this guards against one
-        thing: calling them in that condition, which then raises StateUnavailable when a member wants the state.
+        Only the training thread reads the state, inside start_quorum and should_commit. So this protects against one
+        mistake: a call of these with a half-written state. The call then raises StateUnavailable if a member wants the
+        state.
         """
         self._parts.shared.user_state.readable = False
 
     def allow_state_dict_read(self) -> None:
-        """Say that the user's state is whole again."""
+        """Mark the user's state as complete again."""
         self._parts.shared.user_state.readable = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,9 +156,9 @@ class Manager:
         return dict(self._step.status.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a Manager's state from a durable checkpoint, together with the user's own.
+        """Take over a Manager's state from a durable checkpoint, together with the user's own state.
 
-        Raises: StateUnavailable: it is no state of a Manager; nothing has changed then.
+        Raises: StateUnavailable: `state_dict` is not the state of a Manager. Nothing has changed then.
         """
         self._runner.settle()
         self._step.tell(on.StateLoaded(state_dict))
@@ -169,30 +173,31 @@ class Manager:
         *,
         use_async_quorum: bool | None = None,
     ) -> None:
-        """Begin a step: ask who trains together.
+        """Begin a step: request a quorum.
 
-        With an asynchronous quorum it returns at once; what goes wrong is recorded for this step, and the next call
-        starts afresh. With a synchronous one it returns when the group is ready and healed.
+        With an asynchronous quorum, this returns at once. An error is recorded for this step, and the next call starts
+        afresh. With a synchronous quorum, this returns when the group is ready and healed.
 
         Args:
-            allow_heal: members may heal in this step; it counts only if all say so.
-            shrink_only: no newcomers.
-            timeout: for the quorum; None: quorum_timeout.
-            use_async_quorum: of this step, the same on every replica; None: the config's. A strategy whose members heal
-                while they already give zeros says True, whatever the config says.
-        Raises: Closed. LeftJob, a SystemExit: this replica has left. SettingError: timeout is no timedelta above zero
-            and of at most a week, an argument is no bool, or the first step is over, a model or an optimizer is wrapped
-            and no state is registered. StateUnavailable, in the first steps: the registered state can't travel, or a
-            state_dict raises. In these cases nothing has begun. Synchronous: what the quorum raised; the Manager stays
-            usable. Asynchronous: nothing else, it is recorded, and should_commit raises it if this process can't go on.
+            allow_heal: members may heal in this step. It counts only if all replicas say so.
+            shrink_only: no new members.
+            timeout: maximum wait for the quorum. None: quorum_timeout.
+            use_async_quorum: for this step, the same on every replica. None: the config's value. A strategy whose
+                members heal while they give zeros passes True, whatever the config says.
+        Raises: Closed. LeftJob, a SystemExit: this replica has left. SettingError: timeout is not a timedelta above
+            zero and of at most a week, or an argument is not a bool. SettingError also: the first step is over, a model
+            or an optimizer is wrapped, and no state is registered. StateUnavailable, in the first steps: the registered
+            state can't be sent, or a state_dict raises. In these cases no step has begun. With a synchronous quorum:
+            also the error of the quorum, and the Manager stays usable. With an asynchronous quorum, that error is
+            recorded. should_commit raises it if this process can't continue.
         """
         self._life.check_open()
         self._runner.start(allow_heal, shrink_only, timeout, use_async_quorum)
 
     def wait_quorum(self) -> None:
-        """Wait until the plan is here and the process group is configured.
+        """Wait until the plan has arrived and the process group is configured.
 
-        Raises: UsageError: no quorum was started; else what the quorum raised.
+        Raises: UsageError: no quorum was started. Otherwise the error of the quorum.
         """
         self._runner.wait_quorum()
 
@@ -207,31 +212,31 @@ class Manager:
     ) -> dist.Work:
         """Reduce a tensor over the participants, in place.
 
-        Failures are reported to this Manager, never raised: the step will not commit, and what the tensor holds then
-        means nothing. A member that does not participate gives what changes nothing: zeros to a sum or a mean, ones to
-        a product, the least value to a maximum.
+        A failure is reported to this Manager and never raised. The step then does not commit, and the content of the
+        tensor is undefined. A member that does not participate gives a neutral value: zeros to a sum or a mean, ones to
+        a product, the lowest value to a maximum.
 
-        Between a verdict and the next `start_quorum` it reduces over the members of the quorum that is over, where
-        those give that have committed the step, so that a loss or a count of tokens is that of the step. A failure
-        there is logged and nothing else: `wait()` is False, and the next quorum builds the group anew.
+        A call between a verdict and the next `start_quorum` reduces over the members of the last quorum. Only members
+        that committed the step contribute, so that a loss or a token count belongs to that step. A failure of such a
+        call is only logged: `wait()` returns False, and the next quorum builds the group anew.
 
         Args:
-            tensor: dense; every replica gives the same shape and dtype, in the same order of calls. Strides may differ:
-                equal places meet, and a tensor that is not contiguous is copied twice for that.
-            should_quantize: refused; there is no quantized reduction here.
-            reduce_op: AVG is the mean over the participants and overflows only where the mean does: tensors are scaled
-                before they are added up, and float16 is reduced in float32. SUM, MAX, MIN, PRODUCT and the bitwise
-                ones are as torch has them.
-            weight: of this replica group in an AVG, such as the number of samples or tokens in its batch: the result is
-                sum(weight * tensor) / sum(weight). Every replica says one, or none does: see `set_weight`, whose it is
-                by default.
-            timeout: for this reduction. When it passes, the reduction has failed, and what runs in the process group is
-                ended. None: the process group's own.
-        Returns: a Work whose wait() is True if the tensor holds the result and False if not. Its future, done at the
-            same time, is of `[tensor]` and holds no error.
+            tensor: dense. Every replica gives the same shape and dtype, in the same order of calls. Strides may differ,
+                because elements of equal index are reduced. A tensor that is not contiguous is copied twice for this.
+            should_quantize: refused, because quantized reductions are not supported.
+            reduce_op: AVG is the mean over the participants. AVG overflows only if the mean does: tensors are scaled
+                before the sum, and float16 is reduced in float32. SUM, MAX, MIN, PRODUCT and the bitwise operations are
+                torch's.
+            weight: the weight of this replica group in an AVG, for example the number of samples or tokens in its
+                batch. The result is sum(weight * tensor) / sum(weight). Either every replica gives a weight, or none
+                does. The default comes from `set_weight`.
+            timeout: maximum time of this reduction. After it the reduction has failed, and running operations of the
+                process group are aborted. None: the timeout of the process group.
+        Returns: a Work whose wait() is True if the tensor holds the result, and False if not. Its future completes at
+            the same time, with `[tensor]` and without an error.
         Raises: Closed. Unsupported: should_quantize, or PREMUL_SUM. ValueError: AVG of whole numbers. UsageError: no
-            quorum was started, or the tensor or the operation is none. SettingError: the weight can't be one, or
-            belongs to another operation than AVG; or timeout is no timedelta above zero and of at most a week.
+            quorum was started, or the tensor or the operation has a wrong type. SettingError: the weight is invalid or
+            is used with another operation than AVG, or timeout is not a timedelta above zero and of at most a week.
         """
         self._life.check_open()
         weight = check_asked(tensor, should_quantize, reduce_op, weight)
@@ -241,19 +246,19 @@ class Manager:
         return self._parts.reducer.reduce(tensor, reduce_op, weight=weight, limit=limit)
 
     def set_weight(self, weight: float) -> None:
-        """Say how much this replica group weighs in every AVG of the current step that says no weight itself.
+        """Set the weight of this replica group for every AVG of the current step that gives no weight itself.
 
-        Gradients that each replica averaged over its own batch become those of all batches together if each weighs as
-        many samples (or tokens) as it has. A member that heals, and a spare, weigh zero whatever they say. The sum of
-        the weights is reduced once a step, beside the first such AVG. The step's end forgets the weight. No mean of a
-        gradient overflows as long as the weights sum to at most 2**32.
+        Each replica averages its gradients over its own batch. Weighted with the number of samples or tokens, their
+        mean is the mean over all batches. A member that heals, or is a spare, always weighs zero. The sum of the
+        weights is reduced once a step, beside the first such AVG. The end of the step clears the weight. A mean of
+        gradients does not overflow if the weights sum to at most 2**32.
 
         Args:
-            weight: zero, or 1e-18 to 1e18. Every replica says one in the same steps, and every rank of this group the
-                same one. Where only some do, their reductions meet others than they should: the steps fail, or Gloo
-                ends the process ("gloo::EnforceNotMet"), which torch can't be kept from. So say it in every step.
-        Raises: Closed. SettingError: it is no such number. UsageError: outside a step, or another one than that
-            with which a reduction of this step was weighted already.
+            weight: zero, or 1e-18 to 1e18. All replicas set a weight in the same steps. All ranks of this group set the
+                same weight. If only some replicas do, their reductions do not match. The steps then fail, or Gloo ends
+                the process ("gloo::EnforceNotMet"), which torch can't prevent. So set the weight in every step.
+        Raises: Closed. SettingError: the weight is invalid. UsageError: no step is open, or a reduction of this step
+            already used another weight.
         """
         self._life.check_open()
         self._parts.reducer.set_weight(weight)
@@ -279,11 +284,11 @@ class Manager:
         return self._parts.futures.wrap(fut, default, limit.total_seconds(), self._step.status.name)
 
     def report_error(self, e: Exception) -> None:
-        """Say that this step has failed: later reductions do nothing, and should_commit votes no.
+        """Report that this step has failed. Later reductions do nothing, and should_commit votes no.
 
-        Between two steps it fails none; a `shutdown` before the next step is then no finish.
+        An error between two steps fails no step. A `shutdown` before the next step then does not count as finished.
 
-        Raises: UsageError: e is no exception.
+        Raises: UsageError: e is not an exception.
         """
         if not isinstance(e, BaseException):
             raise UsageError(f"report_error was given a {type(e).__name__}; give the exception: RuntimeError(...)")
@@ -295,21 +300,21 @@ class Manager:
         return None if error is None else ExceptionWithTraceback(error)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """End a step: wait for its reductions, heal or serve, vote.
+        """End a step: wait for its reductions, heal or serve, and vote.
 
         Args:
-            timeout: for the vote; None: the Manager's.
-        Returns: True: the optimizer steps now, on every rank of this group. False: it must not.
+            timeout: maximum wait for the verdict. None: the Manager's timeout.
+        Returns: True: the optimizer steps now, on every rank of this group. False: the optimizer must not step.
         Raises:
-            tft_coord.errors.GroupLost, Refused: this process can't go on; the message says why.
-            tft_coord.errors.DeadlinePassed: no verdict came; neither step nor go on.
+            tft_coord.errors.GroupLost, Refused: this process can't continue. The message says why.
+            tft_coord.errors.DeadlinePassed: no verdict arrived. Neither step nor continue.
             TooManyFailures: more steps in a row failed than max_retries allows.
-            StateUnavailable: a member needs this process's state, or the state is due to be compared, and
-                disallow_state_dict_read forbids to read it; or this replica could not heal, because a load function
-                here or a state_dict at the source raised the same twice in a row. A state function that raises once
-                does not end the step: the error is logged, the members that need the state are refused, and the step
-                commits.
-            SettingError: timeout is no timedelta above zero and of at most a week. Nothing has happened then.
+            StateUnavailable: a member needs the state of this process, or the state is due to be compared, and
+                disallow_state_dict_read forbids reading it. Also: this replica could not heal, because a load function
+                here or a state_dict at the source raised the same error twice in a row. A state function that raises
+                once does not end the step. That error is logged, the members that need the state are refused, and the
+                step commits.
+            SettingError: timeout is not a timedelta above zero and of at most a week. Nothing has happened then.
             UsageError: no quorum was started since the last verdict, or a part of the Manager was not set up.
         """
         self._life.check_open()
@@ -319,13 +324,14 @@ class Manager:
 
     @property
     def strategy(self) -> StepControl:
-        """Return what a strategy of your own needs beyond these calls; a training loop does not."""
+        """Return the interface for strategies. A training loop does not need it."""
         return self._strategy
 
     def status(self) -> ManagerStatus:
-        """Return what this rank is doing: one value of facts, on any thread, also after `shutdown`.
+        """Return what this rank is doing, as one value of facts. Works on any thread, also after `shutdown`.
 
-        It never waits, and raises nothing. In a child that was forked from this process it says what was so then.
+        This never waits and raises nothing. In a forked child of this process, it returns the facts at the time of the
+        fork.
         """
         return status_of(self._parts)
 
@@ -343,71 +349,74 @@ class Manager:
         return self._step.status.batches_committed
 
     def num_participants(self) -> int:
-        """Return the number of members whose gradients count in this step; waits for the quorum; 0 before the first."""
+        """Return the number of members whose gradients count in this step; 0 before the first. Waits for the quorum."""
         self._strategy.wait_plan()
         return self._step.status.num_participants
 
     def participating_rank(self) -> int | None:
-        """Return this group's place among the participants; waits for the quorum; None if it gives zeros."""
+        """Return this group's rank among the participants; None if it gives zeros. Waits for the quorum."""
         self._strategy.wait_plan()
         status = self._step.status
         return status.plan.participating_rank if status.plan is not None and status.is_participating else None
 
     def is_participating(self) -> bool:
-        """Return whether this group's gradients count in this step; waits for the quorum."""
+        """Return whether this group's gradients count in this step. Waits for the quorum."""
         return self.participating_rank() is not None
 
     # --- the end -------------------------------------------------------------------------------------------------
 
     def leave(self, deadline: timedelta | None = None, *, reason: str = "") -> None:
-        """Leave the job after the running step, which ends as it would have: from any thread, or a signal handler.
+        """Leave the job after the running step, which ends as usual. Any thread or a signal handler may call this.
 
-        It only takes note. The vote in which all ranks of this group agree makes `left` true, and the loop ends by
-        `while not manager.left`; `shutdown` then serves those that heal from here. Without a running step `shutdown`
-        leaves at once. Nobody waits for this replica any more, and nothing of the others' steps is discarded.
+        This call only records the request. `left` becomes true in the vote in which all ranks of this group agree. The
+        loop `while not manager.left` then ends, and `shutdown` serves the members that heal from here. Without a
+        running step, `shutdown` leaves at once. The other replicas do not wait for this replica afterwards, and lose no
+        step.
 
         Args:
-            deadline: from now on; so long this replica stays if nobody else holds the state, waits for a quorum, and
-                serves those that heal. None: heal_timeout.
-            reason: why; the lighthouse logs it.
-        Raises: SettingError: deadline is no timedelta above zero and of at most a week, or reason no text.
+            deadline: maximum time from now until this replica ends. Until then it waits for a quorum if no other
+                replica holds the state, and serves members that heal. None: heal_timeout.
+            reason: the reason, which the lighthouse logs.
+        Raises: SettingError: deadline is not a timedelta above zero and of at most a week, or reason is not a text.
         """
         self._life.leave(deadline, reason=reason)
 
     def leave_on_signal(self, *signals: int, deadline: timedelta | None = None) -> None:
-        """Leave when this process is sent one of these signals. `shutdown` gives them back their handlers.
+        """Leave when this process receives one of these signals. `shutdown` restores the earlier handlers.
 
-        May be called again, for other signals or with another deadline.
+        This may be called again, with other signals or another deadline.
 
         Args:
-            signals: none said: SIGTERM.
+            signals: signal numbers. None given: SIGTERM.
             deadline: as in `leave`.
-        Raises: Closed. UsageError: this is not the main thread, which alone may handle signals. SettingError: one of
-            them is no signal that a process can handle, or the deadline is none; nothing has changed then.
+        Raises: Closed. UsageError: this is not the main thread, which alone may handle signals. SettingError: a process
+            can't handle one of the signals, or the deadline is invalid. Nothing has changed then.
         """
         self._life.leave_on_signal(signals, deadline)
 
     @property
     def left(self) -> bool:
-        """Return whether this replica has left: no step begins any more."""
+        """Return whether this replica has left. No step begins any more."""
         return self._step.status.left
 
     def shutdown(self, wait: bool = True, *, finished: bool = True) -> None:
-        """End everything that this Manager started, and its process group; again does nothing.
+        """End everything that this Manager started, and its process group. A second call does nothing.
 
-        After a committed step, the training is finished: this replica leaves, and says with which step. When all
-        replicas have finished, the job has ended there, and a replica that is behind is told so
-        (`tft_coord.errors.JobOver`). A replica that has finished or left first serves those that heal from it, until
-        they are done or the deadline passes.
+        After a committed step, the training counts as finished. This replica then leaves, and reports its last step.
+        When all replicas have finished, the job has ended at that step. A replica that is behind then gets
+        `tft_coord.errors.JobOver`. A replica that has finished or left first serves the members that heal from it,
+        until they are done or the deadline passes.
 
-        The training is not finished where the Manager knows of an error: one that passes through the caller, a step
-        that is open or did not commit, an error that `start_quorum` raised or that was reported since. It can't know of
-        an error of your own code that an `except` has handled between two steps; say `finished=False` then.
+        The training does not count as finished if the Manager knows of an error. Such an error passes through the
+        caller, was reported since the last commit, or was raised by `start_quorum`. A step that is open or did not
+        commit counts as an error, too. The Manager does not see an error of your own code that an `except` handled
+        between two steps. Pass `finished=False` then.
 
         Args:
-            wait: until all of it has ended.
+            wait: wait until everything has ended.
             finished: False: an error has ended the training loop, and the other replicas lose this one.
-        Raises: what the process group, or another part of the user's own, raises at its end; all else has ended then.
+        Raises: errors that the process group, or another part of the user's own, raises at its end. Everything else has
+            ended then.
         """
         self._life.shutdown(wait=wait, finished=finished)
 

@@ -1,9 +1,9 @@
-"""What a Manager is put together from, as small interfaces: coordination, a process group and a clock.
+"""The parts of a Manager as small interfaces: coordination, a process group and a clock.
 
-Each has what a step needs and no more, so that a test or another strategy can bring its own. The fourth part, the
+Each interface has only what a step needs, so that a test or another strategy can provide its own. The fourth part, the
 transport of live state, is `tft_ckpt.CheckpointTransport`.
 
-Law of this file: interfaces and their words; nothing is done here.
+Law of this file: interfaces and their descriptions. Nothing is implemented here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tft_coord.news import News
 
 
 class Group(Protocol):
-    """What a Manager asks of its process group; every `tft_pg.ProcessGroup` is one."""
+    """The interface of a Manager's process group. Every `tft_pg.ProcessGroup` implements it."""
 
     def configure(
         self,
@@ -36,7 +36,7 @@ class Group(Protocol):
         group_world_size: int,
         global_ranks: Sequence[int] | None,
     ) -> None:
-        """Build the group anew, under a store prefix that nobody has used; blocks."""
+        """Build the group anew, under a fresh store prefix. Blocks."""
         ...
 
     def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
@@ -44,103 +44,106 @@ class Group(Protocol):
         ...
 
     def errored(self) -> Exception | None:
-        """Why the group can't be used until the next configure."""
+        """Return why the group can't be used until the next configure; None: it can be used."""
         ...
 
     def abort(self) -> None:
-        """End what runs, here and at the peers; returns at once."""
+        """Abort running operations, here and at the peers. Returns at once."""
         ...
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Of each operation."""
+        """Set the time-out of each operation."""
         ...
 
     def shutdown(self) -> None:
-        """For ever."""
+        """Shut the group down for ever."""
         ...
 
 
 class ServerRestarted(Exception):
-    """The manager server of a group of one had died; a new one runs. What was open there counts as no."""
+    """The error of a group of one whose manager server ended and was replaced. Calls open at the old server count as
+    no.
+    """
 
 
 class Coordinator(Protocol):
-    """What a Manager asks of coordination. Its methods may be called from any thread.
+    """The interface of a Manager's coordination. Any thread may call its methods.
 
     Attributes:
-        replica_id: full id of the replica group; it never changes.
+        replica_id: full id of the replica group. It never changes.
     """
 
     @property
     def replica_id(self) -> str: ...
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
-        """Ask for the next quorum.
+        """Request the next quorum.
 
         Returns: the plan, or the key of the quorum that stands unchanged.
-        Raises: DeadlinePassed, Refused, GroupLost, Closed; ServerRestarted: ask again, holding nothing.
+        Raises: DeadlinePassed, Refused, GroupLost, Closed. ServerRestarted: request again, without a held quorum.
         """
         ...
 
     def vote(
         self, step: int, yes: bool, timeout: timedelta, *, key: QuorumKey, purpose: Purpose, leaving: bool = False
     ) -> Verdict:
-        """Vote; returns the verdict of the whole group, and whether it leaves.
+        """Vote, and return the verdict of the whole group and whether the group leaves.
 
         `leaving`: this rank wishes that the group leaves after this step.
-        Raises: DeadlinePassed, GroupLost, Closed; ServerRestarted: it counts as a no.
+
+        Raises: DeadlinePassed, GroupLost, Closed. ServerRestarted: the vote counts as a no.
         """
         ...
 
     def listen(self, listener: Callable[[News], None]) -> None:
-        """Have `listener` told of each loss that concerns this rank, of a member of a quorum or of this group, and of
-        newcomers that ask.
+        """Set the function that receives news for this rank: losses of quorum members or of this group, and newcomers.
 
-        It is called by a thread of the coordinator's and must return at once.
+        A thread of the coordinator calls `listener`, which must return at once.
         """
         ...
 
     def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
-        """Leave the job, with the whole group; it serves its state for `serve` at most.
+        """Leave the job with the whole group, which then serves its state for at most `serve`.
 
-        `finished_step`: the last step of the training, which is over; None: others may train on.
-        Raises: DeadlinePassed, GroupLost, Closed, ServerRestarted: nobody has taken it.
+        `finished_step`: the last step of a finished training. None: other replicas may continue to train.
+
+        Raises: DeadlinePassed, GroupLost, Closed, ServerRestarted: the request was not delivered.
         """
         ...
 
     def follow(self, progress: Callable[[], Progress]) -> None:
-        """Have `progress` asked several times a beat where in its step this rank is, on a thread of its own."""
+        """Set the function that returns this rank's progress. A coordinator thread calls it several times a beat."""
         ...
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
-        """Give every rank of this replica group one's value, and take theirs. Called by all ranks, or by none.
+        """Exchange a value with every rank of this replica group. All ranks call this, or none.
 
         Args:
-            name: of this exchange; the same on all ranks, and another one each time.
+            name: the name of this exchange, the same on all ranks, and a new one each time.
             value: a line of text.
         Returns: the values, in rank order.
-        Raises: DeadlinePassed: a rank gave none in time, or the group's store does not answer.
+        Raises: DeadlinePassed: a rank gave no value in time, or the group's store does not answer.
         """
         ...
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:
-        """Where the state of this group rank can be fetched, asked of a source's manager server."""
+        """Ask a source's manager server where the state of this group rank can be fetched."""
         ...
 
     def healed(self, bytes_total: int) -> None:
-        """Bytes of live state received so far in this process's life; shows that a healing goes on."""
+        """Report the bytes of live state that this process has received in its life, to show that a healing goes on."""
         ...
 
     def close(self) -> None:
-        """End everything; again does nothing."""
+        """End everything. A second call does nothing."""
         ...
 
 
 class StandingCoordinator(Coordinator, Protocol):
-    """What a coordinator has besides where its quorums may stand: the Manager asks nobody in a steady step then.
+    """The interface of a coordinator whose quorums may stand, so that a steady step needs no request.
 
-    A coordinator without these is asked in every step. Its listener is told `QuorumNews` too: the answer to each
-    numbered beat, and what changes between two of them.
+    With a plain Coordinator, every step makes a request. The listener of a StandingCoordinator also receives
+    `QuorumNews`: the answer to each numbered beat, and changes between two beats.
     """
 
     def vote(
@@ -154,34 +157,39 @@ class StandingCoordinator(Coordinator, Protocol):
         leaving: bool = False,
         stands: bool = False,
     ) -> Verdict:
-        """As above. `stands`: in the word of this rank's round nobody asked, left or recovered. The verdict says so if
-        all ranks of the group said it."""
+        """Vote as above, with `stands`.
+
+        `stands`: in this rank's word of the round, no member requested a quorum, left or recovered. The verdict says so
+        if all ranks of the group do.
+        """
         ...
 
     def number_beats(self, number: Callable[[], int]) -> None:
-        """Have each beat carry a number, which is asked for when it is sent; its answer renews the lease. 0: it needs
-        no answer."""
+        """Set the function that returns the number of each beat when it is sent. The answer to a beat renews the lease.
+
+        Number 0: the beat needs no answer.
+        """
         ...
 
     def late(self, key: QuorumKey, step: int) -> None:
-        """Tell that the round of that step has waited for other members for `join_timeout`; returns at once."""
+        """Report that the round of a step has waited for other members for `join_timeout`. Returns at once."""
         ...
 
 
 class Clock(Protocol):
-    """What a Manager asks of time. Its methods may be called from any thread."""
+    """The interface of a Manager's clock. Any thread may call its methods."""
 
     def monotonic(self) -> float:
-        """Seconds since whenever; never goes back."""
+        """Return seconds since an arbitrary moment. The value never goes back."""
         ...
 
     def wait(self, event: threading.Event, timeout_s: float) -> bool:
-        """Wait until the event is set, or so many seconds; returns whether it is set."""
+        """Wait until the event is set, or for `timeout_s` seconds. Return whether the event is set."""
         ...
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Callable[[], object]:
-        """Have a callback run after so many seconds, on a thread of the clock's; it returns at once.
+        """Run a callback after `delay_s` seconds, on a thread of the clock. The callback must return at once.
 
-        Returns: a function that takes it back; where it has run already, that does nothing.
+        Returns: a function that cancels the callback. After the callback has run, this function does nothing.
         """
         ...

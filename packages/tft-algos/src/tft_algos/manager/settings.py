@@ -1,6 +1,6 @@
 """The settings that `Manager(...)` takes by keyword, for editors and type checkers.
 
-Law of this file: names and types alone, the same as `ManagerConfig`'s, which says what each means and checks it.
+Law of this file: only names and types, the same as in `ManagerConfig`, which documents and checks the settings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tft_coord.timeouts import Timeouts
 
 
 class ManagerSettings(TypedDict, total=False):
-    """Each field of `ManagerConfig`; what is left out keeps the config's value."""
+    """The fields of `ManagerConfig`. A field that is left out keeps the config's value."""
 
     use_async_quorum: bool
     timeout: timedelta | None

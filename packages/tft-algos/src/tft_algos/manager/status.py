@@ -1,6 +1,6 @@
-"""What a Manager is doing, as one value of facts: `manager.status()`.
+"""The activity of a Manager as one value of facts: `manager.status()`.
 
-Law of this file: reading; nothing is decided, nothing waits, and no step pays for it.
+Law of this file: reading. Nothing is decided, nothing waits, and a step has no extra cost.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ class ManagerPhase(enum.Enum):
     """What the rank of a Manager is doing, in words."""
 
     BETWEEN_STEPS = "between two steps"
-    QUORUM = "waiting for a quorum"  # the training thread may compute meanwhile, with an asynchronous quorum
+    QUORUM = "waiting for a quorum"  # with an asynchronous quorum, the training thread may compute meanwhile
     CONFIGURING = "building the process group of a new quorum"  # the training thread may compute meanwhile
     COMPUTING = "computing"  # forward, backward, data
     REDUCING = "in a reduction"
     RECOVERING = "receiving live state"
-    VOTING = "ending the step"  # serving live state, or waiting for the other replicas' words or its group's vote
+    # serving live state, or waiting for the other replicas' words or for the vote of the group
+    VOTING = "ending the step"
     APPLYING = "applying a committed step"
     CLOSED = "shut down"
 
@@ -43,35 +44,36 @@ _OF_A_WAIT: Final = {
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerStatus:
-    """Facts about one rank of a replica group, as `Manager.status` found them.
+    """Facts about one rank of a replica group at the time of `Manager.status`.
 
-    "This step" is the step that `start_quorum` began last, until it begins the next one.
+    "This step" is the step of the last `start_quorum`, until the next one.
 
     Args:
         replica_id: full id of this replica group, `name:uuid4`.
-        group_rank, group_world_size: this process's place in the group, from 0, and the number of its processes.
+        group_rank, group_world_size: the rank of this process in the group, from 0, and the number of its processes.
         step: committed steps, 0 at the start.
-        batches_committed: sum over the committed steps of their participants.
-        attempt: calls of start_quorum so far; the number of this step, committed or not.
+        batches_committed: sum of the participants over the committed steps.
+        attempt: calls of start_quorum so far. This is the number of this step, committed or not.
         phase: what this rank is doing.
-        committed: whether this step was committed; None while there is no verdict.
-        quorum: key of the quorum that this rank was given last; None: it holds none.
-        plan: of this step; None while it is not known, or where there is no quorum for it.
-        participants: full ids of the replicas whose gradients count in this step, by participating rank; empty without
+        committed: whether this step was committed. None: there is no verdict yet.
+        quorum: key of the last quorum of this rank. None: this rank holds no quorum.
+        plan: the plan of this step. None: the plan is not known yet, or the step has no quorum.
+        participants: full ids of the replicas whose gradients count in this step, by participating rank. Empty without
             a plan.
-        participating_rank: this group's place among them, from 0; None: it gives zeros, or there is no plan.
-        is_healing: live state of another replica is on its way to this one.
-        is_torn: the state here is half written, because an optimizer or a load function raised; this replica heals.
-        is_left_out: the others train without this replica, as a straggler or because it can't be reached.
-        is_leaving: somebody wishes that this replica leaves, or it has left.
-        has_left: it has left; no step begins any more.
-        share: the share of its usual batch that this replica is to take, above 0 and up to 1; less than 1 where the
-            lighthouse runs with `--stragglers shrink` and this replica holds the others at its pace. The ranks of a
-            group hear of a change at different moments.
-        waits_for: what this rank waits for, and for whom, in words with short ids; "" where it waits for nothing.
-        waits_s: for how long it has waited for that, in seconds, rounded down to the last beat (about 1 s) that saw it.
-        errors: of this step, oldest first; at most 16 are kept.
-        last_error: the newest error that was reported in any step, `type: text`; "" where there was none.
+        participating_rank: the rank of this group among the participants, from 0. None: this group gives zeros, or
+            there is no plan.
+        is_healing: live state of another replica is being transferred to this one.
+        is_torn: the state here is half written, because an optimizer or a load function raised. This replica heals.
+        is_left_out: the other replicas train without this replica, because it is a straggler or unreachable.
+        is_leaving: a request to leave is recorded, or this replica has left.
+        has_left: this replica has left. No step begins any more.
+        share: the share of its usual batch that this replica should take, above 0 and up to 1. It is below 1 if the
+            lighthouse runs with `--stragglers shrink` and this replica slows the others down. The ranks of a group hear
+            of a change at different moments.
+        waits_for: what this rank waits for, and for which replicas, in words with short ids. "": it does not wait.
+        waits_s: how long it has waited, in seconds, rounded down to the last beat (about 1 s) that saw the wait.
+        errors: the errors of this step, oldest first, at most 16.
+        last_error: the newest error that was reported in any step, `type: text`. "": no error.
     """
 
     replica_id: str
@@ -99,7 +101,7 @@ class ManagerStatus:
 
 
 def status_of(parts: Parts) -> ManagerStatus:
-    """Return the facts of this moment, on any thread."""
+    """Return the current facts. Any thread may call this."""
     shared, step = parts.shared, parts.shared.step.status
     is_closed = shared.closing.is_set()
     wait = None if is_closed else parts.waits.now(step)
