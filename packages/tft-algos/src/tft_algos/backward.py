@@ -1,11 +1,11 @@
-"""The reductions of a Manager's backward passes, in one order on every replica.
+"""The reductions of a Manager's backward passes, in the same order on every replica.
 
-A reduction across replica groups is matched with those of the others by its place in the row: the third here meets the
-third there. Where a replica group has several processes, each gradient is reduced among them first, and when that ends
-is a matter of chance; so what is passed on across goes strictly in the order in which it was started, over all the
-models of one Manager. The end of the backward pass waits for all of it, so that clipping sees averages.
+Reductions across replica groups are matched by their position: the third one here meets the third one of each other
+group. In a replica group of several processes, each gradient is reduced inside the group first. These inner reductions
+end in any order. So reductions across groups start strictly in the order of the calls, over all models of one Manager.
+The end of the backward pass waits for all of them, so that clipping sees averages.
 
-Law of this file: the order and the waiting; what is reduced, and when it is ready, is the business of its callers.
+Law of this file: the order and the waiting. The callers decide what is reduced, and when it is ready.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def reductions_of(manager: Manager) -> BackwardReductions:
 
 
 def tell_parameters(manager: object, *models: torch.nn.Module, strides: bool = False) -> None:
-    """Have the Manager tell the other replicas what these models are made of; another one may have no way to.
+    """Add the parameters of models to the Manager's fingerprint, if the Manager supports it.
 
     Args:
-        strides: whether the layout of the parameters has to be the same on all replicas.
+        strides: the layout of the parameters must be the same on all replicas.
     """
     describe = getattr(getattr(manager, "strategy", None), "describe_parameters", None)
     if describe is not None:
@@ -47,27 +47,31 @@ def tell_parameters(manager: object, *models: torch.nn.Module, strides: bool = F
 
 
 class Model(Protocol):
-    """What makes reductions in backward passes."""
+    """A model that makes reductions in backward passes."""
 
     def is_in_pass(self) -> bool:
-        """Whether a backward pass has begun to reduce and has not ended; where none runs, it has raised."""
+        """Return whether a backward pass has begun to reduce and has not ended. Outside a pass, True means that it
+        raised.
+        """
         ...
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have a function called when the backward pass that runs is done; in the order in which they were given."""
+    """Call a function at the end of the running backward pass. Several functions are called in the order of
+    registration.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def check_model(manager: object, module: object, strategy: str) -> None:
-    """Look at what a strategy was given.
+    """Check the arguments of a strategy.
 
     Args:
-        manager: any that has an allreduce; whoever composes a strategy has one of their own.
+        manager: an object with an allreduce. A strategy of the user may have its own class.
         module: the model.
-        strategy: its name, for messages.
-    Raises: SettingError: the one is no Manager, the other no module, or has parameters on the meta device, or parts
-        that fully_shard has sharded. Unsupported: a part of the module makes sparse gradients.
+        strategy: the name of the strategy, for messages.
+    Raises: SettingError: `manager` is not a Manager, `module` is not a module, a parameter is on the meta device, or a
+        part is sharded by fully_shard. Unsupported: a part of the module makes sparse gradients.
     """
     if not callable(getattr(manager, "allreduce", None)) or not isinstance(module, torch.nn.Module):
         raise SettingError(
@@ -80,7 +84,7 @@ def check_model(manager: object, module: object, strategy: str) -> None:
                 f"parameter {name} is on the meta device and has no gradients to reduce; materialize the module before "
                 f"it is given to {strategy}, because that makes new parameters"
             )
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who has not imported it has sharded nothing
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, nothing is sharded
     if any(isinstance(part, getattr(fsdp, "FSDPModule", ())) for part in module.modules()):
         raise SettingError(
             f"the module is sharded by fully_shard, which reduces its gradients where {strategy} sees none of them; "
@@ -93,12 +97,12 @@ def check_model(manager: object, module: object, strategy: str) -> None:
 
 @final
 class Frozen:
-    """The parameters of a model that are not reduced, because they required no gradient when it was wrapped.
+    """The parameters of a model that are not reduced, because they required no gradient when the model was wrapped.
 
     Args:
-        module: that is wrapped now.
-        strategy: which wraps it, for a message.
-        ignored: names that the user wants to be left alone.
+        module: the module that is being wrapped.
+        strategy: the name of the wrapper, for a message.
+        ignored: names of parameters that the user wants to leave alone.
     """
 
     def __init__(self, module: torch.nn.Module, strategy: str, ignored: Collection[str] = ()) -> None:
@@ -128,7 +132,9 @@ class Frozen:
 
 @final
 class BackwardReductions:
-    """Starts reductions in the order of the calls, and waits for them at the end of the backward pass."""
+    """The ordered reductions of one Manager. They start in the order of the calls, and the end of the backward pass
+    waits.
+    """
 
     def __init__(self) -> None:
         self._attempt = 0
@@ -137,16 +143,18 @@ class BackwardReductions:
         self._models: weakref.WeakSet[Model] = weakref.WeakSet()
 
     def add(self, model: Model) -> None:
-        """One more makes its reductions in this row."""
+        """Add a model whose reductions use this order."""
         self._models.add(model)
 
     @property
     def has_models(self) -> bool:
-        """Whether there is any."""
+        """Return whether a model was added."""
         return len(self._models) > 0
 
     def pass_has_raised(self) -> bool:
-        """Asked outside of backward passes: whether the last one of a model has left out some of its reductions."""
+        """Return whether the last backward pass of a model has left out reductions. Call this outside of backward
+        passes.
+        """
         return any(model.is_in_pass() for model in self._models)
 
     def start(
@@ -161,16 +169,17 @@ class BackwardReductions:
     ) -> None:
         """Reduce a tensor in place, inside this replica group and then over the participants.
 
-        Called within a backward pass, at whose end the tensor holds the result.
+        Call this within a backward pass. At the end of the pass, the tensor holds the result.
 
         Args:
-            manager: whose row this is.
-            tensor: dense; on every replica the same shape and dtype in the same place of the row.
-            group: the processes of this replica group; None: this process is the group.
-            average: a mean; else a sum.
-            wait: for everything that was started; then it may be called outside of a backward pass too.
-            done: called at the end of the backward pass with whether the reduction across succeeded.
-        Raises: UsageError: this step was voted on already, so that no vote would cover the reduction.
+            manager: the Manager that owns these reductions.
+            tensor: dense, with the same shape and dtype at the same position on every replica.
+            group: the processes of this replica group. None: this process is the group.
+            average: True: a mean. False: a sum.
+            wait: wait for everything that was started. The call is then allowed outside of a backward pass, too.
+            done: a function that is called at the end of the backward pass. Its argument says whether the reduction
+                across groups succeeded.
+        Raises: UsageError: the step was voted on already, so no vote would cover the reduction.
         """
         if manager.strategy.verdict is not None:
             raise UsageError(
@@ -178,13 +187,13 @@ class BackwardReductions:
                 "before it, and step() after the last backward pass of a step"
             )
         self._forget_others(manager)
-        # Once for each tensor: a pass may have passes inside, whose ends come first.
+        # Register this once for each tensor, because a pass may contain passes that end first.
         if not wait:
             at_end_of_backward(self.end)
         inside: dist.Work = DummyWork([tensor])
         if group is not None:
             if average:
-                tensor.div_(group.size())  # before it is summed, so that the sum is the mean of the group
+                tensor.div_(group.size())  # divide before the sum, so that the sum is the mean of the group
             inside = group.allreduce([tensor], dist.ReduceOp.SUM)
         across = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         self._inside.append((inside, lambda: self._reduced_inside(manager, inside, tensor, across), done))
@@ -194,13 +203,15 @@ class BackwardReductions:
             self.end()
 
     def pass_on(self, manager: Manager) -> None:
-        """Start across whatever is on its way, so that the manager's next reduction comes after it on every replica."""
+        """Start all waiting reductions across groups, so that the manager's next reduction follows them on every
+        replica.
+        """
         self._forget_others(manager)
         while self._inside:
             self._pass_on()
 
     def end(self) -> None:
-        """Wait until everything that was started is reduced; again does nothing."""
+        """Wait until everything that was started is reduced. A second call does nothing."""
         while self._inside:
             self._pass_on()
         works, self._across = self._across, []
@@ -230,7 +241,7 @@ class BackwardReductions:
         try:
             inside.wait()
         except RuntimeError as error:
-            # Torch's own groups don't come back, so neither does this replica: should_commit raises it.
+            # Torch's own groups can't be rebuilt, so this replica is lost, and should_commit raises this error.
             lost = GroupLost(
                 f"a reduction among the processes of this replica failed ({error}); end this process and start the "
                 "group again"

@@ -1,16 +1,15 @@
 """Data parallelism across replica groups that come and go.
 
-Torch's own DistributedDataParallel does the work: it packs gradients into buckets and hands each over as soon as it is
-full, while the backward pass goes on. We hand the bucket to the Manager, whose averages are over whoever participates,
-and wait for all of them when the backward pass is done.
+Torch's own DistributedDataParallel does the work. It packs gradients into buckets, and hands over each full bucket
+while the backward pass continues. This module gives the bucket to the Manager, which averages over the participants. At
+the end of the backward pass, this module waits for all buckets.
 
-One thing torch may not do here is to change the buckets: it lays them out by definition order, and again, once, in the
-order in which the first gradients came. A newcomer would then exchange other sizes than those who were here before,
-which Gloo answers by ending the process. So the second layout is made at the start, of all parameters in the reverse
-order of their definition, the same on every replica and in every step. (With find_unused_parameters torch makes no
-second layout.)
+Torch must not change the buckets here. It lays them out in the order of definition, and once more in the order of the
+first gradients. A newcomer would then exchange other sizes than the existing members, and Gloo would end the process.
+So the second layout is made at the start, from all parameters in reverse order of definition. This layout is the same
+on every replica and in every step. (With find_unused_parameters torch makes no second layout.)
 
-Law of this file: what differs from torch's class; no reduction is implemented here.
+Law of this file: the differences from torch's class. No reduction is implemented here.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
 
 _GRAPH = "tft-graph"
 
-# Arguments of torch's class that can't hold here, and what to do instead.
+# Arguments of torch's class that are not supported here, and their replacements.
 _REFUSED = {
     "mixed_precision": "it needs the place of the hook that reduces across replicas; use torch.autocast, or parameters "
     "of the dtype that you want",
@@ -52,40 +51,45 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """`torch.nn.parallel.DistributedDataParallel` across the replica groups of a Manager.
 
     After `backward` the gradients are averages over the participants. A failed reduction never raises: the step is
-    voted down. Only one among the processes of this group is fatal to it, and `should_commit` then raises GroupLost.
-    A backward pass that raises by itself (out of memory, say) ends the step of a replica group of one process, not its
-    training: give the error to `Manager.report_error`, or don't, and go on with the next `zero_grad`. Nor does a batch
-    that is thrown away before its backward pass: the next `zero_grad` then goes on with the same step, and passes under
-    `no_sync()` reduce nothing all the same.
+    voted down. A failure among the processes of this group is fatal to the group, and `should_commit` then raises
+    GroupLost.
 
-    - Accumulation: backward passes under `no_sync()` add up, and the first one outside reduces the sum. All of them
-      belong to the step that the last `zero_grad` began: members change between steps only, and a member that heals
-      gives zeros in that one reduction, however often it accumulated. Every replica has one pass outside `no_sync()`
-      a step for each pass of the others; how many are inside is its own business.
-    - Several models on one Manager, in one backward pass or in several: their reductions share one row, so every
-      replica runs the same passes in the same order.
-    - Buffers (BatchNorm's) are broadcast inside the replica group as torch does, and not across: each replica group
-      keeps the statistics of its own data, and a replica that heals takes its source's with the state.
-    - Unused parameters, with find_unused_parameters: one that has a gradient on no participant has None after the
-      backward pass; one that has a gradient on some gets the mean over all, zeros counting for the others. A member
-      that heals, or is a spare, counts as using nothing. Every replica's loss uses at least one parameter.
-    - static_graph: torch learns in the first step which parameters are never used; it has to be so on every replica.
-      It learns that from a pass outside `no_sync()`, so a process accumulates from its second step on.
-    - With torch.compile compile the wrapper, or the module before it is wrapped.
+    A backward pass may raise by itself (out of memory, for example). In a replica group of one process, this ends the
+    step but not the training. Report the error to `Manager.report_error` or ignore it, and continue with the next
+    `zero_grad`. A batch may also be discarded before its backward pass. The next `zero_grad` then continues the same
+    step, and passes under `no_sync()` still reduce nothing.
+
+    - Accumulation: backward passes under `no_sync()` add up, and the first pass outside reduces the sum. All of them
+      belong to the step of the last `zero_grad`. Members change only between steps. A member that heals gives zeros in
+      that one reduction, however often it accumulated. All replicas run the same number of passes outside `no_sync()`
+      in a step. The number of passes inside may differ.
+    - Several models on one Manager, in one backward pass or in several: their reductions have one common order. So
+      every replica runs the same passes in the same order.
+    - Buffers (BatchNorm's) are broadcast inside the replica group as in torch, and not across groups. Each replica
+      group keeps the statistics of its own data. A replica that heals takes its source's buffers with the state.
+    - Unused parameters, with find_unused_parameters: a parameter without a gradient on any participant has None after
+      the backward pass. A parameter with a gradient on some participants gets the mean over all, with zeros for the
+      others. A member that heals, or is a spare, counts as using nothing. Every replica's loss uses at least one
+      parameter.
+    - static_graph: torch learns in the first step which parameters are never used. These must be the same on every
+      replica. Torch learns this from a pass outside `no_sync()`, so a process can accumulate from its second step on.
+    - With torch.compile, compile the wrapper, or the module before it is wrapped.
 
     Args:
         manager: averages over its participants.
-        module: to be trained. Every replica gives the same parameters in the same order and memory format: a replica
-            whose parameters have other strides is refused by name. Convert the module before it is wrapped.
-        process_group: the processes of this replica group, where it has more than one; gradients are averaged inside
-            it first, then across. None, or a group of one process: this process is the group.
-        kwargs: torch's own. `gradient_as_bucket_view` is True unless given: it saves a copy of every gradient.
+        module: the module to train. Every replica gives the same parameters in the same order and memory format. A
+            replica whose parameters have other strides is refused, and the error names the parameter. Convert the
+            module before wrapping it.
+        process_group: the processes of this replica group, if there are several. Gradients are averaged inside it
+            first, then across groups. None, or a group of one process: this process is the group.
+        kwargs: arguments of torch's class. `gradient_as_bucket_view` defaults to True, which saves a copy of every
+            gradient.
     Raises: Unsupported: mixed_precision, delay_all_reduce_named_params, skip_all_reduce_unused_params, device_mesh, an
-        Embedding with sparse gradients, or torch's reducer in Python: none of them can hold here.
-        SettingError: this release of torch can't hold one layout of buckets, or the manager has
-        rank0_synchronization_only or is none, or a parameter is on the meta device. RuntimeError: no parameter requires
-        a gradient. UsageError, from `forward`: a first pass with static_graph under `no_sync()`; or a parameter was
-        unfrozen after the module was wrapped.
+        Embedding with sparse gradients, or torch's reducer in Python. None of these is supported.
+        SettingError: this release of torch can't keep one layout of buckets, `manager` is not a Manager or has
+            rank0_synchronization_only, or a parameter is on the meta device. RuntimeError: no parameter requires a
+            gradient. UsageError, from `forward`: a first pass with static_graph under `no_sync()`, or a parameter was
+            unfrozen after the module was wrapped.
     """
 
     def __init__(
@@ -103,21 +107,23 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         kwargs.setdefault("gradient_as_bucket_view", True)
         static = bool(kwargs.get("static_graph"))
         if static and not kwargs["gradient_as_bucket_view"]:
-            # Torch then copies the first step's gradients out of the buckets before anybody has waited for them.
+            # Torch then copies the first step's gradients out of the buckets before their reductions have ended.
             raise Unsupported("static_graph needs gradient_as_bucket_view here; leave gradient_as_bucket_view out")
         if process_group is not None and process_group.size() == 1:
-            process_group = None  # nothing to reduce inside a group of one
+            process_group = None  # a group of one has nothing to reduce
         group: dist.ProcessGroup = process_group if process_group is not None else ProcessGroupDummy(0, 1)
-        # What torch then reduces itself, through its group, is the map of used parameters. With a static graph it does
-        # so in its own first step alone, which is not that of the others, so that stays inside the replica group.
+        # Torch itself then reduces only the map of used parameters, through its group. With a static graph it does so
+        # only in its own first step. Other replicas have another first step, so this reduction stays inside the replica
+        # group.
         maps = None
         if kwargs.get("find_unused_parameters") and not static:
             maps = _UsedMaps(manager, group, process_group, ends_pass=self._end_pass)
         self._keeps_layout = maps is not None
         self._knows_graph = not static
         self._manager = manager
-        self._used_in = 0, 0  # the attempt, and its step, of the last forward pass, or bucket, whichever came later
-        self._refused = False  # whether that was a pass in which nothing may be reduced
+        self._used_in = 0, 0  # attempt and step of the last forward pass or bucket, whichever came later
+        # True while a bucket is given to a reduction that may be refused; stays True after a refusal
+        self._refused = False
         self._awaited: _AwaitedPass | None = None  # None: torch reduces nothing in the next backward pass
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
@@ -128,7 +134,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         row = reductions_of(manager)
 
         def reduce(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            """Its future is done at once, because the end of the pass waits before torch reads the bucket."""
+            """Reduce a bucket. The future completes at once, because the end of the pass waits before torch reads the
+            bucket.
+            """
             buffer = bucket.buffer()
             self._knows_graph = True
             self._used_in = manager.strategy.attempt, manager.current_step()
@@ -136,13 +144,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 self._refused = True
                 row.start(manager, buffer, group=process_group)
                 self._refused = False
-            if bucket.is_last() and maps is None:  # else torch asks for the map of used parameters after this
+            # with a map of used parameters, torch reduces the map after the last bucket
+            if bucket.is_last() and maps is None:
                 self._end_pass()
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
             done.set_result(buffer)
             return done
 
-        # Torch compares a hook's annotations with types, and ours are strings; a lambda has none.
+        # Torch compares a hook's annotations with types, and annotations are strings here. A lambda has none.
         super().register_comm_hook(None, lambda _, bucket: reduce(bucket))
         if maps is not None:
             maps.parameters = self._build_params_for_reducer()[0]
@@ -163,13 +172,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             )
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        # Gradients come in about the reverse order of definition, and the second layout is in the reducer's order.
+        # Gradients arrive roughly in reverse order of definition, and the second layout follows the reducer's order.
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         if self._keeps_layout:
             return parameters, sparse
         return parameters[::-1], sparse[::-1]
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # it asks what differs in every step
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # its checks depend on values that differ in every step
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not self._knows_graph and not self.require_backward_grad_sync and torch.is_grad_enabled():
             raise UsageError(
@@ -200,7 +209,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 end.register_prehook(self._pass_begins)
         else:
             awaited.is_in_doubt = True
-            # The program may drop the output of the earlier batch as late as with the assignment of this one.
+            # The program may drop the output of the earlier batch as late as the assignment of this one.
             for end in ends:
                 end.register_prehook(lambda _: self._forget_batch_thrown_away())
         return output
@@ -210,11 +219,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._awaited.has_begun = True
 
     def _is_pass_of_another_batch(self) -> bool:
-        """Whether torch reduces in a backward pass under no_sync() what the awaited one would have reduced."""
+        """Return whether torch reduces in a backward pass under no_sync() what the awaited pass would have reduced."""
         return self._awaited is not None and self._awaited.is_replaced()
 
     def _end_pass(self) -> bool:
-        """Torch makes the last reduction of a backward pass. Returns: whether nothing of this pass is reduced."""
+        """End a pass at torch's last reduction. Return whether nothing of this pass is reduced."""
         left_out, self._awaited = self._is_pass_of_another_batch(), None
         return left_out
 
@@ -229,10 +238,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._awaited.has_begun = False
 
     def _forget_pass_that_raised(self) -> None:
-        """Torch still waits for the gradients of a pass that raised, if one did, in a step that is over.
+        """Reset torch if a backward pass of an earlier step raised, because torch still waits for its gradients.
 
-        After a pass in the step before, which committed, it would be a parameter that was not used, and torch's error
-        says so; unless it was a pass that came after the vote.
+        No reset is made if the earlier step committed, because the missing gradients then belong to unused parameters.
+        Torch's own error says so. A pass after the vote is an exception, and is reset too.
         """
         attempt, step = self._used_in
         if (attempt == self._manager.strategy.attempt and not self._refused) or not self._is_unfinished():
@@ -242,10 +251,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._reset()
 
     def _forget_batch_thrown_away(self) -> None:
-        """Under no_sync(), torch still reduces in the next backward pass if the last forward pass outside had none.
+        """Reset torch if the last batch outside `no_sync()` was discarded before its backward pass.
 
-        So a replica that throws such a batch away would reduce once more than the others, each of whose reductions then
-        meets another one. While the graph of that batch lives, in the same step, its backward pass may still come.
+        Under no_sync(), torch would still reduce in the next backward pass. This replica would then reduce once more
+        than the others, and its later reductions would not match theirs. In the same step, the backward pass may still
+        come while the graph of that batch lives.
         """
         awaited = self._awaited
         if awaited is None or self._is_unfinished():
@@ -254,9 +264,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._reset()
 
     def _reset(self) -> None:
-        """Have torch expect no backward pass.
+        """Reset torch's reducer, so that it expects no backward pass.
 
-        Raises: UsageError: torch would lay out its buckets anew, and not as those of the others are.
+        Raises: UsageError: torch would lay out its buckets anew, and differently from the other replicas.
         """
         for name, (parameter, strides) in self._strides.items():
             if strides_of(parameter) != strides:
@@ -270,7 +280,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._lay_out_buckets()
 
     def is_in_pass(self) -> bool:
-        """Whether a backward pass of this attempt has begun to fill buckets and has not filled all of them."""
+        """Return whether a backward pass of this attempt has begun to fill buckets and has not filled all of them."""
         return self._used_in[0] == self._manager.strategy.attempt and self._is_unfinished()
 
     def _is_unfinished(self) -> bool:
@@ -280,7 +290,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return True
         return False
 
-    # --- what torch's class has and this one can't -------------------------------------------------------------------
+    # --- parts of torch's class that are not supported
+    # -----------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         """Refuse the hook, because the hook that reduces across replicas already uses this place.
@@ -293,7 +304,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         )
 
     def _setup_in_backward_optimizers(self) -> None:
-        # Torch takes a stream for them before it registers its hook, which it can't where there is no accelerator.
+        # Torch takes a stream for them before it registers its hook, which fails without an accelerator.
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
             raise Unsupported(
                 "optimizers that step in the backward pass can't be used: they would step before the vote; give their "
@@ -334,12 +345,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
 @final
 class _AwaitedPass:
-    """The last forward pass outside `no_sync()`: torch reduces its gradients, or those of whatever pass comes next.
+    """The last forward pass outside `no_sync()`. Torch reduces its gradients, or those of the next pass instead.
 
     Attributes:
-        attempt: in which the forward pass was made.
-        is_in_doubt: whether a forward pass under `no_sync()` came after it.
-        has_begun: whether its backward pass has.
+        attempt: the attempt of the forward pass.
+        is_in_doubt: a forward pass under `no_sync()` came after it.
+        has_begun: its backward pass has begun.
     """
 
     def __init__(self, attempt: int) -> None:
@@ -356,32 +367,32 @@ class _AwaitedPass:
         self._graph = weakref.ref(graph) if ends else None
 
     def may_come(self) -> bool:
-        """Return whether a backward pass may still come, or runs: its graph lives, or nobody can tell."""
+        """Return whether its backward pass may still come or runs: its graph lives, or can't be observed."""
         return self.has_begun or self._graph is None or self._graph() is not None
 
     def is_replaced(self) -> bool:
-        """Return whether a backward pass that runs now is not this one, but of a batch under `no_sync()`."""
+        """Return whether the running backward pass belongs to a batch under `no_sync()` instead."""
         return self.is_in_doubt and not self.has_begun and self._graph is not None
 
 
 class _Graph:
-    """Stands in the metadata of the nodes at the end of a graph, and so lives as long as one of them."""
+    """A marker in the metadata of the last nodes of a graph. It lives as long as one of them."""
 
 
 @final
 class _UsedMaps(ProcessGroup):
-    """The group whose allreduce torch calls for one thing: to learn which parameters were used by anybody.
+    """The process group whose allreduce torch uses for one purpose: to find parameters that no replica used.
 
-    It does so when the last bucket is on its way, so a parameter has a gradient now iff it was used, in this pass or in
-    one that it adds up with; that is what is counted, over the participants.
+    Torch calls it when the last bucket is on its way. A parameter then has a gradient iff it was used, in this pass or
+    in an earlier accumulated pass. The participants with such a gradient are counted.
 
     Args:
-        manager: sums across.
-        group: for everything else.
-        inside: the processes of this replica group; None: this process is the group.
-        ends_pass: called for the map, which is the last reduction of a pass; returns whether nothing of it is reduced.
-
-    `parameters` are the reducer's, in its order.
+        manager: sums across replica groups.
+        group: the group for all other collectives.
+        inside: the processes of this replica group. None: this process is the group.
+        ends_pass: a function that is called for the map, the last reduction of a pass. It returns whether nothing of
+            the pass is reduced.
+    `parameters` are the reducer's parameters, in its order.
     """
 
     def __init__(
@@ -410,10 +421,10 @@ class _UsedMaps(ProcessGroup):
 
         def done(succeeded: bool) -> None:
             if succeeded and not self._manager.is_participating():
-                at_end_of_backward(lambda: self._forget(counts))  # after torch has given out the gradients
+                at_end_of_backward(lambda: self._forget(counts))  # after torch has handed out the gradients
 
         reductions_of(self._manager).start(self._manager, counts, group=self._inside, average=False, done=done)
-        return DummyWork([counts])  # torch looks at it after the end of the pass, which waits
+        return DummyWork([counts])  # torch reads it after the end of the pass, which waits
 
     def _forget(self, counts: torch.Tensor) -> None:
         """Remove the gradients of parameters that no participant used.
@@ -436,7 +447,7 @@ class _UsedMaps(ProcessGroup):
     def __repr__(self) -> str:
         return f"_UsedMaps({self._group!r})"
 
-    # Its life is the Manager's and the other group's; torch never asks.
+    # The Manager and the other group control its life. Torch never calls these.
 
     def configure(self, store_addr: str, rank: int, world_size: int, **identity: Any) -> NoReturn:
         raise Unsupported("the group of a DistributedDataParallel is configured by its Manager")
@@ -451,4 +462,4 @@ class _UsedMaps(ProcessGroup):
         raise Unsupported("the time-out of a DistributedDataParallel's reductions is its Manager's")
 
     def shutdown(self) -> None:
-        """Nothing: it holds nothing."""
+        """Do nothing, because this group owns nothing."""

@@ -1,7 +1,9 @@
-"""Torch's DTensor, imported when there is one: the import takes longer than all the rest of this package's, and a
-replica that shards nothing would pay it each time it starts.
+"""Torch's DTensor, imported only if it is used.
 
-Law of this file: what a DTensor is, and others like it; what they are for is not known here.
+The import takes longer than all other imports of this package. A replica that shards nothing would pay this at each
+start.
+
+Law of this file: what a DTensor is, and how to make one like another. Its use is not known here.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is one of torch's DTensors, or of a class made from it."""
+    """Return whether a value is a DTensor, or an instance of a subclass."""
     module = sys.modules.get("torch.distributed.tensor")
-    # While another thread imports it its names are not there yet, and still there is none.
+    # The names may be missing while another thread imports the module. No DTensor exists yet then.
     return isinstance(value, getattr(module, "DTensor", ()))
 
 

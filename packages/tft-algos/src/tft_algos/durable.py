@@ -1,18 +1,20 @@
-"""Durable checkpoints beside live ones: what a job goes on from when every replica is gone.
+"""Durable checkpoints beside live ones, to resume a job when no replica is left.
 
-As long as one replica lives, newcomers heal from it and no disk is needed. A durable checkpoint is for the day when
-none does. All replicas hold the same state after a commit, so one of them writes it: the participant with the smallest
-replica id, its ranks together, through torch.distributed.checkpoint. Nobody is asked who that is; the plan says it.
+As long as one replica lives, newcomers heal from it and need no disk. A durable checkpoint covers the loss of all
+replicas. All replicas hold the same state after a commit, so one of them writes it: the participant with the smallest
+replica id. Its ranks write together, through torch.distributed.checkpoint. The plan names this participant, so no
+request is needed.
 
-A checkpoint is a directory `step-N`. It comes into being by one rename, when everything in it is on the disk, and
-carries a manifest with the digest of each file. So whenever the writer dies, what is called `step-N` is whole; and
-what is not whole any more is not taken. A writer that is at work holds a lock, which ends with its process: what
-writers left behind that hold none is removed by the next one.
+A checkpoint is a directory `step-N`. One rename creates it, when everything in it is on the disk. It contains a
+manifest with the digest of each file. So whenever the writer dies, every directory `step-N` is complete. A checkpoint
+that was damaged later is not loaded. A running writer holds a lock, which ends with its process. The next writer
+removes the leftovers of writers without a lock.
 
-The directory is the user's own disk, not the wire. The digests tell what broke, not who meant harm: who can write there
-can give the job other weights. Nothing that is read there is executed (`rank_files`).
+The directory is on the user's own disk, not on the network. The digests detect damage, not attacks: a user with write
+access can give the job other weights. Nothing that is read there is executed (`rank_files`).
 
-Law of this file: files, and the order in which they appear. What is in a state is torch's, the lineage the Manager's.
+Law of this file: files, and the order in which they appear. The content of a state is torch's, and the lineage is the
+Manager's.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ from tft_algos.rank_files import (
 
 logger = logging.getLogger("tft_algos.durable")
 
-FORMAT: Final = 2  # 1 had torch's pickled description in it
+FORMAT: Final = 2  # format 1 contained torch's pickled metadata
 MANIFEST: Final = "manifest"
 WRITING: Final = ".tft-writing-"
 REMOVING: Final = ".tft-removing-"
@@ -77,16 +79,16 @@ _TAKEN: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
 class _Unfit(Exception):
-    """A directory is no whole checkpoint; the message says what is wrong with it."""
+    """A directory is not a complete checkpoint. The message says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """What a checkpoint says of itself.
+    """The manifest of a checkpoint.
 
     Args:
         step: committed steps.
-        manager: what `Manager.state_dict` gave.
+        manager: the result of `Manager.state_dict`.
         files: size in bytes and digest of each file, by name.
     """
 
@@ -97,21 +99,22 @@ class _Manifest:
 
 @final
 class DurableCheckpoint:
-    """Writes checkpoints of a job into a directory, and resumes from the newest whole one.
+    """Checkpoints of a job in a directory: writing them, and resuming from the newest complete one.
 
-    Every rank of every replica group makes one, with the same arguments, and calls `load` once before it trains and
-    `save_if_due` after each `optimizer.step()`.
+    Every rank of every replica group makes one DurableCheckpoint with the same arguments. Each rank calls `load` once
+    before it trains, and `save_if_due` after each `optimizer.step()`.
 
     Args:
-        manager: of this process.
-        directory: of this job alone, that all ranks of a group see; groups that see it too resume from it, others
-            heal.
-        model: any module, FSDP2's and DDP's among them.
-        optimizers: the model's, wrapped or not.
-        others: what else is the same on every replica: schedulers, counters. What rank 0 has is saved.
+        manager: the Manager of this process.
+        directory: a directory of this job only, visible to all ranks of a group. Groups that also see it resume from
+            it. Other groups heal.
+        model: any module, including modules of FSDP2 and DDP.
+        optimizers: the model's optimizers, wrapped or not.
+        others: other state that is the same on every replica: schedulers, counters. The state of rank 0 is saved.
         every: committed steps from one checkpoint to the next.
-        keep: whole checkpoints that stay; older ones are removed.
-        process_group: torch's, of this replica group's ranks; None: the default group. Not used by a group of one.
+        keep: number of complete checkpoints to keep. Older ones are removed.
+        process_group: torch's group of this replica group's ranks. None: the default group. A group of one does not use
+            it.
     Raises: SettingError: an argument can't work.
     """
 
@@ -176,13 +179,13 @@ class DurableCheckpoint:
     # --- writing -------------------------------------------------------------------------------------------------
 
     def save_if_due(self) -> Path | None:
-        """Write a checkpoint, if the step that has just ended was committed, is a multiple of `every`, and this group
-        is the elected one.
+        """Write a checkpoint, if one is due and this group is elected.
 
-        A checkpoint that can't be written is logged as an error and the training goes on: the disk may have room
-        again by the next one. Use `save` to have it raised.
+        A checkpoint is due if the last step was committed and is a multiple of `every`. A failure is logged as an
+        error, and the training continues, because the disk may have room again later. Use `save` to get the error
+        raised.
 
-        Returns: the checkpoint; None if none was written.
+        Returns: the path of the checkpoint. None: no checkpoint was written.
         """
         if self._manager.current_step() % self._every:
             return None
@@ -193,18 +196,19 @@ class DurableCheckpoint:
             return None
 
     def save(self) -> Path | None:
-        """Write a checkpoint, if the step that has just ended was committed and this group is the elected one.
+        """Write a checkpoint, if the last step was committed and this group is elected.
 
-        Called by all ranks of a group, between `optimizer.step()` and the next `zero_grad()`. Meanwhile the others
-        train on; who writes for longer than the lighthouse's join_timeout heals afterwards.
+        All ranks of a group call this, between `optimizer.step()` and the next `zero_grad()`. The other groups train on
+        meanwhile. A group that writes for longer than the lighthouse's join_timeout heals afterwards.
 
-        Returns: the checkpoint, complete and on the disk; None: another group writes it, or nothing was committed.
-        Raises: CheckpointFailed: on every rank; nothing is left of it, and the earlier ones are as they were.
+        Returns: the path of the checkpoint, complete and on the disk. None: another group writes it, or the last step
+            was not committed.
+        Raises: CheckpointFailed: on every rank. The failed checkpoint is removed, and earlier ones are unchanged.
         """
         manager, status = self._manager, self._manager.status()
         if not status.committed or status.participating_rank != 0:
             return None
-        # What one rank alone knows, all have to know: the others would wait for it in what follows.
+        # All ranks must know what one rank alone knows. Otherwise they would wait for this rank below.
         if not self._all_say(not status.is_torn):
             return None
         step = status.step
@@ -242,17 +246,19 @@ class DurableCheckpoint:
     # --- reading -------------------------------------------------------------------------------------------------
 
     def load(self, step: int | None = None) -> int | None:
-        """Resume: take over the newest whole checkpoint, in place, the Manager's state with it.
+        """Resume: load the newest complete checkpoint in place, together with the Manager's state.
 
-        Called by all ranks of a group before they train. The number of replica groups may be another than the
-        writer's; so may the ranks of a group, where torch can reshard the state. Groups that load the same checkpoint
-        go on from it without healing.
+        All ranks of a group call this before they train. The number of replica groups may differ from the writer's. The
+        number of ranks in a group may also differ, if torch can reshard the state. Groups that load the same checkpoint
+        continue from it without healing.
 
         Args:
-            step: that very checkpoint; None: the newest. What is newer stays, and would be taken the next time.
-        Returns: its committed steps; None: the directory has no checkpoint, so there is nothing to go on from.
-        Raises: CheckpointFailed: there are checkpoints and none is whole, or it does not fit this model, as one of a
-            model that has more. SettingError: step is no whole number.
+            step: load the checkpoint of this step. None: the newest one. Newer checkpoints are kept, and the next load
+                without `step` would take them.
+        Returns: the committed steps of the checkpoint. None: the directory has no checkpoint.
+        Raises: CheckpointFailed: checkpoints exist and none is complete, the given step has none, or the checkpoint
+            does not fit this model (for example, it belongs to a larger model). SettingError: step is not a whole
+            number.
         """
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
             raise SettingError(f"step is {step!r}; give a whole number, or None for the newest checkpoint")
@@ -312,14 +318,16 @@ class DurableCheckpoint:
         if self._optimizers:
             state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizers)
         if self._others:
-            # A tuple is one leaf to torch, so what is inside may have other keys at every save.
+            # A tuple is one leaf to torch, so its content may have other keys at every save.
             state["others"] = {key: (other.state_dict(),) for key, other in self._others.items()}
         return state
 
     def _check_wanted(self, state: Mapping[str, Any], metadata: Metadata) -> None:
-        """Torch reads what is asked for, as what is asked for, and says nothing of what else is there.
+        """Check that the checkpoint has no parameters that this model lacks. Torch ignores such parameters silently.
 
-        Raises: ValueError: parameters or buffers of another, larger model.
+        Torch also converts dtypes silently. This method logs them, and logs state of others that is not loaded.
+
+        Raises: ValueError: the checkpoint has parameters or buffers of a larger model.
         """
         there: dict[str, set[str]] = {"model": set(), "others": set()}
         converted: list[str] = []
@@ -398,7 +406,7 @@ class DurableCheckpoint:
         )
 
     def _all_say(self, yes: bool) -> bool:
-        """Whether all ranks of this group say yes."""
+        """Return whether all ranks of this group say yes."""
         if self._group is None:
             return yes
         said = self._on_its_device(torch.full((1,), int(yes), dtype=torch.int64))
@@ -406,14 +414,14 @@ class DurableCheckpoint:
         return bool(said.item())
 
     def _on_its_device(self, told: torch.Tensor) -> torch.Tensor:
-        """Where the process group takes it."""
+        """Return the tensor on a device that the process group supports."""
         on_cpu = "cpu:" in str(dist.get_backend_config(self._group))
         return told if on_cpu else told.to(torch.accelerator.current_accelerator())
 
     def _on_rank_0(self, act: Any, step: int | None) -> int:
-        """Have rank 0 do something, and all ranks know its number, or that it failed.
+        """Call `act` on rank 0, and return its number on all ranks.
 
-        Raises: on rank 0 what it raised; on the others CheckpointFailed.
+        Raises: on rank 0 the error of `act`. On the other ranks CheckpointFailed.
         """
         error: Exception | None = None
         told = torch.full((1,), -2, dtype=torch.int64)
@@ -437,7 +445,7 @@ class DurableCheckpoint:
 
     @contextlib.contextmanager
     def _explaining(self, step: int | None, verb: str, path: Path | None = None) -> Iterator[None]:
-        """Whatever goes wrong inside is an error that names the place and the step."""
+        """Convert any error inside to a CheckpointFailed that names the place and the step."""
         try:
             yield
         except CheckpointFailed:
@@ -469,16 +477,16 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _leave_out(wanted: dict[str, Any], saved: Mapping[str, Sequence[Any]] | None) -> list[str]:
-    """Ask for no optimizer state of parameters of which the checkpoint has none.
+    """Remove the optimizer state of parameters for which the checkpoint has none.
 
-    An optimizer makes the state of a parameter at its first gradient, and torch makes that of all parameters before it
-    loads. What the writer had not made yet must not be made here either, and could not be read.
+    An optimizer makes the state of a parameter at its first gradient. Torch makes the state of all parameters before a
+    load. State that the writer did not have yet can't be read, and must not be made here either.
 
     Args:
-        wanted: what the optimizers here have, by the parameter's name; is changed.
-        saved: the keys of each leaf in the checkpoint, as torch noted them.
-    Returns: the names that were left out; none if the checkpoint has no optimizer state at all, for then it was another
-        kind of optimizer, and torch refuses it.
+        wanted: the state of the optimizers here, by parameter name. It is changed.
+        saved: the keys of each leaf in the checkpoint, as recorded by torch.
+    Returns: the names that were removed. Empty if the checkpoint has no optimizer state at all. Then the optimizer was
+        of another kind, and torch refuses the load.
     """
     there = {keys[2] for keys in (saved or {}).values() if tuple(keys[:2]) == ("optimizer", "state") and len(keys) > 2}
     left_out = [name for name in wanted if name not in there] if there else []
@@ -489,7 +497,7 @@ def _leave_out(wanted: dict[str, Any], saved: Mapping[str, Sequence[Any]] | None
 
 @final
 class _Writer:
-    """One attempt to write one checkpoint; on rank 0, save for `place`."""
+    """One attempt to write one checkpoint. Except for `place`, only rank 0 uses it."""
 
     def __init__(self, directory: Path, unique: str, step: int, world_size: int) -> None:
         name = hashlib.blake2b(unique.encode(), digest_size=8).hexdigest()
@@ -500,7 +508,7 @@ class _Writer:
         self._lock: int | None = None
 
     def begin(self) -> None:
-        """Remove what dead writers left, and make a place that says that its writer lives."""
+        """Remove leftovers of dead writers, and make a locked place for this writer."""
         self._directory.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(self._directory)
         self._lock = _take_lock(_lock_of(self.place))
@@ -510,7 +518,7 @@ class _Writer:
         self.place.mkdir()
 
     def publish(self, manager: Mapping[str, Any]) -> int:
-        """Make what is in the place a checkpoint; returns the number behind its name, 0 for none."""
+        """Turn the place into a checkpoint. Return the number behind its name, 0 for none."""
         files = {path.name: (path.stat().st_size, _digest_of(path)) for path in sorted(self.place.iterdir())}
         elsewhere = [f"rank-{rank}.json" for rank in range(self._world_size) if f"rank-{rank}.json" not in files]
         if not elsewhere:
@@ -531,12 +539,12 @@ class _Writer:
         _sync_directory(self.place)
         number = 0
         while True:
-            # A name is never taken from another: so there is no moment without a whole checkpoint.
+            # An existing checkpoint is never replaced, so a complete checkpoint exists at every moment.
             path = self._directory / (f"step-{self._step}.{number}" if number else f"step-{self._step}")
-            if os.path.lexists(path):  # a link that leads nowhere takes the name too
+            if os.path.lexists(path):  # a broken link also uses the name
                 with contextlib.suppress(_Unfit):
                     if _verify(path).manager.get("lineage") == manager.get("lineage"):
-                        shutil.rmtree(self.place)  # another writer of this very step was first
+                        shutil.rmtree(self.place)  # another writer has already written this step
                         return number
             else:
                 try:
@@ -550,7 +558,7 @@ class _Writer:
             number += 1
 
     def close(self) -> None:
-        """Leave nothing behind but a checkpoint."""
+        """Remove everything except a finished checkpoint."""
         if self._lock is not None:
             shutil.rmtree(self.place, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -564,9 +572,9 @@ def _lock_of(place: Path) -> Path:
 
 
 def _take_lock(path: Path) -> int | None:
-    """Lock a file, made where there is none; returns its descriptor, or None if a living process has it."""
+    """Lock a file, and create it if needed. Return its descriptor, or None if a living process holds the lock."""
     while True:
-        # A link in the directory could have a file made, or locked, anywhere.
+        # O_NOFOLLOW, because a link in the directory could make or lock a file anywhere.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -579,11 +587,11 @@ def _take_lock(path: Path) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # whoever had it removed the file meanwhile: what we hold is the lock of nothing
+        os.close(descriptor)  # the previous holder has removed the file, so this lock protects nothing
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what writers left behind that live no more, and what they were about to remove."""
+    """Remove leftovers of dead writers, and checkpoints whose removal was interrupted."""
     for path in directory.iterdir():
         if path.name.startswith(REMOVING):
             _discard(path)
@@ -602,9 +610,10 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _retire(directory: Path, newest: Path, keep: int) -> None:
-    """Remove whole checkpoints that are older than the newest, but for the `keep` - 1 newest of them.
+    """Remove complete checkpoints that are older than the newest, except the `keep` - 1 newest of them.
 
-    Newer ones are another writer's and stay; so does what is called like a checkpoint and has no manifest of ours.
+    Newer checkpoints belong to another writer and stay. A directory with the name of a checkpoint stays too, if it has
+    no valid manifest.
     """
     older = []
     try:
@@ -627,7 +636,7 @@ def _retire(directory: Path, newest: Path, keep: int) -> None:
             finally:
                 os.close(descriptor)
         except BlockingIOError:
-            continue  # it is being read, and goes the next time
+            continue  # a reader holds it, so a later call removes it
         except OSError as error:
             logger.warning("could not remove the old checkpoint %s: %s", path, error)
             continue
@@ -635,7 +644,7 @@ def _retire(directory: Path, newest: Path, keep: int) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint, or the link by which somebody put one that is elsewhere into the directory."""
+    """Remove a checkpoint, or a link to a checkpoint that is elsewhere."""
     if path.is_symlink():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -645,12 +654,12 @@ def _discard(path: Path) -> None:
 
 @contextlib.contextmanager
 def _kept_for_reading(path: Path) -> Iterator[None]:
-    """Where files can be locked, the checkpoint is not removed meanwhile."""
+    """Protect a checkpoint from removal, on file systems with locks."""
     try:
-        # A pipe of that name would be waited for.
+        # Without O_NONBLOCK, a pipe of that name would block.
         descriptor = os.open(path / MANIFEST, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
-        yield  # there is nothing to read, as whoever looks will see
+        yield  # there is nothing to read, and the caller notices that itself
         return
     try:
         with contextlib.suppress(OSError):
@@ -667,7 +676,7 @@ def _checkpoints(directory: Path) -> list[Path]:
 
 
 def _place_of(path: Path) -> tuple[int, int]:
-    """Step and number of a checkpoint's name."""
+    """Return the step and the number in the name of a checkpoint."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path} is not called like a checkpoint"
     return int(match[1]), int(match[2] or 0)
@@ -678,11 +687,11 @@ def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) ->
 
     The checkpoint is not removed before `reading` ends.
 
-    Returns: path and manifest. (None, None): the directory has no checkpoint at all.
-    Raises: CheckpointFailed: checkpoints exist, and none is complete.
+    Returns: path and manifest. (None, None): no step is given, and the directory has no checkpoint at all.
+    Raises: CheckpointFailed: checkpoints exist and none is complete, or the given step has none.
     """
     unfit: dict[str, str] = {}
-    for _ in range(LOOKS):  # old ones are removed while we look, when a job writes there
+    for _ in range(LOOKS):  # a running job may remove old checkpoints during the search
         try:
             candidates = _checkpoints(directory)
         except FileNotFoundError:
@@ -711,7 +720,10 @@ def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) ->
 
 
 def _verify(path: Path) -> _Manifest:
-    """Look at every byte. Raises: _Unfit: it is no whole checkpoint."""
+    """Check every byte of a checkpoint, and return its manifest.
+
+    Raises: _Unfit: the checkpoint is incomplete or damaged.
+    """
     manifest = _read_manifest(path)
     try:
         there = {entry.name for entry in path.iterdir()} - {MANIFEST}
@@ -777,7 +789,7 @@ def _sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _without_dcp_warnings() -> Iterator[None]:
-    """Torch warns of a save in a single process, which is what a group of one means."""
+    """Suppress torch's warning about a save in a single process, because that is right for a group of one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process.*")
         yield

@@ -1,17 +1,17 @@
-"""Models that are sharded inside a replica group and averaged across the groups: FSDP2 inside, fault tolerance across.
+"""Models that are sharded inside a replica group and averaged across the groups: FSDP2 with fault tolerance.
 
-There are two ways, and both compute what torch's own hybrid sharding does. Either the mesh of the replica group gets
-one more dimension, and FSDP2 itself reduces over it (`extend_mesh`); then the mesh is there for whatever else wants to
-reduce over the groups. Or the model is sharded over the group's own mesh, and each of its parts averages what is left
-of its gradients across the groups, through the hook that FSDP2 has for that (`reduce_across`); then parameters are
-DTensors as without fault tolerance, and so are checkpoints.
+There are two ways, and both compute the same as torch's own hybrid sharding. With `extend_mesh`, the mesh of the
+replica group gets one more dimension, and FSDP2 itself reduces over it. Other code can also reduce over this dimension.
+With `reduce_across`, the model is sharded over the group's own mesh. Each part averages its reduced gradients across
+the groups, through FSDP2's all-reduce hook. Parameters are then the same DTensors as without fault tolerance, and so
+are checkpoints.
 
-FSDP2 goes on, when a hook returns, with what the hook has left in the tensor. In most cases that is to take the
-tensor's memory as gradients, and nobody reads those before the backward pass is over; so a reduction may then go on
-beside the rest of the backward pass, and is waited for at its end. Where FSDP2 computes with the tensor at once, in
-another dtype, onto a gradient that is there already, in another memory or in a user's hook, the hook waits.
+FSDP2 continues with the content of the tensor when a hook returns. In most cases it only uses the tensor's memory as
+gradients, and nothing reads those before the end of the backward pass. The reduction may then run beside the rest of
+the backward pass, and the end of the pass waits for it. In other cases FSDP2 computes with the tensor at once: another
+dtype, an existing gradient, other memory, or a hook of the user. The hook then waits.
 
-Law of this file: how FSDP2 comes to the Manager; the order of reductions, and the waiting, are `backward`'s.
+Law of this file: the connection of FSDP2 to the Manager. The order of reductions, and the waiting, are in `backward`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ if TYPE_CHECKING:
 
 
 def extend_mesh(manager: Manager, mesh: DeviceMesh, name: str = "dp", dim: int = 0) -> DeviceMesh:
-    """Give the mesh of one replica group a dimension across the groups, over a Manager's participants.
+    """Add a dimension across replica groups, over a Manager's participants, to the mesh of one group.
 
-    Then `fully_shard(model, mesh=mesh["dp", "shard"])` is hybrid sharding over whoever takes part in the step. All
-    processes of a replica group extend their meshes in the same order, after torch's default group was initialized.
+    `fully_shard(model, mesh=mesh["dp", "shard"])` then shards inside the group and replicates over the participants of
+    the step. All processes of a replica group extend their meshes in the same order, after torch's default group was
+    initialized.
 
     Args:
         manager: reduces over its participants.
-        mesh: of this replica group's processes; its dimensions have names.
-        name: of the new dimension.
-        dim: where it comes: 0, the first, is where FSDP2 has hybrid sharding's replicas.
-    Returns: a mesh whose size in the new dimension is 1, and whose group there (`mesh.get_group(name)`) is a
+        mesh: the mesh of this replica group's processes. Its dimensions have names.
+        name: the name of the new dimension.
+        dim: the position of the new dimension. At 0, the first, FSDP2 expects the replicas of hybrid sharding.
+    Returns: a mesh whose size in the new dimension is 1. Its group there (`mesh.get_group(name)`) is a
         ManagedProcessGroup, registered as `name`.
-    Raises: SettingError: manager is no Manager, or has rank0_synchronization_only. tft_pg.errors.InvalidSetting,
-        tft_pg.errors.Unsupported: as `tft_pg.extend_device_mesh`, which says more of such a mesh.
+    Raises: SettingError: `manager` is not a Manager, or has rank0_synchronization_only. tft_pg.errors.InvalidSetting,
+        tft_pg.errors.Unsupported: as `tft_pg.extend_device_mesh`, which describes such a mesh.
     """
     return extend_device_mesh(mesh, ManagedProcessGroup(_InOrder(_checked(manager))), name, dim)
 
@@ -56,20 +57,21 @@ def extend_mesh(manager: Manager, mesh: DeviceMesh, name: str = "dp", dim: int =
 def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
     """Average the gradients of sharded models over a Manager's participants, within their backward passes.
 
-    Sets FSDP2's all-reduce hook in every sharded part of the models, once; call it when `fully_shard` has been, and
-    before the first backward pass. Each part then gives what its reduce-scatter leaves on this process to
-    `manager.allreduce`, in reduce_dtype. The hook of a part with parameters on several meshes (experts, say) is set
-    too, which torch's own method refuses: an average across replica groups is the same on each of them.
+    This sets FSDP2's all-reduce hook in every sharded part of the models, once. Call it after `fully_shard` and before
+    the first backward pass. Each part then gives the result of its reduce-scatter on this process to
+    `manager.allreduce`, in reduce_dtype. A part may have parameters on several meshes (experts, for example). Torch's
+    own method refuses a hook for such a part. This function sets it, because an average across replica groups is the
+    same on each mesh.
 
-    After a backward pass the gradients are averages. A failed reduction never raises: the step is voted down. One
-    inside the replica group does raise, because torch's own groups don't come back: end the process.
+    After a backward pass the gradients are averages. A failed reduction never raises: the step is voted down. A failed
+    reduction inside the replica group does raise, because torch's own groups can't be rebuilt. End the process then.
 
     Args:
-        manager: averages over its participants; a replica group alone pays nothing.
-        models: each fully_shard-ed over its own mesh, one of this replica group's processes.
-    Raises: SettingError: no model; nothing in it is sharded; a trainable parameter is in no sharded part, so that it
-        would stay as it is on each replica; a mesh replicates already, across the groups or inside; a hook is set
-        already. Nothing has changed then. Unsupported: this release of torch keeps its sharded parts otherwise.
+        manager: averages over its participants. A replica group alone has no extra cost.
+        models: modules that fully_shard has sharded, each over its own mesh of this replica group's processes.
+    Raises: SettingError: no model is given; nothing in a model is sharded; a trainable parameter is in no sharded part,
+        so each replica would keep its own; a mesh already replicates, across groups or inside; or a hook is set
+        already. Nothing has changed then. Unsupported: this release of torch stores its sharded parts in another way.
     """
     _checked(manager)
     if not models:
@@ -86,7 +88,7 @@ def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
 
 @final
 class _InOrder:
-    """A Manager whose reductions come after those that other models of it have on the way."""
+    """A Manager whose reductions come after the pending reductions of its other models."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
@@ -103,7 +105,7 @@ class _InOrder:
 
 
 def _checked(manager: Manager) -> Manager:
-    if not callable(getattr(manager, "allreduce", None)):  # whoever composes a strategy has a Manager of their own
+    if not callable(getattr(manager, "allreduce", None)):  # the user may have a Manager class of their own
         raise SettingError(f"the manager is a {type(manager).__name__}; give a Manager, and models or a mesh after it")
     refuse_strategy(manager, "hybrid sharding across replica groups")
     return manager
@@ -115,10 +117,10 @@ class _Part:
     """Parameters that FSDP2 communicates together.
 
     Args:
-        name: of the sharded module, in its model.
-        module: it.
+        name: the name of the sharded module in its model.
+        module: the sharded module.
         group: torch's own object for the parameters.
-        alone: the module has no other.
+        alone: the module has no other such group.
     """
 
     name: str
@@ -128,12 +130,12 @@ class _Part:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """This process's shards."""
+        """Return the parameters' shards of this process."""
         return [each.sharded_param for each in self.group.fsdp_params]
 
     @property
     def places(self) -> Iterator[tuple[torch.nn.Module, str]]:
-        """Modules, and what a parameter is called there; several for a shared one."""
+        """Yield each module and the name of a parameter in it. A shared parameter has several."""
         for each in self.group.fsdp_params:
             info = each._module_info
             yield info.module, info.param_name
@@ -141,13 +143,13 @@ class _Part:
 
     @property
     def replicates_over(self) -> dist.ProcessGroup | None:
-        """The group over which FSDP2 itself reduces across replicas; None: it doesn't."""
+        """Return the group over which FSDP2 itself reduces across replicas; None: it does not."""
         mesh_info = self.group.mesh_info
         return None if mesh_info.replicate_mesh_dim is None else mesh_info.replicate_process_group
 
     @property
     def sums_only(self) -> bool:
-        """Whether FSDP2 divides the sums that it makes itself, after the hook."""
+        """Return whether FSDP2 divides its sums itself, after the hook."""
         return bool(self.group.force_sum_reduction_for_comms) or self.group.device.type == "mtia"
 
     @property
@@ -161,9 +163,9 @@ class _Part:
             self.group._all_reduce_hook = hook
 
     def takes_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether FSDP2 does nothing with a reduced tensor but to take its memory as gradients."""
+        """Return whether FSDP2 only uses the memory of a reduced tensor as gradients."""
         return (
-            tensor.dtype in (torch.float32, torch.bfloat16)  # it divides a sum of others once more
+            tensor.dtype in (torch.float32, torch.bfloat16)  # FSDP2 divides the sums of other dtypes once more
             and not self.sums_only
             and all(
                 shard.grad is None
@@ -179,7 +181,8 @@ class _Part:
 def _parts_of(model: torch.nn.Module) -> Iterator[_Part]:
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"reduce_across was given a {type(model).__name__}; give modules")
-    from torch.distributed.fsdp import FSDPModule  # takes half a second, which only those who shard shall wait for
+    # the import takes half a second, which only jobs that shard should pay
+    from torch.distributed.fsdp import FSDPModule
 
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
@@ -198,12 +201,12 @@ def _parts_of(model: torch.nn.Module) -> Iterator[_Part]:
 
 
 def _groups_of(module: FSDPModule) -> Sequence[Any]:
-    """Torch's own objects for the parameters of a sharded module."""
+    """Return torch's own objects for the parameters of a sharded module."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         found: Sequence[Any] = state._fsdp_param_groups
         return found
-    only = state._fsdp_param_group  # before torch 2.13 there is one, or none
+    only = state._fsdp_param_group  # before torch 2.13 there is at most one
     return [] if only is None else [only]
 
 
@@ -255,7 +258,7 @@ def _hook(manager: Manager, part: _Part) -> Callable[[torch.Tensor], None]:
     row = reductions_of(manager)
 
     def reduce_across_replica_groups(reduced_inside: torch.Tensor) -> None:
-        # A schedule of pipeline parallelism has its last reductions when its backward passes are over.
+        # A pipeline-parallel schedule makes its last reductions after its backward passes.
         outside = torch._C._current_graph_task_id() == -1
         row.start(manager, reduced_inside, wait=outside or not part.takes_memory_of(reduced_inside))
 

@@ -1,8 +1,9 @@
 """The optimizer of a training loop, wrapped so that a step is a transaction.
 
-`zero_grad` begins a step of the Manager, `step` ends it: the wrapped optimizer steps if the group commits, and is left
-alone if not. Several wrapped optimizers share a step: the first `zero_grad` begins it, the first `step` has it voted
-on. Everything else is the wrapped optimizer's own, so that schedulers, clipping and checkpoints see what they know.
+`zero_grad` begins a step of the Manager, and `step` ends it. The wrapped optimizer steps if the group commits, and is
+left alone otherwise. Several wrapped optimizers share a step: the first `zero_grad` begins it, and the first `step`
+votes on it. Everything else is forwarded to the wrapped optimizer, so that schedulers, clipping and checkpoints work as
+usual.
 
 Law of this file: forwarding, and which call begins and ends a step of the Manager.
 """
@@ -23,7 +24,7 @@ from tft_algos.backward import reductions_of
 from tft_algos.errors import SettingError, Unsupported, UsageError
 from tft_algos.manager import Manager
 
-_FRAMES_BETWEEN = 4  # of a scheduler's and a profiler's wrapping, between torch's function and ours
+_FRAMES_BETWEEN = 4  # maximum number of frames of a scheduler and a profiler between torch's function and this module
 _INITIALIZES_STATE = ("torch.distributed.checkpoint.state_dict", "_init_optim_state")
 
 
@@ -31,41 +32,42 @@ _INITIALIZES_STATE = ("torch.distributed.checkpoint.state_dict", "_init_optim_st
 class Optimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose steps are committed by a Manager.
 
-    A loop: `zero_grad()`, forward, backward, `step()`. Several optimizers on one Manager, each in its own wrapper,
-    commit together if all their `zero_grad` come before the first `step`; all backward passes do, too. Where they
-    alternate (`a.zero_grad`, backward, `a.step`, `b.zero_grad`, backward, `b.step`), each has steps of its own. If
-    these reduce other parameters than those, a newcomer must not begin with the one while the others are at the other.
-    So let the step say whose turn it is, which it can before the forward pass with `use_async_quorum=False`:
+    A loop calls `zero_grad()`, forward, backward, `step()`. Several optimizers on one Manager, each in its own wrapper,
+    commit together. For this, all `zero_grad` calls and all backward passes come before the first `step`. If the
+    optimizers alternate (`a.zero_grad`, backward, `a.step`, `b.zero_grad`, backward, `b.step`), each has its own steps.
+    If `a` and `b` then reduce different parameters, a newcomer must not begin with `a` while the others are at `b`. So
+    derive the turn from the step. With `use_async_quorum=False` the step is known before the forward pass:
 
         manager.start_quorum()
         turn = a if manager.current_step() % 2 == 0 else b
         turn.zero_grad()
 
-    A step that was voted down left the parameters alone, here and not necessarily on the other replicas, so whatever
-    counts steps must not move on either. `step` says whether it stepped:
+    A rejected step leaves the parameters unchanged here, but not necessarily on the other replicas. So a counter of
+    steps must not advance either. `step` returns whether it stepped:
 
         if optimizer.step():
             scheduler.step()
 
-    Register the scheduler's state at the Manager beside the optimizer's, so that a replica that heals goes on with the
-    others' learning rate. With a `torch.amp.GradScaler`, `scaler.step(optimizer)` returns what `step` returned, and
-    None if it skipped it because of infinities; that leaves the step open, without a vote, and the next `zero_grad`
-    begins the next. The gradients are averages, so every replica skips the same steps. Register the scaler's state at
-    the Manager, too. Who heals has unscaled the gradients with a scale of its own before it got the others', so if the
-    two differ it does not step with them, and heals once more.
+    Register the scheduler's state at the Manager beside the optimizer's, so that a replica that heals continues with
+    the others' learning rate. With a `torch.amp.GradScaler`, `scaler.step(optimizer)` returns the result of `step`. It
+    returns None if it skipped the step because of infinities. A skipped step stays open, without a vote, and the next
+    `zero_grad` begins the next one. The gradients are averages, so every replica skips the same steps. Register the
+    scaler's state at the Manager, too. A replica that heals has unscaled its gradients with its own scale, before it
+    got the others' scale. If the two differ, this replica does not step, and heals once more.
 
     Args:
         manager: decides whether a step counts.
-        optim: does the step. Its hooks run when it steps, so not for a step that was voted down. It may be a container
-            of optimizers whose own `zero_grad` and `step` call this wrapper's, if they call its parts' when the wrapper
-            calls them in turn.
-    Raises: SettingError: the one is no Manager, or the other no optimizer. Unsupported: `optim` can't step without a
-        closure, as LBFGS.
+        optim: performs the step. Its hooks run when it steps, so not for a rejected step. It may be a container of
+            optimizers whose own `zero_grad` and `step` call this wrapper's methods. The container must call its parts
+            when the wrapper calls it in turn.
+    Raises: SettingError: `manager` is not a Manager, or `optim` is not an optimizer. Unsupported: `optim` can't step
+        without a closure, for example LBFGS.
     """
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
-        # The base's own __init__ would make a second set of groups and states; all of that is the wrapped one's.
-        is_manager = callable(getattr(manager, "should_commit", None))  # or one of the user's own
+        # The base class's __init__ would make a second set of groups and states. This class uses the wrapped
+        # optimizer's.
+        is_manager = callable(getattr(manager, "should_commit", None))  # the user may have a Manager class of their own
         if not is_manager or not isinstance(optim, torch.optim.Optimizer):
             given = optim.__name__ if isinstance(optim, type) else type(optim).__name__
             raise SettingError(
@@ -80,22 +82,23 @@ class Optimizer(torch.optim.Optimizer):
             )
         self.manager = manager
         self.optim = optim
-        self._attempt = 0  # of the Manager's, that this one has joined
+        self._attempt = 0  # the Manager's attempt that this optimizer has joined
         self._has_stepped = False
-        self._inside: str | None = None  # which of the wrapped optimizer's methods runs
+        self._inside: str | None = None  # the running method of the wrapped optimizer
         self._initialized_state = False
-        describe = getattr(getattr(manager, "strategy", None), "describe_optimizer", None)  # not one of the user's own
+        # a Manager class of the user may lack it
+        describe = getattr(getattr(manager, "strategy", None), "describe_optimizer", None)
         if describe is not None:
             describe(optim)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step: start the quorum, and clear the gradients.
 
-        Joins the step that is open. Where this optimizer has joined it already, as when a batch was thrown away after
-        its forward pass, it goes on with that step if nothing was reduced in it yet, so that the other replicas, who
-        may wait in their reductions, only wait for the next batch; else a new one begins.
+        This call joins a step that is open. If this optimizer has joined it already, for example because a batch was
+        discarded after its forward pass, the step may continue. It continues if nothing was reduced in it yet. Other
+        replicas may wait in their reductions, and then only wait for the next batch. Otherwise a new step begins.
 
-        Raises: UsageError: called by the wrapped optimizer's own zero_grad. Also what `Manager.start_quorum` raises.
+        Raises: UsageError: the wrapped optimizer's own zero_grad called this. Also any error of `Manager.start_quorum`.
         """
         if self._initialized_state:
             self._initialized_state = False
@@ -118,22 +121,24 @@ class Optimizer(torch.optim.Optimizer):
             self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]
-        """End a step: the wrapped optimizer steps if the group commits.
+        """End a step. The wrapped optimizer steps if the group commits.
 
-        Returns: whether it stepped.
-        Raises: UsageError: a closure was given, which would run the model again, outside the step that is committed; no
-            zero_grad came before, or another optimizer has begun another step since; this one has stepped already; a
-            backward pass of this step has left out gradients, because it raised or because parameters were not used,
-            or no pass has reduced any though a wrapped model does;
-            or it is called by the wrapped optimizer's own step. Also what `Manager.should_commit` and the wrapped
-            optimizer raise; if the latter, this replica heals before its gradients count again.
+        Returns: whether the optimizer stepped.
+        Raises:
+            UsageError: one of these cases. A closure was given, which would run the model again outside the committed
+                step. No zero_grad came before, or another optimizer has begun another step since. This optimizer has
+                stepped already. A backward pass of this step has left out gradients, because it raised or because
+                parameters were not used. No pass has reduced a gradient though a wrapped model needs it. The wrapped
+                optimizer's own step called this.
+            Also any error of `Manager.should_commit` and of the wrapped optimizer. After the latter, this replica heals
+                before its gradients count again.
         """
         if closure is not None:
             raise UsageError(
                 "a step that is committed can't re-evaluate the model through a closure; compute the loss before step()"
             )
         if not self.optim.state and _torch_initializes_state():
-            # Not a step of the training: gradients and learning rates are zero.
+            # This is not a step of the training: gradients and learning rates are zero.
             self.optim.step()
             self._initialized_state = True
             return True
@@ -153,15 +158,18 @@ class Optimizer(torch.optim.Optimizer):
                 )
             try:
                 return self._vote_and_step(_scaler_that_calls())
-            except BaseException as error:  # Ctrl-C too, after which a notebook goes on
+            except BaseException as error:  # also Ctrl-C, after which a notebook continues
                 if self.manager.strategy.verdict:
                     self.manager.strategy.report_torn(error)
                 raise
 
     def _vote_and_step(self, scaler: torch.amp.GradScaler | None) -> bool:
-        """Between the verdict and the end of the wrapped optimizer's step, whatever is raised leaves a torn state."""
+        """Vote, and step the wrapped optimizer if the step commits. An error between the verdict and the end is a torn
+        state.
+        """
         manager = self.manager
-        # Read for those only who give nothing, such as who heals, because reading it waits for the device.
+        # The scale is read only on a rank that does not participate (for example, one that heals), because reading it
+        # waits for the device.
         scale = None if scaler is None or manager.is_participating() else scaler.get_scale()
         verdict = manager.strategy.verdict
         if verdict is None:
@@ -182,9 +190,9 @@ class Optimizer(torch.optim.Optimizer):
         return True
 
     def _goes_on(self) -> bool:
-        """Whether the step that this optimizer has joined, and did not end, can be gone on with."""
+        """Return whether the step that this optimizer has joined, and has not ended, can continue."""
         if self._has_open_pass():
-            # The others wait for what it left out. An error of this step is what has them told.
+            # The other replicas wait for the missing reductions. An error of this step notifies them.
             self.manager.report_error(
                 UsageError(
                     f"zero_grad() was called after a backward pass of attempt {self._attempt} that did not reduce all "
@@ -195,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.manager.strategy.is_untouched
 
     def _has_open_pass(self) -> bool:
-        """Whether a backward pass of this step has left out reductions, and nobody has reported why."""
+        """Return whether a backward pass of this step has left out reductions, without a reported error."""
         return reductions_of(self.manager).pass_has_raised() and self.manager.errored() is None
 
     def _check_turn(self) -> None:
@@ -232,7 +240,7 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             self._inside = None
 
-    # --- the wrapped optimizer's own ---------------------------------------------------------------------------------
+    # --- forwarded to the wrapped optimizer --------------------------------------------------------------------------
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -293,7 +301,10 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _callers() -> list[FrameType]:
-    """Who called `step`, seen from a function that `step` calls; through a scheduler's and a profiler's wrapping."""
+    """Return the frames of the callers of `step`, outside a scheduler's and a profiler's wrapping.
+
+    This must be called from a function that `step` calls.
+    """
     found: list[FrameType] = []
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and len(found) < _FRAMES_BETWEEN:
@@ -303,9 +314,9 @@ def _callers() -> list[FrameType]:
 
 
 def _torch_initializes_state() -> bool:
-    """Whether the caller is torch's checkpoint code, which makes an optimizer's state by a step that does nothing.
+    """Return whether torch's checkpoint code called, which makes an optimizer's state by a step that does nothing.
 
-    It says so by nothing else than being the caller.
+    Only the call stack identifies this caller.
     """
     return any((frame.f_globals.get("__name__"), frame.f_code.co_name) == _INITIALIZES_STATE for frame in _callers())
 

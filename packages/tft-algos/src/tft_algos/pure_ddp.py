@@ -1,10 +1,10 @@
-"""Data parallelism without torch's reducer: one reduction a parameter.
+"""Data parallelism without torch's reducer: one reduction for each parameter.
 
-Each parameter's gradient is handed to the Manager when it is there, in the reverse order of definition, and the end of
-the backward pass waits for all of them. It has no buckets, so it is slower with many small parameters, and nothing of
-torch's DistributedDataParallel can stand in its way.
+Each parameter's gradient goes to the Manager when it is ready, in reverse order of definition. The end of the backward
+pass waits for all of them. Without buckets, this is slower with many small parameters. In return, it does not depend on
+torch's DistributedDataParallel.
 
-Law of this file: when a gradient is ready and what becomes of it; the order across models is `backward`'s.
+Law of this file: when a gradient is ready, and how it is reduced. The order across models is in `backward`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tft_algos.manager.island import refuse_strategy
 
 @final
 class PureDistributedDataParallel(torch.nn.Module):
-    """Gradients are averages over the participants of a Manager when `backward` returns.
+    """A module wrapper whose gradients are averages over the participants of a Manager when `backward` returns.
 
     Every backward pass outside `no_sync()` reduces every parameter that required a gradient when the module was
-    wrapped, so replicas may use different ones: a parameter that has a gradient on no participant has None afterwards,
-    and one that has a gradient on some gets the mean over all, zeros counting for the others. A member that heals, or
-    is a spare, counts as using nothing. A failed reduction never raises: the step is voted down.
+    wrapped. So replicas may use different parameters. A parameter without a gradient on any participant has None
+    afterwards. A parameter with a gradient on some participants gets the mean over all, with zeros for the others. A
+    member that heals, or is a spare, counts as using nothing. A failed reduction never raises: the step is voted down.
 
     Args:
         manager: averages over its participants.
-        module: to be trained. Every replica gives the same parameters in the same order. Replica groups of one process
-            only: inside a group nothing is reduced.
-    Raises: Unsupported: an Embedding with sparse gradients. SettingError: the manager has rank0_synchronization_only or
-        is none, or a parameter is on the meta device. UsageError, from `forward`: a parameter was unfrozen after the
-        module was wrapped; from `backward`: a parameter got gradients twice in one pass, as with re-entrant activation
-        checkpointing; or the step was voted on already.
+        module: the module to train. Every replica gives the same parameters in the same order. Only for replica groups
+            of one process, because nothing is reduced inside a group.
+    Raises: Unsupported: an Embedding with sparse gradients. SettingError: `manager` is not a Manager or has
+        rank0_synchronization_only, or a parameter is on the meta device. UsageError, from `forward`: a parameter was
+        unfrozen after the module was wrapped. UsageError, from `backward`: a parameter got gradients twice in one pass,
+        as with re-entrant activation checkpointing, or the step was voted on already.
     """
 
     def __init__(self, manager: Manager, module: torch.nn.Module) -> None:
@@ -50,13 +50,15 @@ class PureDistributedDataParallel(torch.nn.Module):
         self._pass = _Pass(manager, [parameter for parameter in module.parameters() if parameter.requires_grad][::-1])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # it asks what differs in every step
+        if not torch.compiler.is_compiling():  # the check depends on values that differ in every step
             self._frozen.check()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside add to the gradients and reduce nothing; the first one outside reduces the sum."""
+        """Accumulate the gradients of backward passes inside without reductions. The first pass outside reduces the
+        sum.
+        """
         before, self._pass.reduces = self._pass.reduces, False
         try:
             yield
@@ -72,12 +74,11 @@ class PureDistributedDataParallel(torch.nn.Module):
 
 @final
 class _Pass:
-    """One backward pass after the other: what is ready is reduced in the order of the parameters.
+    """The backward passes, one after the other. Gradients that are ready are reduced in the order of the parameters.
 
     Args:
-        manager: reduces.
-        parameters: in the order in which they are reduced.
-
+        manager: reduces the gradients.
+        parameters: in the order of their reductions.
     `reduces` is False while gradients only add up.
     """
 
@@ -88,7 +89,7 @@ class _Pass:
         self._parameters = parameters
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
         self._attempt = 0
-        self._task = -1  # autograd's number of the pass whose end was asked for
+        self._task = -1  # autograd's number of the pass for which the end callback is registered
         self._is_ready = [False] * len(parameters)
         self._next = 0
         self._row.add(self)
@@ -103,7 +104,7 @@ class _Pass:
             return
         if self._manager.strategy.attempt != self._attempt:
             self._attempt = self._manager.strategy.attempt
-            self._begin()  # what a pass that raised has left is over
+            self._begin()  # discard what is left of a pass that raised
         place = self._places[parameter]
         if self._is_ready[place]:
             raise UsageError(
@@ -122,7 +123,7 @@ class _Pass:
             self._next += 1
 
     def is_in_pass(self) -> bool:
-        """Whether a backward pass has brought gradients and has not ended."""
+        """Return whether a backward pass has delivered gradients and has not ended."""
         return self._attempt == self._manager.strategy.attempt and any(self._is_ready)
 
     def _begin(self) -> None:
@@ -133,7 +134,7 @@ class _Pass:
     def _end(self) -> None:
         """End the pass: reduce the unused parameters too, because the other replicas wait for them."""
         if not any(self._is_ready):
-            return  # a pass inside this one has ended it
+            return  # a nested pass has ended it already
         counts = torch.tensor(
             [parameter.grad is not None for parameter in self._parameters],
             dtype=torch.int32,

@@ -1,16 +1,17 @@
-"""Torch's distributed checkpoint, of which each rank writes and reads its own part, without a word to the others.
+"""Torch's distributed checkpoint, in which each rank writes and reads its own part without communication.
 
-Torch has the ranks send each other their plans as pickled objects, and who takes a rank's place runs code in the
-others by it. It has them leave a pickled description on the disk, too. Neither is needed. A rank knows which parts of
-the state it holds, and which of them it writes: of what several ranks hold it is the first of them. What it wrote it
-describes in a file of its own, as JSON; together the descriptions are that of the checkpoint. A rank that reads looks
-up what it needs.
+Torch's own planner sends plans between the ranks as pickled objects. An attacker in place of a rank could run code in
+the others. Torch also writes a pickled description to the disk. Both are avoided here. A rank knows which parts of the
+state it holds, and which of them it writes. A part that several ranks hold is written by the first of them. Each rank
+describes what it wrote in its own JSON file. Together these files describe the checkpoint. A reading rank looks up what
+it needs.
 
-What is no tensor (a learning rate, a scheduler's state) is read by torch's reader for weights, which builds plain data
-and tensors and calls nothing that it is told. Whether it can read that back is tried when it is written.
+Values that are not tensors (a learning rate, a scheduler's state) are read by torch's reader for weights. This reader
+builds plain data and tensors, and calls no function from the file. The writer checks that this reader can read each
+value back.
 
-Law of this file: plans, descriptions and their checks; which directory that is, and whether it is whole, is
-`durable`'s.
+Law of this file: plans, descriptions and their checks. Which directory is used, and whether it is complete, is decided
+in `durable`.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ def files_of_ranks(place: Path) -> list[Path]:
 
 @final
 class RankSavePlanner(DefaultSavePlanner):
-    """Plans what one rank writes: what it alone holds, and what it is the first to hold.
+    """The plan of what one rank writes: parts that only it holds, and parts that it is the first to hold.
 
     Args:
-        rank: of this process, in its group.
+        rank: the rank of this process in its group.
     """
 
     def __init__(self, rank: int) -> None:
@@ -72,7 +73,7 @@ class RankSavePlanner(DefaultSavePlanner):
         self._rank = rank
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Of this rank alone; whether all of them together have everything is looked at by `read_metadata`."""
+        """Return the plan of this rank only. `read_metadata` checks later that all ranks together wrote everything."""
         (plan,) = all_plans
         own = dataclasses.replace(plan, items=[item for item in plan.items if self._writes(item)])
         plans, metadata = create_default_global_save_plan([own])
@@ -107,11 +108,11 @@ class RankSavePlanner(DefaultSavePlanner):
 
 @final
 class RankWriter(FileSystemWriter):
-    """Writes one rank's files.
+    """A writer of one rank's files.
 
     Args:
-        place: an empty directory that all ranks of the group see.
-        rank: of this process.
+        place: an empty directory, visible to all ranks of the group.
+        rank: the rank of this process.
     """
 
     def __init__(self, place: Path, rank: int) -> None:
@@ -120,12 +121,12 @@ class RankWriter(FileSystemWriter):
         self._own_rank = rank
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Torch names the files by the plan's place in the list."""
+        """Return this rank's plan. Torch names the files by the plan's position in a list, so the list is padded."""
         (plan,) = plans
         return super().prepare_global_plan([plan] * (self._own_rank + 1))[-1:]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Describe what was written."""
+        """Describe the written parts in this rank's file."""
         files = [
             {
                 "name": result.index.fqn,
@@ -160,7 +161,7 @@ def _described(leaf: TensorStorageMetadata | BytesStorageMetadata) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """Where a part is, in the words of torch's reader."""
+    """The location of a part, in the terms of torch's reader."""
 
     relative_path: str
     offset: int
@@ -170,7 +171,11 @@ class _Stored:
 
 @final
 class RankReader(FileSystemReader):
-    """Reads what one rank needs. Args: metadata: of the checkpoint at that place, from `read_metadata`."""
+    """A reader of the parts that one rank needs.
+
+    Args:
+        metadata: the metadata of the checkpoint at that place, from `read_metadata`.
+    """
 
     def __init__(self, place: Path, metadata: Metadata) -> None:
         super().__init__(place)
@@ -183,7 +188,7 @@ class RankReader(FileSystemReader):
 
 @final
 class RankLoadPlanner(DefaultLoadPlanner):
-    """Builds plain data and tensors from what is read, and calls nothing."""
+    """A load planner that builds only plain data and tensors, and calls nothing from the file."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load a value that is not a tensor as plain data.
@@ -198,9 +203,10 @@ class RankLoadPlanner(DefaultLoadPlanner):
 
 
 def read_metadata(place: Path) -> Metadata:
-    """Put the descriptions of all ranks together.
+    """Combine the descriptions of all ranks.
 
-    Raises: OSError: one can't be read. ValueError: they don't make sense, or a part of a tensor is nobody's.
+    Raises: OSError: a description can't be read. ValueError: the descriptions are invalid, or a part of a tensor is
+        missing.
     """
     leaves: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     keys: dict[str, tuple[str | int, ...]] = {}

@@ -196,8 +196,7 @@ class StepControl:
 
     @property
     def num_deferred(self) -> int:
-        """Return how many deferred steps may still commit. If the open step's quorum is known, this counts steps in
-        it."""
+        """Return how many deferred steps may still commit, in the quorum of the open step if it is known."""
         return self._step.status.num_deferred
 
     def give_up_deferred(self) -> None:
