@@ -1,4 +1,4 @@
-"""Training that synchronizes now and then: LocalSGD, DiLoCo, Streaming DiLoCo, and outer updates of your own."""
+"""Training that synchronizes every few steps: LocalSGD, DiLoCo, Streaming DiLoCo, and outer updates of your own."""
 
 from __future__ import annotations
 

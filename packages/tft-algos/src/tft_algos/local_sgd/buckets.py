@@ -1,10 +1,10 @@
-"""Kept flat buffers, and what of them goes into one reduction.
+"""Persistent flat buffers, and their division into reductions.
 
-The tensors of a fragment lie one behind the other in one buffer for each dtype and device. So a bucket is nothing but a
-slice of that buffer: nothing is packed into it and nothing copied back out of it, a tensor larger than a bucket is cut
-where the bucket ends, and no tensor can be left out.
+The tensors of a fragment are adjacent in one buffer for each dtype and device. So a bucket is a slice of that buffer.
+Nothing is packed into a bucket and nothing is copied back. A tensor that is larger than a bucket is cut at the end of
+the bucket, and no tensor can be left out.
 
-Law of this file: memory and its division; what the numbers in it mean is decided elsewhere.
+Law of this file: memory and its division. The meaning of the numbers is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from tft_algos.errors import SettingError
 
-Place: TypeAlias = tuple[torch.dtype, torch.device, bool]  # the last: page-locked
+Place: TypeAlias = tuple[torch.dtype, torch.device, bool]  # the last element: page-locked
 
 MIB: Final = 1 << 20
 DEFAULT_BUCKET_CAP_MB: Final = 1024
@@ -27,14 +27,14 @@ _WORDS: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
 def bucket_bytes(use_bucketization: bool | None, bucket_cap_mb: float | None, environ: Mapping[str, str]) -> int | None:
-    """How much goes into one reduction.
+    """Return the size of one reduction.
 
     Args:
-        use_bucketization: None: what TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION says, else False.
-        bucket_cap_mb: MiB a bucket; None: 1024.
+        use_bucketization: None: the value of TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION, otherwise False.
+        bucket_cap_mb: MiB for each bucket. None: 1024.
         environ: `os.environ`, or another mapping.
-    Returns: bytes a reduction; None: one reduction a tensor.
-    Raises: SettingError: one of these can't be.
+    Returns: bytes for each reduction. None: one reduction for each tensor.
+    Raises: SettingError: a value is invalid.
     """
     cap = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < 2**33:
@@ -51,19 +51,19 @@ def bucket_bytes(use_bucketization: bool | None, bucket_cap_mb: float | None, en
 
 @final
 class Room:
-    """Memory that several `FlatBuffers` use in turn: as large as the largest of them, taken when it is first used."""
+    """Memory that several `FlatBuffers` use in turn, with the size of the largest. It is allocated at the first use."""
 
     def __init__(self) -> None:
         self._sizes: dict[Place, int] = {}
         self._memory: dict[Place, torch.Tensor] = {}
 
     def reserve(self, place: Place, size: int) -> None:
-        """Have room for so many elements; to be said before any is taken."""
+        """Reserve memory for `size` elements. Call this before any memory is taken."""
         assert place not in self._memory, "room was reserved after it was taken"
         self._sizes[place] = max(self._sizes.get(place, 0), size)
 
     def take(self, place: Place, size: int) -> torch.Tensor:
-        """So many elements; what is in them is what the last user left."""
+        """Return memory for `size` elements. It holds what the last user left."""
         if place not in self._memory:
             dtype, device, pins = place
             self._memory[place] = torch.zeros(self._sizes[place], dtype=dtype, device=device, pin_memory=pins)
@@ -75,10 +75,10 @@ class FlatBuffers:
     """Buffers for some tensors, one for each dtype and device.
 
     Args:
-        like: whose shapes, dtypes and devices they have room for; at least one.
-        device: where the buffers are; None: where the tensors are.
-        pin_memory: page-locked, where that makes copies to an accelerator faster.
-        room: shared with others that are used at other times; None: their own.
+        like: the tensors whose shapes, dtypes and devices the buffers match, at least one.
+        device: the device of the buffers. None: the devices of the tensors.
+        pin_memory: use page-locked memory, if that makes copies to an accelerator faster.
+        room: memory shared with other buffers that are used at other times. None: own memory.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class FlatBuffers:
 
     @functools.cached_property
     def flats(self) -> list[torch.Tensor]:
-        """The buffers, one dimension each, in the order of first use."""
+        """Return the buffers, one dimension each, in the order of first use."""
         return [self._room.take(place, self._size(indices)) for place, indices in self._members.items()]
 
     @functools.cached_property
     def views(self) -> list[torch.Tensor]:
-        """Of the buffers, in the order and the shapes of `like`; contiguous."""
+        """Return views of the buffers, in the order and the shapes of `like`. The views are contiguous."""
         views: dict[int, torch.Tensor] = {}
         for flat, indices in zip(self.flats, self._members.values(), strict=True):
             parts = flat.split([self._shapes[index].numel() for index in indices])

@@ -1,6 +1,6 @@
-"""What a strategy refuses before it begins, in one sentence each.
+"""The checks of a strategy's arguments before it begins. Each error is one sentence.
 
-Law of this file: looking at what the user gave; nothing is changed.
+Law of this file: checking what the user gave. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def check_device(backup_device: torch.device | str | int | None) -> torch.device
         return None
     try:
         device = torch.device(backup_device)
-        torch.empty(0, device=device)  # a name alone says nothing of what there is
-    except Exception as error:  # torch has another one for each reason
+        torch.empty(0, device=device)  # the name of a device does not say whether the device exists
+    except Exception as error:  # torch has a different exception for each reason
         raise SettingError(f"backup_device is {backup_device!r}; give a device of this process, as 'cpu'") from error
     if device.type == "meta":
         raise SettingError("backup_device is meta, where nothing is kept; give 'cpu', or leave it out")
@@ -87,9 +87,9 @@ def _num_strangers(optimizer: torch.optim.Optimizer, known: set[torch.nn.Paramet
 def check_still_synchronized(
     optimizer: torch.optim.Optimizer, modules: Sequence[torch.nn.Module], fragments: Sequence[Fragment]
 ) -> None:
-    """At the start of a sync: as in the days when the fragments were made.
+    """Check, at the start of a sync, that parameters and optimizer are unchanged since the fragments were made.
 
-    Raises: SettingError: since then a parameter was given to the inner optimizer, unfrozen, or made another.
+    Raises: SettingError: since then, a parameter was given to the inner optimizer, unfrozen, or converted.
     """
     for fragment in fragments:
         fragment.check_parameters()

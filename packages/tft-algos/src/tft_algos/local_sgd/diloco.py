@@ -1,10 +1,10 @@
-"""DiLoCo and Streaming DiLoCo: replicas train on their own, and an outer optimizer learns from how far they got.
+"""DiLoCo and Streaming DiLoCo: replicas train on their own, and an outer optimizer steps with their mean progress.
 
-The difference between the global weights and a replica's own is a gradient of a kind, the pseudogradient. Its mean over
-the replicas is what the outer optimizer steps with. Streaming means that a model is synchronized in fragments, one
-after the other, and that training goes on while a fragment is on its way.
+The difference between the global weights and a replica's own weights is used as a gradient, the pseudogradient. The
+outer optimizer steps with its mean over the replicas. In Streaming DiLoCo, a model is synchronized in fragments, one
+after the other, and training continues while a fragment is being reduced.
 
-Law of this file: what DiLoCo sends and does with the mean; the rest is `outer_loop`'s.
+Law of this file: what DiLoCo sends and does with the mean. The rest is in `outer_loop`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATE_KEY = "StreamingDiLoCoFragment_{}"
 
 @final
 class DiLoCo:
-    """A context manager in which a model is synchronized as in DiLoCo, in fragments if there are several.
+    """A context manager in which a model is synchronized as in DiLoCo, in one or several fragments.
 
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
         with DiLoCo(manager, [model], inner, outer, sync_every=100):
@@ -36,48 +36,49 @@ class DiLoCo:
                 loss(model(batch)).backward()
                 inner.step()
 
-    Each fragment is synchronized once in `sync_every` steps of the inner optimizer, one in each period of
-    `sync_every / fragments` steps. Entering asks for a quorum, so that all begin with the same weights; a replica that
-    comes later begins with the global weights of the sync that runs then, and adopts its result with the others. A sync
-    that fails leaves its fragment with its last global weights on every replica. What the inner optimizer keeps stays
-    each replica's own.
+    Each fragment is synchronized once in `sync_every` steps of the inner optimizer. One fragment is synchronized in
+    each period of `sync_every / fragments` steps. On entry, a quorum is requested, so that all replicas begin with the
+    same weights. A replica that joins later begins with the global weights of the running sync, and adopts its result
+    with the others. A sync that fails resets its fragment to the last global weights on every replica. The state of the
+    inner optimizer stays each replica's own.
 
-    An inner step is a step that the given optimizer makes: one that a GradScaler skips is none, and the next one counts
-    in its stead. The optimizer that trains has to be this object; another one in its place raises UsageError when a
-    sync would have been due. A learning rate may be scheduled, gradients clipped, and the model compiled.
+    An inner step is a step of the given optimizer object. A step that a GradScaler skips does not count, and the next
+    one counts in its place. If another optimizer trains the parameters instead, its step raises UsageError when a sync
+    would have been due. A learning rate may be scheduled, gradients clipped, and the model compiled.
 
-    Leaving the context, by an exception or Ctrl-C too, fails what is in flight: those fragments have their last global
-    weights at once. All other weights stay as this replica has trained them, and whatever you do with them, entering
-    again goes on from there; `state_dict()` has the global ones meanwhile.
+    Leaving the context, also by an exception or Ctrl-C, fails the syncs in flight. Their fragments return to their last
+    global weights at once. All other weights stay as this replica has trained them. You may change the weights then,
+    and entering again continues from them. `state_dict()` returns the global weights meanwhile.
 
-    With `fragment_sync_delay` the reductions of a fragment have so many inner steps of time; at more than a period,
-    several fragments are in flight. A change of the quorum, or one sync that fails, fails all
-    that are in flight; a replica that leaves loses those that have not ended.
+    With `fragment_sync_delay`, the reductions of a fragment have that many inner steps to complete. If the delay is
+    longer than a period, several fragments are in flight. A change of the quorum, or one failed sync, fails all syncs
+    in flight. A replica that leaves loses the syncs that have not ended.
 
-    `sync_every` and the delay may differ between replicas, as where one is half as fast, if each has as many syncs in
-    flight; so may `fragment_update_alpha`.
+    `sync_every` and the delay may differ between replicas (for example, if one is half as fast), if all have the same
+    number of syncs in flight. `fragment_update_alpha` may also differ.
 
-    The state that a newcomer fetches, global weights and outer optimizers, is registered at the Manager here. What you
-    register there yourself is healed too; say `compared=False` for what rightly differs, as the inner optimizer does.
+    This class registers the state that a newcomer fetches, global weights and outer optimizers, at the Manager. State
+    that you register there yourself is healed too. Pass `compared=False` for state that may differ between replicas,
+    such as the inner optimizer's.
 
     Args:
-        manager: whose steps the syncs are; `current_step()` counts those that were committed, and the opening.
-        model_fragments: modules, in the order in which they are synchronized, together everything that is trained. A
-            parameter that is in several belongs to the first.
-        inner_optimizer: that trains them; a torch optimizer, or a `tft_algos.Optimizer` on another Manager.
-        outer_optimizer: that steps with the pseudogradients; one for all fragments, or one for each.
+        manager: the syncs are its steps. `current_step()` counts the committed syncs and the opening.
+        model_fragments: modules, in the order of their syncs. Together they hold everything that is trained. A
+            parameter in several modules belongs to the first.
+        inner_optimizer: trains the modules. A torch optimizer, or a `tft_algos.Optimizer` on another Manager.
+        outer_optimizer: steps with the pseudogradients. One for all fragments, or one for each.
         sync_every: steps of the inner optimizer in which every fragment is synchronized once.
-        backup_device: where the global weights are; None: where the parameters are.
-        pin_memory: page-locked, if they are on the CPU and the parameters on an accelerator.
-        use_bucketization: reduce slices of `bucket_cap_mb` in place of single tensors; None: as
-            TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION says, else not. All replicas alike, as the cap.
-        bucket_cap_mb: MiB; None: 1024.
-        should_quantize: refused; there is no quantized reduction here.
-        fragment_sync_delay: inner steps from a sync's start to its end; tau in the paper.
-        fragment_update_alpha: how much of the live parameters stays at a sync's end; 0: they become the global weights,
-            1: they stay as they are.
-        copy_pseudogradients_to_cpu: what is reduced lies on the CPU.
-    Raises: SettingError: one of these can't be. Unsupported: should_quantize.
+        backup_device: the device of the global weights. None: the devices of the parameters.
+        pin_memory: use page-locked memory, if the global weights are on the CPU and the parameters on an accelerator.
+        use_bucketization: reduce slices of `bucket_cap_mb` instead of single tensors. None: the value of
+            TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION, otherwise False. The same on all replicas, like the cap.
+        bucket_cap_mb: MiB. None: 1024.
+        should_quantize: refused, because quantized reductions are not supported.
+        fragment_sync_delay: inner steps from the start of a sync to its end. This is tau in the paper.
+        fragment_update_alpha: the share of the live parameters that stays at the end of a sync. 0: they become the
+            global weights. 1: they stay unchanged.
+        copy_pseudogradients_to_cpu: reduce on the CPU.
+    Raises: SettingError: an argument is invalid. Unsupported: should_quantize.
     Source: arXiv 2311.08105, arXiv 2501.18512.
     """
 
@@ -124,16 +125,17 @@ class DiLoCo:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For a durable checkpoint: global weights and outer optimizers, by fragment, not copied."""
+        """Return global weights and outer optimizers by fragment, for a durable checkpoint. Nothing is copied."""
         return self._loop.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the global weights of such a state.
+        """Continue from the global weights of such a state.
 
-        Every replica loads the same: what is loaded on one alone stays different there until `check_state_every` tells.
-        Syncs in flight began from other weights: they fail.
+        Every replica loads the same state. A load on one replica only makes it differ until `check_state_every` finds
+        that. Syncs in flight fail, because they began from other weights.
 
-        Raises: StateUnavailable: it is that of another model, or of other fragments of it; nothing has changed then.
+        Raises: StateUnavailable: the state belongs to another model, or to other fragments of it. Nothing has changed
+            then.
         """
         self._loop.load_state_dict(state_dict)
 
@@ -149,7 +151,7 @@ class DiLoCo:
 
 @final
 class OuterOptimizerStep(OuterUpdate):
-    """Sends the pseudogradient, and steps an outer optimizer with its mean.
+    """The outer update of DiLoCo: it sends the pseudogradient, and steps an outer optimizer with the mean.
 
     Args:
         optimizers: one for all fragments, or one for each.
@@ -191,7 +193,7 @@ class OuterOptimizerStep(OuterUpdate):
             for parameter, own in zip(owned, aside, strict=True):
                 parameter.grad = own
 
-    # Where one optimizer is for all fragments, its state goes with the first one.
+    # If one optimizer serves all fragments, its state goes with the first one.
 
     def state_dict(self, index: int) -> dict[str, Any]:
         return {"outer_optimizer": self._optimizers[index].state_dict()} if index < len(self._optimizers) else {}
@@ -229,7 +231,7 @@ def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
 
 
 def _load_exactly(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's state, with the dtypes that it has: torch casts moments to the dtype of their parameter."""
+    """Load an optimizer's state with its own dtypes, because torch casts moments to the dtype of their parameter."""
     optimizer.load_state_dict(dict(state))
     names = [name for group in state["param_groups"] for name in group["params"]]
     for name, parameter in zip(names, trained_by(optimizer), strict=True):

@@ -1,16 +1,16 @@
-"""Following one optimizer, and noticing that another one has taken its place.
+"""Following one optimizer, and detecting that another one has taken its place.
 
-A strategy counts the steps of the optimizer object that it was given. A script that makes a new one afterwards, as one
-does to change the learning rate or to load a checkpoint, trains on with that, and nothing would ever be synchronized:
-no error, and no end of a loop over synchronizations. The parameters' version counters don't tell, for a fused step
-does not count there. But torch tells of the steps of all optimizers in a process, so the one that is followed is
-compared with those that step in its stead.
+A strategy counts the steps of the optimizer object that it was given. A script may make a new optimizer later, for
+example to change the learning rate or to load a checkpoint. If the script then trains with the new one, nothing is
+synchronized. There is no error, and a loop over synchronizations never ends. The parameters' version counters can't
+detect this, because a fused step does not count there. But torch reports the steps of all optimizers in a process. So
+steps of other optimizers are compared with those of the followed one.
 
-Another optimizer beside the followed one is all right: of other parameters (half of a model is trained by another one),
-or of the same ones within its steps (a wrapper). What is not: one that steps with the same parameters, again and again,
-while the followed one never does.
+Another optimizer beside the followed one is allowed, if it trains other parameters, or trains the same ones within the
+followed steps (a wrapper). An optimizer that steps the same parameters repeatedly, without a step of the followed one,
+is an error.
 
-Law of this file: who has stepped; what a step brings is decided elsewhere.
+Law of this file: which optimizer has stepped. The effect of a step is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torch.utils.hooks import RemovableHandle
 from tft_algos.errors import UsageError
 from tft_algos.local_sgd.checks import trained_by
 
-LEAST_PATIENCE: Final = 2  # a wrapper steps beside the optimizer that it wraps
+LEAST_PATIENCE: Final = 2  # a wrapper steps in addition to the optimizer that it wraps
 
 
 @final
 class Follower:
-    """Calls back after each step of one optimizer.
+    """A callback after each step of one optimizer.
 
     Args:
-        optimizer: that is followed.
+        optimizer: the optimizer to follow.
         stepped: called after each of its steps, on the thread that steps.
-        patience: steps of another optimizer with the same parameters, with none of this one among them, that are
-            allowed; the next one raises.
+        patience: the number of steps of another optimizer with the same parameters that are allowed without a step of
+            this one. The next such step raises.
     """
 
     def __init__(self, optimizer: Optimizer, stepped: Callable[[], None], *, patience: int) -> None:
@@ -48,22 +48,23 @@ class Follower:
         self._patience = max(patience, LEAST_PATIENCE)
         self._handle: RemovableHandle | None = None
         self._parameters: set[torch.nn.Parameter] = set()
-        self._others: Counter[int] = Counter()  # steps of others since its last one, by the identity of who stepped
+        # steps of other optimizers since the last followed step, by id of the optimizer
+        self._others: Counter[int] = Counter()
 
     @property
     def follows(self) -> bool:
-        """Between `begin` and `end`."""
+        """Return whether this follows the optimizer: after `begin` and before `end`."""
         return self._handle is not None
 
     def begin(self) -> None:
-        """Follow it from here; where it does not yet."""
+        """Begin to follow the optimizer. Call this only while not following."""
         self._parameters = set(trained_by(self._optimizer))
         self._others.clear()
         self._handle = self._optimizer.register_step_post_hook(self._has_stepped)
         _ALL_STEPS.tell(self._another_may_have_stepped)
 
     def end(self) -> None:
-        """Follow it no more."""
+        """Stop following the optimizer."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
@@ -92,10 +93,10 @@ class Follower:
 
 @final
 class _AllSteps:
-    """Tells followers of the steps of all optimizers in the process.
+    """The source of step notifications from all optimizers in the process.
 
-    Torch goes through its hooks without a lock. So there is one hook for all followers, from the first to the last, and
-    replicas that are threads of one process don't come into each other's way.
+    Torch calls its hooks without a lock. So all followers share one hook, from the first follower to the last. Replicas
+    that are threads of one process then don't interfere.
     """
 
     def __init__(self) -> None:

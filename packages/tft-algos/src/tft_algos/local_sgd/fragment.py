@@ -1,10 +1,10 @@
-"""One fragment of a model: its live parameters, the weights that all replicas share, and what is sent of it.
+"""One fragment of a model: its live parameters, the global weights, and the data to send.
 
-Between two syncs the live parameters of each replica go their own way. The global weights are those that the last sync
-of this fragment has left, the same on every replica; a sync sends what all agree to add to them, and a sync that fails
-goes back to them.
+Between two syncs, the live parameters of each replica diverge. The global weights are the result of the last sync of
+this fragment, and are the same on every replica. A sync sends an update that all replicas agree to add to them. A sync
+that fails restores them.
 
-Law of this file: one fragment's memory, and moving numbers between its parts; in place, in buffers that are kept.
+Law of this file: one fragment's memory, and moving numbers between its parts, in place, in persistent buffers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 @final
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """Memory that fragments share which are not in flight together.
+    """Memory shared by fragments that are not in flight together.
 
     Args:
-        sent: of what is sent.
-        whole: of what rank 0 of an island reduces.
-        kept: of what `Fragment.keep_local` keeps.
+        sent: memory of the data to send.
+        whole: memory of what rank 0 of an island reduces.
+        kept: memory of what `Fragment.keep_local` keeps.
     """
 
     sent: Room = field(default_factory=Room)
@@ -55,16 +55,16 @@ class Fragment:
     """Parameters that are synchronized together.
 
     Args:
-        parameters: by name. Those that require a gradient are synchronized; frozen ones only go with the state that a
-            newcomer fetches.
+        parameters: by name. Parameters that require a gradient are synchronized. Frozen ones are only part of the state
+            that a newcomer fetches.
         what: the fragment's name, for messages.
-        backup_device: of the global weights; None: beside the parameters.
-        pin_memory: page-locked, if they are on the CPU and the parameters are not.
-        reduces_on_cpu: what is sent lies on the CPU.
-        cap_bytes: of one reduction; None: one reduction a tensor.
-        keeps_local: room for a copy of the live parameters, see `keep_local`.
-        rooms: of the buffers that only a sync in flight uses; None: the fragment's own.
-        island: whose rank 0 reduces for all its ranks; None: each rank reduces its own part.
+        backup_device: the device of the global weights. None: the devices of the parameters.
+        pin_memory: use page-locked memory, if the global weights are on the CPU and the parameters are not.
+        reduces_on_cpu: reduce on the CPU.
+        cap_bytes: maximum size of one reduction. None: one reduction for each tensor.
+        keeps_local: have memory for a copy of the live parameters, see `keep_local`.
+        rooms: memory of the buffers that only a sync in flight uses. None: the fragment's own.
+        island: the island whose rank 0 reduces for all its ranks. None: each rank reduces its own part.
     Raises: SettingError: there is nothing to synchronize, or a parameter has no memory yet.
     """
 
@@ -94,7 +94,7 @@ class Fragment:
         on_cpu = torch.device("cpu") if reduces_on_cpu else None
         self._global = FlatBuffers(local, device=backup_device, pin_memory=pin_memory)
         self._island = island
-        self._whole: FlatBuffers | None = None  # what rank 0 of an island reduces
+        self._whole: FlatBuffers | None = None  # the memory that rank 0 of an island reduces
         rooms = rooms or Rooms()
         self._cap_bytes = cap_bytes
         if island is not None:
@@ -108,7 +108,7 @@ class Fragment:
 
     @functools.cached_property
     def slices(self) -> list[torch.Tensor]:
-        """What goes into one reduction each; none where another rank reduces for this one."""
+        """Return the slices for one reduction each. Empty: another rank reduces for this one."""
         if self._island is None:
             return self._sent.slices(self._cap_bytes)
         return self._whole.slices(self._cap_bytes) if self._whole is not None else []
@@ -132,19 +132,20 @@ class Fragment:
 
     @property
     def global_weights(self) -> list[torch.Tensor]:
-        """What the last sync has left, in the order and the local shapes of the parameters."""
+        """Return the result of the last sync, in the order and the local shapes of the parameters."""
         return self._global.views
 
     @property
     def sent(self) -> list[torch.Tensor]:
-        """What is reduced, or the result, in the order and the local shapes of the parameters."""
+        """Return the data to reduce, or the result, in the order and the local shapes of the parameters."""
         return self._sent.views
 
-    # --- what is sent ----------------------------------------------------------------------------------------------
+    # --- the data to send
+    # ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def capture_difference(self) -> None:
-        """Send the pseudogradient: global weights less live parameters."""
+        """Fill `sent` with the pseudogradient: global weights minus live parameters."""
         local, sent = self.local(), self._sent.views
         if any(one.device != to.device for one, to in zip(local, sent, strict=True)):
             for own, whole, to in zip(local, self._global.views, sent, strict=True):
@@ -158,7 +159,7 @@ class Fragment:
 
     @torch.no_grad()
     def capture_parameters(self) -> None:
-        """Send the live parameters."""
+        """Fill `sent` with the live parameters."""
         torch._foreach_copy_(self._sent.views, self.local())
 
     @torch.no_grad()
@@ -173,7 +174,7 @@ class Fragment:
             self._island.scatter(self._whole.views if self._whole is not None else None, self._sharded_as_sent())
 
     def _sharded_as_sent(self) -> list[torch.Tensor]:
-        """`sent`, as DTensors where the parameters are some."""
+        """Return `sent`, with DTensors for parameters that are DTensors."""
         return [_like(parameter, to) for parameter, to in zip(self.parameters, self._sent.views, strict=True)]
 
     # --- between live and global -----------------------------------------------------------------------------------
@@ -201,10 +202,10 @@ class Fragment:
 
     @torch.no_grad()
     def merge(self, alpha: float) -> None:
-        """Move the live parameters towards what `keep_local` kept.
+        """Move the live parameters towards the copy that `keep_local` kept.
 
         Args:
-            alpha: 0: they stay; 1: they are what was kept.
+            alpha: 0: the parameters stay unchanged. 1: they become the copy.
         """
         assert self._kept is not None, "a fragment without room for its live parameters"
         torch._foreach_lerp_(self.local(), self._kept.views, alpha)
@@ -229,9 +230,9 @@ class Fragment:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over global weights; the live parameters become the same.
+        """Load global weights, and set the live parameters to them.
 
-        Raises: StateUnavailable: they are of other parameters; nothing has changed then.
+        Raises: StateUnavailable: the state belongs to other parameters. Nothing has changed then.
         """
         self.check_state(state)
         into = self._loaded_into()

@@ -1,13 +1,14 @@
-"""Synchronizing an island through its group rank 0: the ranks put together what it sends, and share what came back.
+"""Synchronizing an island through its group rank 0: gather what the island sends, and scatter the result.
 
-Each rank has a part of a sharded tensor, or all of one that is the same on every rank, as under data parallelism inside
-the island. Rank 0 gets whole tensors, for it alone meets the other islands, whose tensors are cut otherwise; and what
-came of them it gives to all, of whom each cuts out its own part.
+Each rank has a part of a sharded tensor, or all of a tensor that is the same on every rank (data parallelism inside the
+island). Rank 0 gets whole tensors, because only rank 0 communicates with other islands, which may shard differently.
+Rank 0 gives the result to all ranks, and each rank takes its own part.
 
-Both are collectives of torch's own groups, in which nothing is swallowed: if one fails, it raises, and the process
-should end, as it should after any failed collective inside a replica group.
+Both steps are collectives of torch's own groups, without error handling. A failed collective raises. The process should
+then end, as after any failed collective inside a replica group.
 
-Law of this file: moving tensors inside one replica group; what is in them, and when, is decided elsewhere.
+Law of this file: moving tensors inside one replica group. Their content, and the time of the move, are decided
+elsewhere.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from tft_algos.manager import Manager
 
 @final
 class Island:
-    """One rank's part in it.
+    """One rank's part in an island.
 
     Args:
-        rank: in torch's default group, which is that of the island.
+        rank: the rank in torch's default group, which is the group of the island.
     """
 
     def __init__(self, rank: int) -> None:
@@ -36,11 +37,11 @@ class Island:
 
     @torch.no_grad()
     def gather(self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None) -> None:
-        """Put the parts of all ranks together, on rank 0.
+        """Gather the parts of all ranks on rank 0.
 
         Args:
-            tensors: of this rank; DTensors, or tensors that are the same on every rank.
-            into: on rank 0, of the whole shapes.
+            tensors: the tensors of this rank. DTensors, or tensors that are the same on every rank.
+            into: on rank 0, tensors of the whole shapes. None on other ranks.
         """
         for index, tensor in enumerate(tensors):
             whole: torch.Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
@@ -49,11 +50,12 @@ class Island:
 
     @torch.no_grad()
     def scatter(self, wholes: Sequence[torch.Tensor] | None, into: Sequence[torch.Tensor]) -> None:
-        """Give every rank its part of what rank 0 has.
+        """Give every rank its part of the tensors of rank 0.
 
         Args:
-            wholes: on rank 0.
-            into: of this rank; DTensors, or tensors that become the same on every rank; dense, each of its own memory.
+            wholes: on rank 0, the whole tensors. None on other ranks.
+            into: the tensors of this rank. DTensors, or tensors that become the same on every rank. Dense, each with
+                memory of its own.
         """
         for index, tensor in enumerate(into):
             if not tensor.numel():
@@ -64,7 +66,7 @@ class Island:
                 dist.broadcast(tensor, src=0)
                 continue
             part = tensor.to_local()
-            # One at a time: nobody has all of the whole tensors but rank 0.
+            # One tensor at a time, so that only rank 0 holds all whole tensors.
             if wholes is not None:
                 whole = wholes[index].to(part.device)
             else:

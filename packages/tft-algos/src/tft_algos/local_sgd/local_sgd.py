@@ -1,6 +1,6 @@
 """LocalSGD: replicas train on their own for some steps, then all take the mean of their parameters.
 
-Law of this file: what LocalSGD sends and takes; the rest is `outer_loop`'s.
+Law of this file: what LocalSGD sends and takes. The rest is in `outer_loop`.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ class LocalSGD:
                 loss(model(batch)).backward()
                 optimizer.step()
 
-    Entering it asks for a quorum, so that all begin with the same weights; a replica that comes later takes those of
-    the last sync. A sync that fails leaves every replica with the weights of the last one that succeeded: the steps
-    since then are discarded. What the optimizer keeps, its moments say, stays each replica's own.
+    On entry, a quorum is requested, so that all replicas begin with the same weights. A replica that joins later takes
+    the weights of the last sync. A sync that fails resets every replica to the weights of the last successful sync, and
+    discards the steps since then. The state of the optimizer (its moments, for example) stays each replica's own.
 
-    What counts is a step that the given optimizer makes: one that a GradScaler skips does not. The optimizer that
-    trains has to be this object; another one in its place raises UsageError when a sync would have been due.
+    A step of the given optimizer object counts. A step that a GradScaler skips does not count. If another optimizer
+    trains the parameters instead, its step raises UsageError when a sync would have been due.
 
-    Leaving the context, by an exception or Ctrl-C too, leaves the weights as this replica has trained them (where it
-    broke off a sync, as the last one left them), and entering again goes on from there; `state_dict()` has the weights
-    of the last sync meanwhile.
+    Leaving the context, also by an exception or Ctrl-C, keeps the weights that this replica has trained. If it
+    interrupts a sync, the weights are those of the last sync. Entering again continues from there. `state_dict()`
+    returns the weights of the last sync meanwhile.
 
-    The state that a newcomer fetches is registered at the Manager here. Do register more of it there if you want it
-    healed, as buffers of the model, but with `compared=False` if replicas differ in it.
+    This class registers the state that a newcomer fetches at the Manager. Register more state there if it should be
+    healed, such as buffers of the model. Pass `compared=False` for state that differs between replicas.
 
     Args:
-        manager: whose steps the syncs are; `current_step()` counts those that were committed, and the opening.
-        model: whose parameters are averaged, those that require a gradient.
-        optimizer: that trains them; a torch optimizer, or a `tft_algos.Optimizer` on another Manager.
+        manager: the syncs are its steps. `current_step()` counts the committed syncs and the opening.
+        model: the model whose trainable parameters are averaged.
+        optimizer: trains the model. A torch optimizer, or a `tft_algos.Optimizer` on another Manager.
         sync_every: steps of the optimizer from one sync to the next.
-    Raises: SettingError: one of these can't be.
+    Raises: SettingError: an argument is invalid.
     Source: arXiv 1805.09767.
     """
 
@@ -60,18 +60,20 @@ class LocalSGD:
         self._loop = OuterLoop(manager, [model], optimizer, ParameterMean(), sync_every, use_bucketization=False)
 
     def sync(self) -> None:
-        """Synchronize now; the next time is `sync_every` steps from here. All replicas call it after the same step."""
+        """Synchronize now. The next sync is `sync_every` steps later. All replicas call this after the same step."""
         self._loop.sync()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a durable checkpoint: the weights of the last sync, by name, not copied."""
+        """Return the weights of the last sync by name, for a durable checkpoint. Nothing is copied."""
         return dict(self._loop.state_dict()[STATE_KEY])
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the weights of such a state. Every replica loads the same: what is loaded on one alone stays
-        different there, until `check_state_every` tells.
+        """Continue from the weights of such a state.
 
-        Raises: StateUnavailable: it is that of another model; nothing has changed then.
+        Every replica loads the same state. A load on one replica only makes it differ until `check_state_every` finds
+        that.
+
+        Raises: StateUnavailable: the state belongs to another model. Nothing has changed then.
         """
         self._loop.load_state_dict({STATE_KEY: state_dict})
 
@@ -87,7 +89,7 @@ class LocalSGD:
 
 @final
 class ParameterMean(OuterUpdate):
-    """Takes the mean of the parameters."""
+    """The outer update of LocalSGD: it takes the mean of the parameters."""
 
     @property
     def name(self) -> str:

@@ -1,7 +1,7 @@
-"""A training loop in which replicas train on their own and synchronize now and then, by an outer update of any kind.
+"""A training loop in which replicas train on their own and synchronize periodically, by an outer update of any kind.
 
-Law of this file: what is checked and put together, and the state that newcomers fetch. What is sent and made of the
-mean is the `OuterUpdate`'s; when, and who takes part, is `synchronizer`'s.
+Law of this file: checks and construction, and the state that newcomers fetch. The `OuterUpdate` decides what is sent,
+and what is made of the mean. `synchronizer` decides when a sync runs, and which members take part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WEIGHTS = "original_parameters"
 
 @final
 class OuterLoop:
-    """A context manager in which a model is synchronized every so many steps of its optimizer, by an outer update.
+    """A context manager in which a model is synchronized periodically by an outer update.
 
         with OuterLoop(manager, [model], inner, MyUpdate(), sync_every=100):
             for batch in batches:
@@ -36,26 +36,26 @@ class OuterLoop:
                 loss(model(batch)).backward()
                 inner.step()
 
-    `LocalSGD` and `DiLoCo` are this with an outer update of theirs; what their descriptions say of entering, leaving,
-    inner steps, failures and newcomers holds here.
+    `LocalSGD` and `DiLoCo` are an OuterLoop with their own outer updates. Their descriptions of entering, leaving,
+    inner steps, failures and newcomers also hold here.
 
     Args:
-        manager: whose steps the syncs are; `current_step()` counts those that were committed, and the opening.
-        model_fragments: modules, in the order in which they are synchronized, together everything that is trained. A
-            parameter that is in several belongs to the first.
-        inner_optimizer: that trains them; a torch optimizer, or a `tft_algos.Optimizer` on another Manager.
-        outer_update: what is sent, and what is made of the mean; of the same class on every replica.
+        manager: the syncs are its steps. `current_step()` counts the committed syncs and the opening.
+        model_fragments: modules, in the order of their syncs. Together they hold everything that is trained. A
+            parameter in several modules belongs to the first.
+        inner_optimizer: trains the modules. A torch optimizer, or a `tft_algos.Optimizer` on another Manager.
+        outer_update: decides what is sent, and what is made of the mean. The same class on every replica.
         sync_every: steps of the inner optimizer in which every fragment is synchronized once.
-        fragment_sync_delay: inner steps from a sync's start to its end.
-        fragment_update_alpha: how much of the live parameters stays at a sync's end; 0: they become the global weights,
-            1: they stay as they are.
-        backup_device: where the global weights are; None: where the parameters are.
-        pin_memory: page-locked, if they are on the CPU and the parameters on an accelerator.
-        use_bucketization: reduce slices of `bucket_cap_mb` in place of single tensors; None: as
-            TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION says, else not. All replicas alike, as the cap.
-        bucket_cap_mb: MiB; None: 1024.
-        copy_pseudogradients_to_cpu: what is reduced lies on the CPU.
-    Raises: SettingError: one of these can't be.
+        fragment_sync_delay: inner steps from the start of a sync to its end.
+        fragment_update_alpha: the share of the live parameters that stays at the end of a sync. 0: they become the
+            global weights. 1: they stay unchanged.
+        backup_device: the device of the global weights. None: the devices of the parameters.
+        pin_memory: use page-locked memory, if the global weights are on the CPU and the parameters on an accelerator.
+        use_bucketization: reduce slices of `bucket_cap_mb` instead of single tensors. None: the value of
+            TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION, otherwise False. The same on all replicas, like the cap.
+        bucket_cap_mb: MiB. None: 1024.
+        copy_pseudogradients_to_cpu: reduce on the CPU.
+    Raises: SettingError: an argument is invalid.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class OuterLoop:
         device = check_device(backup_device)
         cap_bytes = bucket_bytes(use_bucketization, bucket_cap_mb, os.environ)
         island = island_of(manager)
-        # Only syncs in flight need memory of their own to be sent from; what is kept for the merge is used in no time.
+        # Syncs in flight together need separate send buffers. The merge copies are used only for a moment, so they are
+        # shared.
         shared = Rooms()
         self._fragments = [
             Fragment(
@@ -136,20 +137,23 @@ class OuterLoop:
         )
 
     def sync(self) -> None:
-        """Synchronize now; only where no sync is in flight. All replicas call it after the same step."""
+        """Synchronize now. Only allowed while no sync is in flight. All replicas call this after the same step."""
         self._synchronizer.sync_now()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the global weights and the outer update's state by fragment, not copied: for a durable checkpoint."""
+        """Return the global weights and the outer update's state by fragment, for a durable checkpoint. Nothing is
+        copied.
+        """
         return {key: state.take() for key, state in self._states.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from the global weights of such a state.
+        """Continue from the global weights of such a state.
 
-        Every replica loads the same: what is loaded on one alone stays different there until `check_state_every` tells.
-        Syncs in flight began from other weights: they fail.
+        Every replica loads the same state. A load on one replica only makes it differ until `check_state_every` finds
+        that. Syncs in flight fail, because they began from other weights.
 
-        Raises: StateUnavailable: it is that of another model, or of other fragments of it; nothing has changed then.
+        Raises: StateUnavailable: the state belongs to another model, or to other fragments of it. Nothing has changed
+            then.
         """
         if not isinstance(state_dict, Mapping) or set(state_dict) != set(self._states):
             found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
@@ -185,12 +189,12 @@ def check_modules(given: object) -> list[torch.nn.Module]:
 
 @final
 class _State:
-    """What of a fragment a newcomer fetches.
+    """The state of a fragment that a newcomer fetches.
 
     Args:
-        index: of the fragment.
-        fragment: its global weights.
-        update: its outer update, which may have state of its own.
+        index: the index of the fragment.
+        fragment: holds the global weights.
+        update: the outer update, which may have state of its own.
     """
 
     def __init__(self, index: int, fragment: Fragment, update: OuterUpdate) -> None:

@@ -1,10 +1,10 @@
-"""What a sync of replicas that train on their own sends, and what it makes of the mean: the outer update.
+"""The outer update: what a sync sends, and what it makes of the mean.
 
-LocalSGD sends parameters and takes their mean. DiLoCo sends how far a replica got, and steps an outer optimizer with
-the mean. An outer update of your own is a subclass of `OuterUpdate`, which `OuterLoop` runs: when a sync begins and
-ends, who takes part, what fails with what, and who heals is the loop's.
+LocalSGD sends parameters and takes their mean. DiLoCo sends the progress of a replica, and steps an outer optimizer
+with the mean. An outer update of your own is a subclass of `OuterUpdate`. `OuterLoop` runs it: the loop decides when a
+sync begins and ends, which members take part, which failures belong together, and which members heal.
 
-Law of this file: interfaces and their words; nothing is done here.
+Law of this file: interfaces and their descriptions. Nothing is implemented here.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tft_algos.errors import StateUnavailable
 class OuterFragment(Protocol):
     """One fragment of a model, as an outer update sees it.
 
-    Tensors are those of this rank: of a DTensor its local part. Lists are in the order of `parameters`. All changes are
-    made in place.
+    Tensors are those of this rank. For a DTensor this is its local part. Lists are in the order of `parameters`. All
+    changes are made in place.
     """
 
     @property
@@ -36,68 +36,72 @@ class OuterFragment(Protocol):
 
     @property
     def global_weights(self) -> Sequence[torch.Tensor]:
-        """Return the weights that the last sync has left, the same on every replica; on `backup_device`."""
+        """Return the result of the last sync, the same on every replica, on `backup_device`."""
         ...
 
     @property
     def sent(self) -> Sequence[torch.Tensor]:
-        """Return what is sent, to be filled; when the sync is committed, the mean over the participants."""
+        """Return the tensors to send, for `capture` to fill. After a commit they hold the participants' mean."""
         ...
 
     def capture_difference(self) -> None:
-        """Send the pseudogradient: global weights less live parameters."""
+        """Fill `sent` with the pseudogradient: global weights minus live parameters."""
         ...
 
     def capture_parameters(self) -> None:
-        """Send the live parameters."""
+        """Fill `sent` with the live parameters."""
         ...
 
     def restore(self) -> None:
-        """Make the live parameters the global weights again, to the last bit."""
+        """Set the live parameters to the global weights, bit for bit."""
         ...
 
     def adopt(self) -> None:
-        """Make the live parameters the mean."""
+        """Set the live parameters to the mean."""
         ...
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the mean on the parameters' device, shaped and sharded as they are."""
+        """Return the mean on the device of the parameters, with their shapes and sharding."""
         ...
 
 
 class OuterUpdate(abc.ABC):
-    """Decides what a fragment sends at a sync's start, and makes new weights of the mean at its end.
+    """The update that decides what a fragment sends at the start of a sync, and makes new weights of the mean at its
+    end.
 
-    Every replica computes the same: an update may depend on the mean, the global weights and state of its own that goes
-    with `state_dict`, and on nothing that differs between replicas. Both methods run on the training thread, without
-    recording gradients.
+    Every replica computes the same. So an update may depend on the mean, the global weights and its own state (see
+    `state_dict`), but on nothing that differs between replicas. Both methods run on the training thread, without
+    gradients.
     """
 
     @abc.abstractmethod
     def capture(self, index: int, fragment: OuterFragment) -> None:
-        """Fill `fragment.sent`, and change nothing else; called at a sync's start.
+        """Fill `fragment.sent`, and change nothing else. The loop calls this at the start of a sync.
 
         Args:
-            index: of the fragment, from 0, in the order in which they are synchronized.
-            fragment: whose live parameters are as this replica has trained them.
+            index: the index of the fragment, from 0, in the order of the syncs.
+            fragment: its live parameters are as this replica has trained them.
         """
 
     @abc.abstractmethod
     def apply(self, index: int, fragment: OuterFragment) -> None:
-        """Make the live parameters the new global weights; called when the sync is committed.
+        """Set the live parameters to the new global weights. The loop calls this when the sync is committed.
 
-        Before, `fragment.sent` holds the mean, and the live parameters are as this replica has trained them meanwhile:
-        call `fragment.restore()` to start from the global weights. Afterwards they are kept as the global weights. What
-        is raised here leaves a replica whose state is half written, so that it heals.
+        At the call, `fragment.sent` holds the mean, and the live parameters are as this replica has trained them
+        meanwhile. Call `fragment.restore()` to start from the global weights. Afterwards the loop saves the live
+        parameters as the global weights. An error here leaves a half-written state, so the replica heals.
         """
 
     @property
     def name(self) -> str:
-        """Return the name of the algorithm, for messages, and compared between replicas: that of the class."""
+        """Return the name of the algorithm, by default the class name. It is used in messages and compared between
+        replicas.
+        """
         return type(self).__name__
 
     def fingerprint(self) -> Mapping[str, str]:
-        """Return settings in which all replicas have to be alike, by name; who differs is refused by name."""
+        """Return the settings that all replicas must share, by name. The error for a different replica gives the
+        name."""
         return {}
 
     def state_key(self, index: int) -> str:
@@ -105,17 +109,17 @@ class OuterUpdate(abc.ABC):
         return f"{self.name} fragment {index}"
 
     def state_dict(self, index: int) -> dict[str, Any]:
-        """Return what of this update's own state belongs to a fragment, for who heals and for durable checkpoints.
+        """Return the part of this update's own state that belongs to a fragment, for healing and durable checkpoints.
 
-        Tensors, DTensors and plain data, by names that stay the same; it is asked for before the first sync, too. The
-        global weights go beside it, under "original_parameters".
+        The state holds tensors, DTensors and plain data, under names that stay the same. It is also requested before
+        the first sync. The global weights are stored beside it, under "original_parameters".
         """
         return {}
 
     def check_state(self, index: int, state: Mapping[str, Any]) -> None:
-        """Look whether a state, as `state_dict` has given it, fits.
+        """Check whether a state from `state_dict` fits.
 
-        Raises: StateUnavailable: it does not; the sentence says what to do.
+        Raises: StateUnavailable: the state does not fit. The message says what to do.
         """
         expected = set(self.state_dict(index))
         if set(state) != expected:
@@ -125,5 +129,5 @@ class OuterUpdate(abc.ABC):
             )
 
     def load_state_dict(self, index: int, state: Mapping[str, Any]) -> None:
-        """Take over a state that `check_state` has let pass; to be written by whoever writes `state_dict`."""
+        """Load a state that `check_state` has accepted. A subclass with its own `state_dict` must override this too."""
         assert not state, f"{self.name} has a state_dict and no load_state_dict"

@@ -1,14 +1,14 @@
-"""When a sync begins and when it ends, counted in inner steps.
+"""The start and the end of each sync, counted in inner steps.
 
-A period is `sync_every / num_fragments` inner steps, and one sync begins in each. It ends `fragment_sync_delay` inner
-steps after it began, at the end of a period; the delay is what its reductions have to hide behind. A delay of more than
-a period means that the next sync begins before this one has ended: several are in flight.
+A period is `sync_every / num_fragments` inner steps, and one sync begins in each period. A sync ends
+`fragment_sync_delay` inner steps after it began, at the end of a period. Its reductions run during this delay. With a
+delay of more than a period, the next sync begins before this one has ended, so several are in flight.
 
     4 inner steps, 2 fragments, no delay        _ S0E0 _ S1E1 _ S0E0 _ S1E1
     4 inner steps, 2 fragments, a delay of 1    S0 E0 S1 E1 S0 E0 S1 E1
     4 inner steps, 2 fragments, a delay of 3    S0 _ S1 E0 S0 E1 S1 E0
 
-Law of this file: whole numbers. What is sent and merged at those moments is decided elsewhere.
+Law of this file: whole numbers. What is sent and merged is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tft_algos.errors import SettingError
 
 
 class Due(enum.Enum):
-    """What an inner step brings."""
+    """An event that an inner step triggers."""
 
     START = "start"  # a sync begins
-    END = "end"  # the oldest one in flight ends
+    END = "end"  # the oldest sync in flight ends
 
 
 def fragment_of(step: int, num_in_flight: int, num_fragments: int) -> int:
-    """Which fragment a sync is about, the same on every member of its quorum.
+    """Return the fragment of a sync, the same on every member of its quorum.
 
     Args:
-        step: of the plan, at least 1; the first commit is the opening, which is about no fragment.
+        step: the step of the plan, at least 1. The first commit is the opening, which has no fragment.
         num_in_flight: syncs that began before this one, and have neither ended nor failed.
         num_fragments: at least 1.
     """
@@ -40,14 +40,14 @@ def fragment_of(step: int, num_in_flight: int, num_fragments: int) -> int:
 
 @final
 class Schedule:
-    """Counts the inner steps of one member, and the syncs that it has in flight.
+    """A counter of one member's inner steps and its syncs in flight.
 
     Args:
         num_fragments: at least 1.
-        sync_every: inner steps in which each fragment is synchronized once; a multiple of num_fragments.
-        fragment_sync_delay: inner steps from a sync's start to its end, less than sync_every.
-    Raises: SettingError: these can't be.
-    Source: Streaming DiLoCo, arXiv 2501.18512, algorithm 2; its tau is the delay.
+        sync_every: inner steps in which each fragment is synchronized once. A multiple of num_fragments.
+        fragment_sync_delay: inner steps from the start of a sync to its end, less than sync_every.
+    Raises: SettingError: the values are invalid.
+    Source: Streaming DiLoCo, arXiv 2501.18512, algorithm 2. Its tau is the delay.
     """
 
     def __init__(self, num_fragments: int, sync_every: int, fragment_sync_delay: int = 0) -> None:
@@ -73,26 +73,28 @@ class Schedule:
         self._delay = fragment_sync_delay
         self._first = self._period - fragment_sync_delay % self._period
         self._now = 0
-        self._ends: deque[int] = deque()  # of those in flight, oldest first
+        self._ends: deque[int] = deque()  # the ends of the syncs in flight, oldest first
 
     @property
     def period(self) -> int:
-        """Inner steps from the start of one sync to that of the next."""
+        """Return the number of inner steps from the start of one sync to the start of the next."""
         return self._period
 
     @property
     def num_overlapping(self) -> int:
-        """Syncs that begin between another one's start and its end. Members of one job are alike in it."""
+        """Return the number of syncs that begin between another sync's start and its end. All members share this
+        number.
+        """
         return max(-(-self._delay // self._period) - 1, 0)
 
     @property
     def num_in_flight(self) -> int:
-        """Syncs that have begun and not ended."""
+        """Return the number of syncs that have begun and not ended."""
         return len(self._ends)
 
     @property
     def delay(self) -> int:
-        """Inner steps from a sync's start to its end."""
+        """Return the number of inner steps from the start of a sync to its end."""
         return self._delay
 
     def inner_step(self) -> tuple[Due, ...]:
@@ -119,10 +121,10 @@ class Schedule:
         self._ends.popleft()
 
     def failed(self, *, latest_stands: bool = False) -> None:
-        """One has failed, and with it all that are in flight.
+        """Record that a sync has failed, which fails all syncs in flight.
 
         Args:
-            latest_stands: but for the one that began last.
+            latest_stands: the latest sync has not failed.
         """
         kept = [self._ends[-1]] if latest_stands and self._ends else []
         self._ends = deque(kept)
@@ -133,5 +135,5 @@ class Schedule:
         self.started()
 
     def begin_period(self) -> None:
-        """Count anew from here; only where none is in flight."""
+        """Restart the count from here. Only allowed while no sync is in flight."""
         self._now = 0

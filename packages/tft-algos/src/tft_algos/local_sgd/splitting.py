@@ -1,15 +1,15 @@
-"""Cuts a model into the fragments that (Streaming) DiLoCo synchronizes one after the other.
+"""The split of a model into the fragments that (Streaming) DiLoCo synchronizes one after the other.
 
-A decoder is a stack of layers with something before it (embeddings) and something behind it (a norm, a head). So a cut
-goes between two layers, what stands before the first layer goes with it, and what stands behind the last goes with
-that one. How many layers a fragment gets follows from their sizes: the largest fragment is as small as it can be,
-because it is what a slow link has to carry at once.
+A decoder is a stack of layers with something before it (embeddings) and something after it (a norm, a head). So a cut
+is between two layers. Parameters before the first layer go with that layer, and parameters after the last layer with
+that one. The number of layers in a fragment follows from their sizes. The largest fragment is as small as possible,
+because a slow link carries a whole fragment at once.
 
-A fragment is a module whose tree is a part of the model's tree: it refers to the model's own modules and parameters,
-under their own names, and the model knows nothing of it.
+A fragment is a module whose tree is a part of the model's tree. It refers to the model's own modules and parameters
+under their own names. The model does not refer to it.
 
-Law of this file: decisions from names, shapes and the order of registration, so that every replica cuts alike. Nothing
-is computed with a parameter, copied or changed.
+Law of this file: decisions from names, shapes and the order of registration, so that every replica splits alike. No
+parameter is computed with, copied or changed.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ class ModelFragment(nn.Module):
 def fragment_model(model: nn.Module, num_fragments: int | Sequence[str | Sequence[str]]) -> list[nn.Module]:
     """Split a model into fragments for DiLoCo, without modifying it.
 
-    The fragments hold the model's own parameters, each in exactly one of them: one that is shared belongs to the first.
-    Call it after `fully_shard`, or before, with the same result.
+    The fragments hold the model's own parameters, each in exactly one fragment. A shared parameter belongs to the
+    first. A call after `fully_shard` has the same result as a call before it.
 
     Args:
-        model: any module; one that is sharded, compiled or wrapped too.
-        num_fragments: how many. The model is cut between the layers of its stack, which is found by its shape: the
-            children of a ModuleList, or a row of children of one class; of several stacks, as in an encoder and a
-            decoder, all whose size is at least half of the largest one's. What is registered before the first layer
-            goes to the first fragment, and what is registered behind the last layer to the last. Or, instead of a
-            number, for each fragment the name of a module or parameter, or a sequence of such names, as
-            `named_modules` and `named_parameters` give them. Of what is named twice, or lies inside another named
-            module, the first fragment has it.
-    Returns: modules to give to DiLoCo in this order; not to be called.
-    Raises: SettingError: there are fewer layers than fragments, or none; a name is none of the model's; a fragment is
-        left with no trainable parameter; a trainable parameter is in no fragment.
+        model: any module, also sharded, compiled or wrapped.
+        num_fragments: the number of fragments, or names.
+            A number: the model is cut between the layers of its stack. A stack is the children of a ModuleList, or a
+                row of children of one class. If there are several stacks, as in an encoder and a decoder, all stacks of
+                at least half the size of the largest one count. Parameters registered before the first layer go to the
+                first fragment, and parameters after the last layer to the last one.
+            Names: for each fragment the name of a module or parameter, or a sequence of such names, as in
+                `named_modules` and `named_parameters`. A part that is named twice, or lies inside another named module,
+                belongs to the first fragment that names it.
+    Returns: modules for DiLoCo, in this order. They can't be called.
+    Raises: SettingError: there are fewer layers than fragments, or no layers; a name is unknown in the model; a
+        fragment has no trainable parameter; or a trainable parameter is in no fragment.
     Source: Streaming DiLoCo, arXiv 2501.18512, section 2.2.
     """
     if not isinstance(model, nn.Module):
@@ -66,7 +67,7 @@ def fragment_model(model: nn.Module, num_fragments: int | Sequence[str | Sequenc
     return [_part_of(model, index, owners) for index in range(count)]
 
 
-# --- which fragment owns a parameter: a dictionary from the parameter's id to the fragment's index -------------------
+# --- the fragment of each parameter: a dictionary from the id of a parameter to the index of a fragment --------------
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class _Stack:
 
     Args:
         layers: their names in the model.
-        size: of all of them, in trainable elements.
+        size: the size of all layers, in trainable elements.
     """
 
     layers: tuple[str, ...]
@@ -89,8 +90,8 @@ def _owners_by_layer(model: nn.Module, num_fragments: int) -> dict[int, int]:
     stacks = _stacks(model) or _children_as_layers(model)
     largest = max((stack.size for stack in stacks), default=0)
     names = [name for stack in stacks if 2 * stack.size >= largest for name in stack.layers]
-    layer_of: dict[int, int] = {}  # a parameter's id to its layer
-    sizes: list[int] = []  # of each layer, with what goes with it
+    layer_of: dict[int, int] = {}  # the layer of each parameter, by the id of the parameter
+    sizes: list[int] = []  # the size of each layer, including the parameters that go with it
     current = 0
     for name, parameter in model.named_parameters():
         inside = next((index for index, layer in enumerate(names) if name.startswith(f"{layer}.")), None)
@@ -98,7 +99,7 @@ def _owners_by_layer(model: nn.Module, num_fragments: int) -> dict[int, int]:
         layer_of[id(parameter)] = current
         sizes += [0] * (current + 1 - len(sizes))
         sizes[current] += parameter.numel() if parameter.requires_grad else 0
-    # A layer whose parameters are all another's, or frozen, is none of its own: it goes with the one before it.
+    # A layer without trainable parameters of its own does not count as a layer. It goes with the one before it.
     own = [index for index, size in enumerate(sizes) if size]
     if num_fragments > max(len(own), 1):
         found = f"{len(own)} layers" if len(own) > 1 else "no stack of layers"
@@ -115,9 +116,10 @@ def _owners_by_layer(model: nn.Module, num_fragments: int) -> dict[int, int]:
 
 
 def _cuts(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Where contiguous parts end so that the largest is least; of equals those most alike, then the earliest cuts."""
+    """Return the ends of contiguous parts whose largest is smallest. Ties prefer equal sizes, then early cuts."""
     starts = list(itertools.accumulate(sizes, initial=0))
-    best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]  # of the first so many sizes, into so many parts
+    # the best division of each prefix of `sizes` into `part` parts
+    best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
     for part in range(parts):
         options: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         for begin, (largest, squares, ends) in enumerate(best, start=part):
@@ -130,7 +132,7 @@ def _cuts(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
 
 
 def _stacks(module: nn.Module, prefix: str = "") -> list[_Stack]:
-    """Of a module and all that is in it, outermost first; a stack inside a layer is none."""
+    """Return the stacks of a module and everything in it, outermost first. A stack inside a layer does not count."""
     inner = {name: _stacks(child, f"{prefix}{name}.") for name, child in module.named_children()}
     found = [stack for stacks in inner.values() for stack in stacks]
     own = _row(module, prefix)
@@ -140,7 +142,7 @@ def _stacks(module: nn.Module, prefix: str = "") -> list[_Stack]:
         layers = {layer.removeprefix(prefix) for layer in own.layers}
         beside = [stack for name, stacks in inner.items() if name not in layers for stack in stacks]
         return found if any(stack.size > own.size for stack in beside) else [own, *beside]
-    # Children of one class in a module of the user's may be layers, or towers that have layers in them.
+    # Children of one class in a user's module may be layers, or towers that contain layers.
     return found if 2 * sum(stack.size for stack in found) >= own.size else [own]
 
 
@@ -161,7 +163,7 @@ def _row(module: nn.Module, prefix: str) -> _Stack | None:
 
 
 def _children_as_layers(model: nn.Module) -> list[_Stack]:
-    """Where nothing is a stack: the parts of the first module that has several."""
+    """Return the parts of the first module that has several, for a model without a stack."""
     for prefix, module in model.named_modules():
         names = [name for name, child in module.named_children() if _size(child)]
         if len(names) > 1:
@@ -170,7 +172,7 @@ def _children_as_layers(model: nn.Module) -> list[_Stack]:
 
 
 def _size(module: nn.Module) -> int:
-    """In trainable elements, those of all shards together."""
+    """Return the number of trainable elements, over all shards."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
@@ -221,11 +223,11 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-# --- a fragment's tree -----------------------------------------------------------------------------------------------
+# --- the tree of a fragment -------------------------------------------------------------------------------------------
 
 
 def _part_of(model: nn.Module, index: int, owners: dict[int, int]) -> ModelFragment:
-    held: set[int] = set()  # parameters; a shared one stands at its first place alone
+    held: set[int] = set()  # parameters; a shared one is only kept at its first place
 
     def fill(part: ModelFragment, module: nn.Module) -> ModelFragment:
         for name, parameter in module.named_parameters(recurse=False):

@@ -1,14 +1,16 @@
-"""What all outer updates have in common: syncs that begin and end while the inner optimizer goes on.
+"""The common part of all outer updates: syncs that begin and end while the inner optimizer continues.
 
-A sync is one step of the Manager. At its start what is sent is captured and a quorum asked for; training goes on. When
-the quorum is known the reductions begin, and members that heal get the global weights, which nobody changes in flight.
-At its end the group votes: the fragment takes what was reduced, or goes back to its last global weights.
+A sync is one step of the Manager. At its start, the data to send is captured and a quorum is requested, and training
+continues. When the quorum is known, the reductions begin. Members that heal get the global weights, which do not change
+in flight. At the end of the sync, the group votes. The fragment then takes the result, or returns to its last global
+weights.
 
-The first sync of a job is its opening: nothing is reduced, and all begin with the weights of one. A member that comes
-later asks at once, too; the plan tells it that it is in a sync of the others. It gives zeros, takes the global weights,
-trains from them while the reductions run, and adopts the result with all others.
+The first sync of a job is its opening. It reduces nothing, and all members begin with the weights of one member. A
+member that joins later also requests a quorum at once, and its plan says that a sync of the others is running. This
+member gives zeros, takes the global weights, trains from them during the reductions, and adopts the result with all
+others.
 
-Law of this file: what happens at the moments that `schedule` names, and in which order. The numbers are `fragment`'s.
+Law of this file: the actions at the moments that `schedule` names, and their order. The numbers are in `fragment`.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from tft_algos.manager.deferred import DeferredStep
 
 @final
 class Sync:
-    """One in flight.
+    """A sync in flight.
 
     Attributes:
-        index: of its fragment.
+        index: the index of its fragment.
         age: inner steps since its start.
         reduces: its reductions have begun.
-        has_begun: they have begun, if there is anything to begin, and state was exchanged.
-        is_restored: it has failed, and its fragment is at its last global weights again.
-        deferred: the Manager's part of it, where a later one has begun beside it.
+        has_begun: its reductions, if any, have begun, and state was exchanged.
+        is_restored: the sync has failed, and its fragment is at its last global weights again.
+        deferred: the Manager's deferred step, if a later sync has begun beside this one.
     """
 
     def __init__(self, index: int) -> None:
@@ -54,16 +56,16 @@ class Sync:
 
 @final
 class Synchronizer:
-    """Runs the syncs of one member, from the hook of its inner optimizer.
+    """The syncs of one member, driven by the hook of its inner optimizer.
 
     Args:
-        manager: whose steps they are.
-        fragments: in the order in which they are synchronized.
-        schedule: of their number.
-        update: what is sent of them, and made of the mean.
-        optimizer: the inner one.
-        modules: whose parameters the fragments are.
-        alpha: how much of the live parameters stays when a sync has ended.
+        manager: the syncs are its steps.
+        fragments: in the order of their syncs.
+        schedule: the schedule for this number of fragments.
+        update: decides what is sent, and what is made of the mean.
+        optimizer: the inner optimizer.
+        modules: the modules whose parameters the fragments hold.
+        alpha: the share of the live parameters that stays when a sync has ended.
     """
 
     def __init__(
@@ -88,16 +90,17 @@ class Synchronizer:
         self._flight: list[Sync] = []
         self._was_broken_off = False
         self._follower = Follower(optimizer, self.inner_step, patience=schedule.period)
-        # The ranks of a larger group learn of a quorum at different inner steps, and state is exchanged by all at once:
-        # so they go by their inner steps, which are the same on all of them.
+        # The ranks of a larger group learn of a quorum at different inner steps, but must exchange state together. So
+        # they begin at a fixed number of inner steps, which is the same on all ranks.
         self._begins_at_age = max(schedule.delay // 2, 1) if self._control.config.world_size > 1 else None
 
-    # --- from outside ----------------------------------------------------------------------------------------------
+    # --- the public methods
+    # --------------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """Open the job, or come into it; then follow the inner optimizer.
+        """Open the job, or join it, and then follow the inner optimizer.
 
-        Raises: UsageError: it follows it already.
+        Raises: UsageError: this strategy is entered already.
         """
         if self._follower.follows:
             raise UsageError(
@@ -112,15 +115,17 @@ class Synchronizer:
         self._follower.begin()
 
     def leave(self) -> None:
-        """Follow it no more. What is in flight fails here and now, so that the user may do with the weights what he
-        likes until it is entered again."""
+        """Stop following the inner optimizer, and fail the syncs in flight.
+
+        Their fragments are restored here, so that the user may change the weights until the next `enter`.
+        """
         self._follower.end()
         if self._flight:
             self._control.give_up_deferred()
             self._restore(self._flight)
 
     def state_loaded(self) -> None:
-        """Other global weights were loaded by hand: what is in flight has been captured before them, and fails."""
+        """Record that other global weights were loaded. Syncs in flight fail, because they captured the old weights."""
         if self._flight:
             self._control.give_up_deferred()
             self._was_broken_off = True
@@ -155,7 +160,7 @@ class Synchronizer:
                 self._reduce_ahead()
 
     def sync_now(self) -> None:
-        """Begin a sync and end it; only where none is in flight."""
+        """Begin a sync and end it. Only allowed while no sync is in flight."""
         if self._manager.left:
             return
         with self._may_be_broken_off():
@@ -181,18 +186,18 @@ class Synchronizer:
             self._restore(self._flight)
             raise
 
-    # --- the parts of a sync ---------------------------------------------------------------------------------------
+    # --- the parts of a sync
+    # ---------------------------------------------------------------------------------------------
 
     def _end_leftovers(self) -> None:
-        """Of what was in flight when the context was left the last time, or broken off, nothing writes into the
-        buffers any more."""
+        """Wait until no operation of an interrupted or abandoned sync writes into the buffers any more."""
         leftovers, self._flight = self._flight, []
         self._was_broken_off = False
         self._schedule.failed()
         self._give_up(leftovers)
 
     def _open(self) -> None:
-        """Until this member holds the global weights, or is about to get them from the sync of others that runs."""
+        """Repeat the opening until this member holds the global weights, or joins a running sync of the others."""
         manager = self._manager
         while manager.current_step() == 0 and not manager.left:
             manager.start_quorum(use_async_quorum=True)
@@ -223,13 +228,13 @@ class Synchronizer:
             self._begin()
 
     def _may_begin(self) -> bool:
-        """Whether the reductions of the latest sync may begin now, without keeping training waiting."""
+        """Return whether the reductions of the latest sync may begin now without blocking the training."""
         if self._begins_at_age is not None:
             return self._flight[-1].age >= self._begins_at_age
         return self._control.quorum_is_known()
 
     def _has_abandoned(self) -> bool:
-        """Whether those before the latest sync have failed with its quorum."""
+        """Return whether the syncs before the latest one have failed with its quorum."""
         return any(older.deferred is not None and older.deferred.is_abandoned for older in self._flight[:-1])
 
     def _reduce_ahead(self) -> None:
@@ -252,13 +257,13 @@ class Synchronizer:
         sync.has_begun = True
         plan = self._control.wait_plan()
         if plan is None:
-            return  # its vote will be a no
+            return  # the vote of this sync will be a no
         if self._has_abandoned():
             failed, self._flight = self._flight[:-1], [sync]
             self._schedule.failed(latest_stands=True)
             self._give_up(failed)
         if plan.step == 0:
-            # Nobody is left who has begun, so this is the opening.
+            # No member with progress is left, so this sync is the opening.
             self._control.exchange_state()
             manager.should_commit()
             self._flight.clear()
@@ -283,7 +288,7 @@ class Synchronizer:
             oldest = self._flight[0]
             self._begin()
             if not self._flight or self._flight[0] is not oldest:
-                return  # it has failed
+                return  # the oldest sync has failed
         sync, step = self._flight[0], manager.current_step()
         try:
             committed = self._conclude(sync)
@@ -292,7 +297,7 @@ class Synchronizer:
             self._schedule.failed()
             self._restore(failed)
             if manager.current_step() != step:
-                self._control.report_torn(error)  # it was committed, and is not applied
+                self._control.report_torn(error)  # the sync was committed, and is not applied
             raise
         if not committed:
             others, self._flight = self._flight[1:], []
@@ -305,7 +310,7 @@ class Synchronizer:
         try:
             with self._control.applying():
                 self._apply(sync.index)
-        except BaseException as error:  # Ctrl-C too, after which a notebook goes on
+        except BaseException as error:  # also Ctrl-C, after which a notebook continues
             self._control.report_torn(error)
             raise
 
@@ -322,20 +327,22 @@ class Synchronizer:
             fragment.merge(self._alpha)
 
     def _conclude(self, sync: Sync) -> bool:
-        """Its vote, or that there is none any more; nothing writes into its buffers after it."""
+        """End a sync with its vote, or without one if it was abandoned. Afterwards no operation writes into its
+        buffers.
+        """
         return (sync.deferred or self._manager).should_commit()
 
     def _is_over(self, sync: Sync) -> bool:
         return sync.deferred.is_over if sync.deferred is not None else self._control.verdict is not None
 
     def _give_up(self, syncs: Sequence[Sync]) -> None:
-        """They have failed with another one."""
+        """End syncs that have failed together with another one."""
         self._restore(syncs)
         for sync in syncs:
             self._conclude(sync)
 
     def _restore(self, syncs: Sequence[Sync]) -> None:
-        """Back to the last global weights of what they are about."""
+        """Restore the last global weights of the fragments of these syncs."""
         for sync in syncs:
             if not sync.is_restored:
                 self._fragments[sync.index].restore()
