@@ -100,8 +100,7 @@ class OuterUpdate(abc.ABC):
         return type(self).__name__
 
     def fingerprint(self) -> Mapping[str, str]:
-        """Return the settings that all replicas must share, by name. The error for a different replica gives the
-        name."""
+        """Return the settings that all replicas must share, by name. A replica that differs is refused by name."""
         return {}
 
     def state_key(self, index: int) -> str:

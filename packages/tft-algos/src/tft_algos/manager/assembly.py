@@ -1,6 +1,6 @@
 """The parts of one Manager, and the order in which they are made and end.
 
-Law of this file: making, connecting and ending. No call of a step passes here, and nothing is decided.
+Law of this file: making, connecting and ending. No call of a step passes through here, and nothing is decided.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ from tft_coord.core.step import events as on
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What one Manager is put together from.
+    """The parts of one Manager.
 
     Args:
-        shared: what most of the others need.
+        shared: what most of the other parts need.
         group: the process group across replicas.
-        breaker: ends what runs in a broken quorum.
-        fingerprint: what this replica says it is made of.
+        breaker: aborts running operations of a broken quorum.
+        fingerprint: this replica's fingerprint.
         unreached: peers that this rank could not reach.
-        where: where in its step this rank is, and how long its own part of a step takes.
-        futures: the user's, with time-outs.
+        where: the phase of this rank in its step, and the duration of its own part of a step.
+        futures: the user's futures, with time-outs.
         reducer: starts reductions.
-        audit: looks whether all that is trained is registered.
-        early: state that is taken before the forward pass.
+        audit: checks that everything that is trained is registered.
+        early: snapshots of the state before the forward pass.
         exchange: gives and takes live state.
-        negotiation: from the question for a quorum to a group that is built.
+        negotiation: gets a quorum and builds its process group.
         farewell: the calls of a replica that leaves.
-        straggling: what the lighthouse says of this replica's pace.
-        waits: for whom this rank waits.
+        straggling: the lighthouse's messages about this replica's pace.
+        waits: what this rank waits for.
         wording: the word of a round.
     """
 
@@ -95,14 +95,14 @@ class Parts:
     wording: Wording
 
     def end(self, *, last: Callable[[], object], wait: bool) -> None:
-        """End all parts; whatever one of them raises, the others end.
+        """End all parts. If one of them raises, the others still end.
 
         Args:
-            last: called when all else has ended.
-            wait: until what runs has ended.
+            last: called after everything else has ended.
+            wait: wait until running operations have ended.
         """
         self.farewell.close()
-        with contextlib.ExitStack() as rest:  # the last one that is named ends first
+        with contextlib.ExitStack() as rest:  # the last callback runs first
             rest.callback(last)
             rest.callback(self.negotiation.close, wait=wait)
             rest.callback(self.shared.transport.shutdown, wait)
@@ -118,9 +118,9 @@ class Parts:
 
 
 def resolve(config: ManagerConfig, group: Group, coordinator: object, clock: object) -> ResolvedConfig:
-    """Check what a Manager was given, and fill in what is unsaid.
+    """Check the arguments of a Manager, and fill in missing settings.
 
-    Raises: SettingError: a part or a setting can't work, or one is missing.
+    Raises: SettingError: a part or a setting can't work, or is missing.
     """
     _check_group(group)
     if not callable(coordinator):
@@ -142,10 +142,10 @@ def assemble(
 
     Args:
         config: checked by `resolve`.
-        group: as the user gave it.
-        user: what the user has registered so far.
+        group: the user's process group.
+        user: the state that the user has registered so far.
         coordinator, clock: as in Manager.
-    Raises: what making the coordinator, or setting the group's time-out, raises; nothing runs then.
+    Raises: errors of making the coordinator or of setting the group's time-out. Nothing is left running then.
     """
     group = Bystander(group) if config.stands_by else group
     clock = clock or SystemClock()
@@ -157,7 +157,7 @@ def assemble(
     except BaseException:
         transport.shutdown()
         raise
-    # From here on a process of ours runs: nothing below waits, or asks anything that can fail.
+    # From here on a child process runs. No code below waits or can fail.
     step = StepMailbox(_settings(config, speaker.replica_id, lease_of(config, group, speaker)), clock.monotonic)
     shared = Shared(
         config=config,
@@ -173,7 +173,7 @@ def assemble(
 
 
 def _connected(shared: Shared, group: Group) -> Parts:
-    """Make the parts that stand on the shared ones."""
+    """Make the parts that depend on the shared ones."""
     config, step, reports, clock = shared.config, shared.step, shared.reports, shared.clock
     breaker, fingerprint, unreached = Breaker(group, clock), OwnFingerprint(config), UnreachedPeers()
     own_time = OwnTime(clock.monotonic)

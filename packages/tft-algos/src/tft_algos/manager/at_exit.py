@@ -1,7 +1,7 @@
-"""Shut down the Managers that a script leaves open when the interpreter exits.
+"""The shutdown of Managers that are still open when the interpreter exits.
 
-A script may end without `shutdown()`: it returns, raises, calls sys.exit or is interrupted. Its Manager then runs
-threads and a child process that must not outlive the interpreter's end, and the other replicas must hear of the end.
+A script may end without `shutdown()`: it returns, raises, calls sys.exit or is interrupted. Its Manager then has
+threads and a child process that must not outlive the interpreter, and the other replicas must learn of the end.
 
 Law of this file: the register of open Managers, and their end at exit.
 """
@@ -17,10 +17,10 @@ logger = logging.getLogger("tft_algos.manager")
 
 
 class Endable(Protocol):
-    """What ends at exit."""
+    """An object that ends at exit."""
 
     def end_at_exit(self) -> None:
-        """Shut down; the interpreter exits."""
+        """Shut down, because the interpreter exits."""
         ...
 
 
@@ -28,10 +28,10 @@ _open: weakref.WeakSet[Endable] = weakref.WeakSet()
 
 
 def shut_down_at_exit(owner: Endable) -> None:
-    """Shut `owner` down at the interpreter's exit, unless `forget` comes first.
+    """Shut `owner` down when the interpreter exits, unless `forget` comes first.
 
-    The interpreter runs first what was registered last. The owner's parts have registered their own ends while it was
-    made, so each registration comes last again.
+    The interpreter runs the latest registration first. The owner's parts registered their own ends while the owner was
+    made. So each call moves this registration to the latest place.
     """
     _open.add(owner)
     atexit.unregister(_end_all)
@@ -39,7 +39,7 @@ def shut_down_at_exit(owner: Endable) -> None:
 
 
 def forget(owner: Endable) -> None:
-    """`owner` was shut down."""
+    """Remove `owner`, which was shut down."""
     _open.discard(owner)
 
 

@@ -1,11 +1,11 @@
-"""What this replica has registered, looked at before somebody needs it, and after it was loaded.
+"""Checks of the registered state, before another replica needs it and after it was loaded.
 
-Before the first step, and whenever more was wrapped or registered since, the Manager looks whether the state can travel
-and whether what is trained stands in it. It looks once more when a step has been committed, because optimizers make
-their state in their first step. After a recovery it compares what was loaded with what was received.
+Before the first step, and after each new wrapper or registration, the Manager checks that the state can be sent. It
+also checks that the state contains everything that is trained. A second check follows after a commit, because
+optimizers make their state in their first step. After a recovery, the loaded state is compared with the received one.
 
-Law of this file: when the user's state is looked at, and who is told; it changes nothing but tensors of an optimizer
-that were loaded in another dtype than they came in. What is compared, and how, stands in `coverage` and `divergence`.
+Law of this file: the time of the checks, and the reports of their results. Nothing is changed, except optimizer tensors
+that were loaded with another dtype than received. The comparisons are in `coverage` and `divergence`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ADVICE: Final = (
 
 @final
 class StateAudit:
-    """The look of one rank at its own state. Its methods are called on the training thread.
+    """The checks of one rank's own state. The training thread calls its methods.
 
     Attributes:
-        loaded_exactly: whether the state that was loaded last was what was received; None: none was loaded, or it could
-            not be compared.
-        left: what differed then, as text.
+        loaded_exactly: the last loaded state equals the received one. None: no state was loaded, or it could not be
+            compared.
+        left: the differences of the last load, as text.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -47,10 +47,10 @@ class StateAudit:
         self._shared = shared
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._wrapped: list[str] = []  # kinds
-        self._looked_at = (0, 0)  # wrapped things, and registered pieces, at the last look
-        self._looked_at_step: int | None = None  # of the last look after which one more is due
-        self._stateless: list[weakref.ref[torch.optim.Optimizer]] = []  # had made no state at the last look
+        self._wrapped: list[str] = []  # class names
+        self._looked_at = (0, 0)  # numbers of wrapped objects and registered parts at the last check
+        self._looked_at_step: int | None = None  # the step of the last check, if one more is due after it
+        self._stateless: list[weakref.ref[torch.optim.Optimizer]] = []  # optimizers that had no state at the last check
         self._reported: set[str] = set()
 
     def model_wrapped(self, model: torch.nn.Module) -> None:
@@ -67,10 +67,10 @@ class StateAudit:
     # --- before a step ------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """Look at the state, if a look is due.
+        """Check the state, if a check is due.
 
-        Raises: SettingError: the first step is over, something is wrapped and nothing registered. StateUnavailable: a
-            leaf can't travel, or a state function raises.
+        Raises: SettingError: the first step is over, a model or optimizer is wrapped, and no state is registered.
+            StateUnavailable: a leaf can't be sent, or a state function raises.
         """
         user = self._shared.user_state
         now = len(self._wrapped), len(user.names)
@@ -82,7 +82,7 @@ class StateAudit:
             return
         if self._wrapped and not user.names:
             if core.name.attempt == 0:
-                return  # state may be registered when the first step is over, see `Manager.register_state_dict_fn`
+                return  # state may be registered until the end of the first step, see `Manager.register_state_dict_fn`
             raise SettingError(
                 f"replica {self._shared.coordinator.replica_id}, rank {self._shared.config.rank}, trains "
                 f"{shortened(self._wrapped)}, and no state is registered at its Manager, so a replica that joins would "
@@ -95,17 +95,19 @@ class StateAudit:
             self._check_travels(state)
             self._check_coverage(state)
         finally:
-            # Torch's get_optimizer_state_dict makes a state by a step, which would count in the bias corrections.
+            # Torch's get_optimizer_state_dict makes the state with a step, which would count in the bias corrections.
             for optimizer in _living(self._stateless):
                 optimizer.state.clear()
         self._looked_at = now
         self._looked_at_step = core.step if is_news else None
 
     def _is_due_again(self) -> bool:
-        """Whether a step was committed since the first look, or an optimizer has made its state since the last one."""
+        """Return whether a step was committed since the first check, or an optimizer made its state since the last
+        one."""
         if self._looked_at_step is not None:
             return self._shared.step.status.step != self._looked_at_step
-        # The ranks of a larger group may get their first gradients in different steps, and a state function may gather.
+        # In a larger group, the ranks may get their first gradients in different steps, and a state function may
+        # gather.
         return self._shared.config.world_size == 1 and any(map(_has_state, self._stateless))
 
     def _check_travels(self, state: Mapping[str, Any]) -> None:
@@ -118,10 +120,12 @@ class StateAudit:
             ) from error
 
     def _check_coverage(self, state: Mapping[str, Any]) -> None:
-        """Warn of what the state lacks. An error of a user's class ends no step here, where nothing depends on it."""
+        """Warn of missing parts of the state. An error of a user's class does not end the step, which does not depend
+        on it.
+        """
         looks = [self._check_tensors]
         if self._shared.step.status.name.attempt > 0:
-            looks.append(self._check_schedulers)  # one may be registered when the first step is over
+            looks.append(self._check_schedulers)  # a scheduler may be registered until the end of the first step
         for look in looks:
             try:
                 look(state)
@@ -177,12 +181,12 @@ class StateAudit:
         return dict(leaves(self._shared.user_state.compared(state)))
 
     def loaded(self, received: Leaves, source: str) -> None:
-        """Compare the state here with what was received, mend what can be mended, and name the rest.
+        """Compare the state here with the received one, fix what can be fixed, and report the rest.
 
-        All ranks of the group have loaded, and call this.
+        All ranks of the group call this after their load.
 
         Args:
-            received: what `received` gave.
+            received: the result of `received`.
             source: replica id.
         """
         reports = self._shared.reports
@@ -212,7 +216,10 @@ class StateAudit:
             )
 
     def _mend_dtypes(self, received: Leaves, own: dict[str, Any]) -> list[str]:
-        """Give optimizers the tensors that they hold in another dtype. Returns: the paths; `own` is as it is then."""
+        """Replace optimizer tensors that were loaded with another dtype by the received ones.
+
+        Returns: the paths of these tensors. `own` is updated.
+        """
         places = {
             id(value): (entries, key)
             for optimizer in _living(self._optimizers)
@@ -229,7 +236,7 @@ class StateAudit:
             if came.dtype == here.dtype or came.shape != here.shape or is_dtensor(came) != is_dtensor(here):
                 continue
             entries, key = places[id(here)]
-            # A copy: what was received lies in one piece of memory with all the rest of it.
+            # A copy, because the received tensor shares one allocation with the rest of the state.
             entries[key] = own[path] = came.detach().to(here.device, copy=True)
             mended.append(path)
         return mended

@@ -1,6 +1,6 @@
-"""A user's own futures, bounded in time: they never fail, and what goes wrong with them is an error of the step.
+"""The user's own futures with time-outs. They never fail, and their errors become errors of the step.
 
-Law of this file: one future in, one out, and the alarm between them.
+Law of this file: one future in, one future out, and the alarm between them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Report: TypeAlias = Callable[[Exception, StepName], object]
 
 @final
 class BoundedFutures:
-    """The bounded futures of one Manager.
+    """The futures of one Manager.
 
     Args:
-        clock: keeps the alarms.
-        report: told of each failure and of the step that it belongs to.
+        clock: runs the alarms.
+        report: receives each failure and its step.
     """
 
     def __init__(self, clock: Clock, report: Report) -> None:
         self._clock = clock
         self._report = report
-        self._alarms: dict[object, Callable[[], object]] = {}  # of those that are not done
-        self._give_up: dict[object, Callable[[], object]] = {}  # the same ones
+        self._alarms: dict[object, Callable[[], object]] = {}  # of the pending futures
+        self._give_up: dict[object, Callable[[], object]] = {}  # of the same futures
 
     def wrap(
         self, future: torch.futures.Future[T], default: T, limit_s: float, name: StepName
@@ -77,7 +77,7 @@ class BoundedFutures:
         return wrapped
 
     def close(self) -> None:
-        """No alarm rings any more: whoever waits has the default, and it is no error of a step."""
+        """Cancel all alarms. Pending futures get their defaults, and no error is reported."""
         for no_alarm in list(self._alarms.values()):
             no_alarm()
         for give_up in list(self._give_up.values()):

@@ -1,11 +1,11 @@
-"""Ending what runs in a quorum that a loss has broken.
+"""Aborting running operations of a quorum that a loss has broken.
 
-A reduction that waits for the dead waits for ever, or for as long as its time-out says. So when the loss of a member is
-told, the process group of that quorum is aborted, whatever it does: rendezvous or reduction. It happens a moment
-after the notice, for a reduction that has its data already shall end. The quorum may be over by then, and the group
-built anew for the next one: that one is not touched.
+A reduction that waits for a lost member waits until its time-out, or for ever. So when a loss is reported, the process
+group of that quorum is aborted, during a rendezvous as well as during a reduction. The abort comes a moment after the
+notice, so that a reduction that has its data can end. In that moment, the group may have been rebuilt for the next
+quorum. A rebuilt group is not aborted.
 
-Law of this file: which quorum the group belongs to at this moment, and its abort. What is broken is decided elsewhere.
+Law of this file: the current quorum of the group, and its abort. Whether a quorum is broken is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ AGAIN_S: Final = 0.02
 
 @final
 class Breaker:
-    """Aborts a process group on behalf of one quorum at a time.
+    """The aborts of a process group, each on behalf of one quorum.
 
     Args:
-        group: the process group; configured inside `configuring` only.
-        clock: measures the moment after a notice; None: the system's.
+        group: the process group. It is only configured inside `configuring`.
+        clock: measures the delay after a notice. None: the system's clock.
     """
 
     def __init__(self, group: Group, clock: Clock | None = None) -> None:
         self._group = group
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._key: QuorumKey | None = None  # that the group is configured for, or is being configured for
+        self._key: QuorumKey | None = None  # the quorum for which the group is configured, or is being configured
         self._configuring = False
         self._broken: QuorumKey | None = None
         self._closing = threading.Event()
-        self._starting = threading.Lock()  # who closes sees each thread either started or not at all
+        self._starting = threading.Lock()  # makes the start of a thread atomic for `close`
         self._threads: list[threading.Thread] = []
 
     @contextmanager
@@ -57,18 +57,18 @@ class Breaker:
                 self._configuring = False
 
     def break_quorum(self, key: QuorumKey) -> None:
-        """Abort what runs in that quorum, soon; returns at once. A second notice for it changes nothing."""
+        """Abort operations of that quorum after a short delay. Returns at once. A second notice for it does nothing."""
         if self._broken == key:
             return
         self._broken = key
         self._start(key, ABORT_AFTER_S)
 
     def break_all(self) -> None:
-        """Abort whatever runs, for this replica group is lost; returns at once."""
+        """Abort all operations, because this replica group is lost. Returns at once."""
         self._start(None, 0.0)
 
     def close(self, *, wait: bool) -> None:
-        """End; nothing is aborted any more."""
+        """End. No abort follows."""
         with self._starting:
             self._closing.set()
             threads = list(self._threads)
@@ -94,5 +94,5 @@ class Breaker:
                 self._group.abort()
                 if not self._configuring:
                     return
-            # An abort that came just before `configure` began has ended nothing; until it has begun and ended, repeat.
+            # An abort just before `configure` began had no effect. So repeat it until `configure` has begun and ended.
             wait_s = AGAIN_S

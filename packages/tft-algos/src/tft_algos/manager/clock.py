@@ -1,6 +1,6 @@
-"""The clock of a Manager: what the time is, how to wait, how to be woken.
+"""The clock of a Manager: time, waits and alarms.
 
-Law of this file: the system's clock behind `parts.Clock`; who waits for what is decided elsewhere.
+Law of this file: the system's clock behind `parts.Clock`. The use of time is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tft_pg.futures import timer
 
 @final
 class SystemClock:
-    """The clock of this machine; its callbacks run on tft-pg's timer thread, which is there while one is pending."""
+    """The clock of this machine. Callbacks run on tft-pg's timer thread, which exists while a callback is pending."""
 
     def monotonic(self) -> float:
         return time.monotonic()

@@ -1,9 +1,9 @@
-"""How a replica group speaks with the lighthouse and agrees with itself.
+"""The communication of a replica group with the lighthouse and among its ranks.
 
-Rank 0 runs the manager server in a child process; every rank holds a client and a session to it. When the server of a
-group of one dies, or is stopped, a new one takes its place; a larger group is lost with its server, and says so.
+Rank 0 runs the manager server in a child process. Every rank has a client and a session to it. In a group of one, a new
+server replaces one that ended or was stopped. A larger group is lost with its server, and reports this.
 
-Law of this file: translating between the Manager and tft_coord; nothing is decided about steps.
+Law of this file: translation between the Manager and tft_coord. Nothing is decided about steps.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ logger = logging.getLogger("tft_algos.manager")
 
 WATCH_INTERVAL_S: Final = 0.1
 ANSWER_INTERVAL_S: Final = 0.02
-# How long a manager server that runs may leave its rank without an answer before it is killed. The stream breaks only
-# after heartbeat_timeout; this is counted in looks, so that a pause of this process does not count.
+# A running manager server that leaves its rank without an answer for this many checks is killed. The stream breaks only
+# after heartbeat_timeout. Checks are counted, so that a pause of this process does not count.
 UNANSWERED_LOOKS_MOST: Final = 10
 NOTICED_WITHIN_S: Final = 1.0
 MAX_UNHEARD: Final = 256
@@ -53,23 +53,23 @@ MAX_STARTS: Final = 3  # of a manager server that is killed while it starts
 
 
 class _Stage(enum.Enum):
-    STARTING = enum.auto()  # of the server; to close ends it
-    CONNECTING = enum.auto()  # to it, which takes a moment
-    STARTED = enum.auto()  # or it can't
+    STARTING = enum.auto()  # the server starts; `close` ends the start
+    CONNECTING = enum.auto()  # the client connects to the server, which takes a moment
+    STARTED = enum.auto()  # the server is ready, or can't start
 
 
 @final
 class GroupCoordinator:
     """One rank's side of its replica group.
 
-    Rank 0 does not wait for its manager server, which starts while the rest of the trainer is constructed: the first
-    call does, and raises what kept it from starting.
+    Rank 0 does not wait for its manager server, which starts while the rest of the trainer is constructed. The first
+    call waits for it, and raises the error of a failed start.
 
     Args:
         config: resolved.
-    Raises: UsageError: this process has an earlier one of the same replica and rank that was not closed. Unreachable,
-        DeadlinePassed: the store, or on another rank than 0 the manager server, did not answer within connect_timeout.
-        SettingError: a setting can't be, or the manager server's port is taken.
+    Raises: UsageError: this process has an earlier coordinator of the same replica and rank that was not closed.
+        Unreachable, DeadlinePassed: the store did not answer within connect_timeout. On a rank other than 0, this also
+        holds for the manager server. SettingError: a setting is invalid, or the manager server's port is in use.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -78,19 +78,19 @@ class GroupCoordinator:
         self._server: ManagerServer | None = None
         self._client: ManagerClient | None = None
         self._replaces = ""
-        self._lock = threading.Condition()  # notified when the client has changed, or none can be had
+        self._lock = threading.Condition()  # notified when the client changes, or can't be had
         self._stage = _Stage.STARTING
         self._no_start: Exception | None = None
-        self._own_name = ""  # what is wrong with the name of this host, which the connection to the server needs too
+        self._own_name = ""  # the problem with this host's name, which the connection to the server needs too
         self._closing = threading.Event()
-        self._has_answered = threading.Event()  # all ranks have taken their places, of which rank 0 has told them
+        self._has_answered = threading.Event()  # rank 0 has answered all ranks, and all have claimed their ranks
         self._listener: Callable[[News], None] | None = None
-        self._unheard: deque[News] = deque(maxlen=MAX_UNHEARD)  # that came before there was a listener
+        self._unheard: deque[News] = deque(maxlen=MAX_UNHEARD)  # news that arrived before there was a listener
         self._hearing = threading.Lock()
         self._progress: Callable[[], Progress | None] = lambda: None
         self._beat_number: Callable[[], int] = lambda: 0
         self._watch: threading.Thread | None = None
-        self._address = ""  # of the manager server, on rank 0
+        self._address = ""  # the address of the manager server, on rank 0
         self._store: GroupStore = open_group_store(config)
         try:
             if config.rank == 0:
@@ -138,7 +138,7 @@ class GroupCoordinator:
     ) -> Verdict:
         rank = self._config.rank
         if self._config.world_size == 1:
-            return Verdict(yes, leaving, yes and stands)  # the verdict of one rank is its vote, whoever lives
+            return Verdict(yes, leaving, yes and stands)  # in a group of one, the verdict is its own vote
         client, left = self._client_in_use(timeout)
         try:
             return client.vote(rank, step, yes, left, key=key, purpose=purpose, leaving=leaving, stands=stands)
@@ -161,26 +161,27 @@ class GroupCoordinator:
         except (Unreachable, Closed) as error:
             raise self._after_the_loss(client, error) from error
         if self._config.rank == 0 and finished_step is not None:
-            self._store.forget_id()  # whoever starts here next begins something else
+            self._store.forget_id()  # the next start in this place has no predecessor
 
     def listen(self, listener: Callable[[News], None]) -> None:
-        with self._hearing:  # what comes meanwhile waits, and is heard after what came before
+        with self._hearing:  # later news waits, so that the order is kept
             for news in self._unheard:
                 listener(news)
             self._unheard.clear()
             self._listener = listener
 
     def follow(self, progress: Callable[[], Progress]) -> None:
-        with self._lock:  # or the client that is just made would be told by neither
+        with self._lock:  # the lock prevents that a client under construction misses this function
             self._progress = progress
             client = self._client
         if client is not None:
-            client.beat()  # a rank that holds its interpreter's lock before the next one is judged by it
+            # sends a beat now, so that a rank that soon holds its interpreter's lock is judged by this progress
+            client.beat()
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         if self._config.world_size == 1:
             return (value,)
-        # The others wait for its address, and one call at a time is made of the store.
+        # The other ranks wait for the server's address first, and the store takes one call at a time.
         _, left = self._client_in_use(timeout)
         if self._config.rank == 0:
             give_up_at = time.monotonic() + left.total_seconds()
@@ -213,7 +214,7 @@ class GroupCoordinator:
             server = self._server if self._stage is _Stage.STARTING else None
             self._lock.notify_all()
         if server is not None:
-            server.shutdown()  # ends the wait for it
+            server.shutdown()  # ends the wait for the server
         if self._watch is not None:
             join_within(self._watch)
         with self._lock:
@@ -231,7 +232,7 @@ class GroupCoordinator:
         Raises: DeadlinePassed: the server has not started within `timeout`. GroupLost: the server can't start.
         """
         give_up_at = time.monotonic() + timeout.total_seconds()
-        with self._lock:  # taken while a new server starts: then it is waited for
+        with self._lock:  # this also waits while a new server starts
             within_s = timeout.total_seconds()
             if not self._wait_for_start(give_up_at):
                 next_step = self._own_name or "look whether the machine is out of memory or of processor time"
@@ -245,9 +246,11 @@ class GroupCoordinator:
         return client, timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
 
     def _wait_for_start(self, give_up_at: float) -> bool:
-        """Wait, with the lock, until the manager server serves or can't, and log a long wait. Returns: whether in time.
+        """Wait until the manager server is ready or can't start, and log a long wait. Call this with the lock held.
 
-        Nothing looks once a beat before there is a server to beat to, so this wait looks itself.
+        Beats check the waits later, but no beat is sent before there is a server. So this wait logs itself.
+
+        Returns: whether the wait ended in time.
         """
         began, notice = time.monotonic(), WaitNotice()
         while True:
@@ -297,7 +300,7 @@ class GroupCoordinator:
         """
         with self._lock:
             if self._watch is not None:
-                # The end of the server's connection comes a moment before the end of its process.
+                # The connection to the server ends a moment before its process does.
                 self._lock.wait_for(lambda: self._client is not client, NOTICED_WITHIN_S)
                 within_s = self._config.connect_timeout.total_seconds()
                 self._lock.wait_for(lambda: self._stage is _Stage.STARTED or self._closing.is_set(), within_s)
@@ -312,9 +315,9 @@ class GroupCoordinator:
         return self._gone()
 
     def _serve(self, server: ManagerServer) -> None:
-        """On a thread of rank 0: run the manager server until this coordinator closes.
+        """Run the manager server until this coordinator closes. This is the main function of a thread on rank 0.
 
-        In a group of one another server replaces one that has ended or hangs; a larger group is lost with its server.
+        In a group of one, another server replaces one that has ended or hangs. A larger group is lost with its server.
         """
         client = self._start(server)
         while client is not None and self._wait_for_end(client):
@@ -323,7 +326,7 @@ class GroupCoordinator:
                 ended, self._client = self._server, None
                 self._stage = _Stage.STARTING if replaces else _Stage.STARTED
                 self._lock.notify_all()
-            client.close()  # calls under way end, and are made again with the new client
+            client.close()  # running calls end, and are repeated with the new client
             if ended is not None:
                 ended.shutdown()
             client = self._start(None) if replaces else None
@@ -334,12 +337,14 @@ class GroupCoordinator:
             self._told(self._lost())
 
     def _start(self, server: ManagerServer | None) -> ManagerClient | None:
-        """Wait until the server serves, or a new one where there is none, and connect to it. Returns None and keeps
-        the reason if that fails or this coordinator closes meanwhile."""
+        """Wait until the server is ready, or a new one if `server` is None, and connect to it.
+
+        Returns: the client. None: the start failed, and the reason is kept, or this coordinator closes.
+        """
         try:
             client = self._connect_to(server or self._replace_server())
         except Exception as error:
-            # Whatever it was, somebody waits for the start, and is told instead.
+            # A caller waits for the start, so it gets any error.
             self._no_start, client = error, None
         with self._lock:
             self._client = client
@@ -350,9 +355,9 @@ class GroupCoordinator:
         return client
 
     def _connect_to(self, server: ManagerServer) -> ManagerClient:
-        """Wait until the server serves, and connect to it. Replaces a server that is killed before that, or stopped.
+        """Wait until the server is ready, and connect to it. Replace a server that is killed or hangs before that.
 
-        Raises: CoordinationError: none serves, or this coordinator closes.
+        Raises: CoordinationError: no server is ready, or this coordinator closes.
         """
         for start in itertools.count(1):
             try:
@@ -376,10 +381,11 @@ class GroupCoordinator:
                 raise self._gone()
             self._stage = _Stage.CONNECTING
         self._own_name = unknown_name(self._config.hostname)
-        if self._own_name:  # not an error yet: a name service may hear of a host after its processes have started
+        # not an error yet, because a name service may learn of a host after its processes have started
+        if self._own_name:
             logger.warning("[%s/0] %s", self.replica_id, self._own_name)
         client = self._new_client(address)
-        self._address = address  # told to the other ranks from now on
+        self._address = address  # rank 0 gives this to the other ranks from now on
         return client
 
     def _replace_server(self) -> ManagerServer:
@@ -390,8 +396,12 @@ class GroupCoordinator:
             return server
 
     def _wait_for_end(self, client: ManagerClient) -> bool:
-        """Wait until the manager server's process has ended, which no call notices as fast, or end it when it hangs.
-        False: this closes."""
+        """Wait until the process of the manager server has ended, or kill it if it hangs.
+
+        No call detects the end of the process as fast.
+
+        Returns: False: this coordinator closes.
+        """
         unanswered = 0
         while not self._closing.wait(self._answer_ranks()):
             server = self._server
@@ -407,12 +417,12 @@ class GroupCoordinator:
                 server.kill()
                 return not self._closing.is_set()
             if not server.alive():
-                # The interpreter may be at its end, which ends the child: `close` comes a moment later, if it does.
+                # The interpreter may be exiting, which ends the child. `close` then follows in a moment.
                 return not self._closing.is_set()
         return False
 
     def _answer_ranks(self) -> float:
-        """Answer the ranks that look for the manager server. Returns: seconds until the next look."""
+        """Answer the ranks that look for the manager server. Return the seconds until the next check."""
         if self._config.world_size == 1 or self._has_answered.is_set():
             return WATCH_INTERVAL_S
         try:
@@ -463,7 +473,7 @@ class GroupCoordinator:
             progress=lambda: self._progress(),
             beat_number=lambda: self._beat_number(),
             is_alive=server.alive if server is not None else lambda: True,
-            connect_now=server is None,  # its own has just told its address
+            connect_now=server is None,  # rank 0's own server has just given its address
         )
 
 
@@ -480,7 +490,7 @@ def unknown_name(hostname: str) -> str:
     return ""
 
 
-# Those of this process that are not closed, by replica and rank; a forked child's begin anew, by its own pid.
+# The open coordinators of this process, by replica and rank. The pid separates a forked child from its parent.
 _living: weakref.WeakValueDictionary[tuple[object, ...], GroupCoordinator] = weakref.WeakValueDictionary()
 
 
@@ -505,7 +515,7 @@ def _check_alone(config: ResolvedConfig) -> None:
 
 
 def _client_class() -> type[ManagerClient]:
-    # Not before it is needed: rank 0's server starts in a child, and grpc is imported here meanwhile.
+    # A late import, because grpc is imported here while rank 0's server starts in a child.
     from tft_coord import ManagerClient
 
     return ManagerClient

@@ -1,11 +1,11 @@
-"""Which tensors that are trained here, and which of torch's schedulers, stand in no registered state.
+"""Trained tensors, and torch's schedulers, that are missing in the registered state.
 
-A replica that joins gets the registered state and nothing else. A tensor that is missing there keeps what the newcomer
-made of it, and no error tells. So the tensors of the wrapped models and optimizers are compared with those of the
-state: by the memory that they lie in, and where the state holds copies, by their shapes. No optimizer knows its
-schedulers, so they are looked for among all objects; their states are told by the keys and the number of steps.
+A replica that joins gets only the registered state. A tensor that is missing there keeps the newcomer's own value,
+without an error. So the tensors of the wrapped models and optimizers are compared with those of the state. They are
+compared by memory, or by shape if the state holds copies. An optimizer does not know its schedulers, so they are found
+among all objects. The state of a scheduler is recognized by its keys and its number of steps.
 
-Law of this file: functions of values. When they are compared, and what becomes of the answer, is `audit`'s.
+Law of this file: functions of values. `audit` decides when they are compared, and what follows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tft_algos.manager.fingerprint import uncompiled
 from tft_ckpt import LocalShard
 
 MOST_NAMES: Final = 5
-_COUNTERS: Final = ("step", "epoch", "iter", "iteration")  # the ends of names of numbers, without a plural's s
+_COUNTERS: Final = ("step", "epoch", "iter", "iteration")  # endings of the names of step counts, in the singular
 
-# At least two of these are in each state dict of torch's schedulers.
+# Each state dict of torch's schedulers has at least two of these.
 _OF_A_SCHEDULER: Final = frozenset({"last_epoch", "_last_lr", "base_lrs", "_step_count", "_schedulers"})
 
 Memory: TypeAlias = tuple[torch.device, int]
@@ -35,7 +35,7 @@ _IsOf: TypeAlias = "Callable[[Mapping[Any, Any], Mapping[Any, Any]], bool]"
 
 
 class Held(NamedTuple):
-    """A tensor that a wrapped model or optimizer holds, its name, and whether training changes it: `Linear.weight`."""
+    """A tensor of a wrapped model or optimizer, its name (`Linear.weight`), and whether training changes it."""
 
     name: str
     tensor: torch.Tensor
@@ -43,11 +43,11 @@ class Held(NamedTuple):
 
 
 class Schedulers(NamedTuple):
-    """What a look at torch's schedulers has found.
+    """The result of a search for torch's schedulers.
 
     Attributes:
-        forgotten: the names of those that the state lacks: `StepLR of AdamW`.
-        unreadable: the names of those whose `state_dict` raises, with the error.
+        forgotten: the names of schedulers that the state lacks: `StepLR of AdamW`.
+        unreadable: the names of schedulers whose `state_dict` raises, with the error.
     """
 
     forgotten: list[str]
@@ -57,9 +57,9 @@ class Schedulers(NamedTuple):
 def held_by_models(models: Iterable[torch.nn.Module]) -> list[Held]:
     """Return the parameters and persistent buffers of some models.
 
-    Buffers that are not persistent stand in no state dict by torch's design, so they are left out. So is what a lazy
-    module has not made yet. Training does not change a parameter that requires no gradient, nor a buffer beside such
-    parameters only, unless it belongs to running statistics.
+    Buffers that are not persistent are left out, because torch keeps them out of state dicts. Parameters and buffers
+    that a lazy module has not made yet are left out, too. Training does not change a parameter that requires no
+    gradient. It also does not change a buffer of a module whose parameters are all frozen, except running statistics.
     """
     found = []
     for model in models:
@@ -76,7 +76,7 @@ def held_by_models(models: Iterable[torch.nn.Module]) -> list[Held]:
 
 def _is_frozen(module: torch.nn.Module) -> bool:
     parameters = list(module.parameters(recurse=False))
-    keeps_statistics = hasattr(module, "running_mean") and module.training  # as torch's norms do
+    keeps_statistics = hasattr(module, "running_mean") and module.training  # as torch's normalization layers do
     return bool(parameters) and not any(each.requires_grad for each in parameters) and not keeps_statistics
 
 
@@ -84,7 +84,7 @@ def held_by_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iter
     """Return the parameters of some optimizers that no model has, and the tensors of their states.
 
     Args:
-        models: what the models hold, by which parameters are named.
+        models: the tensors of the models, which give the parameters their names.
     """
     names = {id(held.tensor): held.name for held in models}
     found = []
@@ -105,9 +105,9 @@ def held_by_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iter
 def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors that training changes and a state lacks.
 
-    A tensor is there if a leaf lies in the same memory. For the others as many leaves of the same shape are enough, if
-    these lie in memory that nothing else here has: a state may hold copies. A long vector, or bytes, may hold all of
-    them. So a copy is never taken for a fault, and an averaged copy may hide a forgotten original.
+    A tensor is covered if a leaf uses the same memory. A state may hold copies, so a missing tensor is also covered by
+    a leaf of the same shape in memory that no trained tensor uses. A long vector, or bytes, may hold all missing
+    tensors. So a copy never causes a false warning, but an averaged copy may hide a forgotten original.
 
     Raises: tft_algos.errors.StateUnavailable: the state is nested too deep.
     """
@@ -136,9 +136,10 @@ def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
 def forgotten_schedulers(optimizers: Iterable[torch.optim.Optimizer], state: Mapping[str, Any]) -> Schedulers:
     """Return which of torch's schedulers of some optimizers a state lacks.
 
-    A scheduler is there if a dict has the keys of its state dict, or some of them and the same last epoch or learning
-    rate. It may also be made anew from a number of steps that is registered. Bytes, and what has "sched" in its name,
-    may hold all of them, so that another form is never taken for a fault.
+    A scheduler is covered by a dict with the keys of its state dict. A dict with some of these keys and the same last
+    epoch or learning rate also covers it. So does a registered step count, from which the script may rebuild the
+    scheduler. Bytes, and values with "sched" in their name, may hold all schedulers. So another form never causes a
+    false warning.
     """
     groups = {id(optimizer.param_groups): type(optimizer).__name__ for optimizer in optimizers}
     registered = list(_registered(state))
@@ -146,7 +147,7 @@ def forgotten_schedulers(optimizers: Iterable[torch.optim.Optimizer], state: Map
         return Schedulers([], [])
     found = _look(groups, registered)
     if found.forgotten:
-        gc.collect()  # a scheduler that is used no more may have lived on
+        gc.collect()  # an unused scheduler may not have been collected yet
         found = _look(groups, registered)
     return found
 
@@ -161,9 +162,9 @@ def _look(groups: Mapping[int, str], registered: Iterable[_Registered]) -> Sched
         try:
             if vars(scheduler).get("last_epoch") not in numbers:
                 missing.append((name, dict(scheduler.state_dict())))
-        except Exception as error:  # of a user's class, which this look only reads
+        except Exception as error:  # an error of a user's class, which is only read here
             unreadable.append(f"{name}: {error!r}")
-    for is_of in (_is_whole, _is_part):  # a dict is the state of one scheduler, and rather of that which it fits best
+    for is_of in (_is_whole, _is_part):  # a dict is the state of one scheduler, so the best match is taken first
         missing = [(name, own) for name, own in missing if not _took(dicts, own, is_of)]
     return Schedulers([name for name, _ in missing], unreadable)
 
@@ -189,8 +190,8 @@ def _is_part(registered: Mapping[Any, Any], own: Mapping[Any, Any]) -> bool:
 
 def _schedulers_of(groups: Collection[int]) -> Iterator[LRScheduler]:
     """Yield the schedulers of the optimizers with these lists of groups, except those inside another scheduler."""
-    # An object refers to its class. The collector finds the referrers in one pass, in which no object runs code: a look
-    # at the classes of a list of all objects takes twice the time, and not every class has a hash.
+    # An object refers to its class, so the collector finds the instances in one pass, without running code of the
+    # objects. A check of the class of every object takes twice the time, and not every class has a hash.
     kinds = list(_kinds(LRScheduler))
     living = [each for each in gc.get_referrers(*kinds) if any(type(each) is kind for kind in kinds)]
     parts = [vars(each).get("_schedulers") for each in living]
@@ -216,7 +217,7 @@ def _registered(value: object, name: str = "") -> Iterator[_Registered]:
         if "param_groups" in value:
             return
         yield value
-        if len(_OF_A_SCHEDULER & value.keys()) < 2:  # else its numbers are those of that scheduler
+        if len(_OF_A_SCHEDULER & value.keys()) < 2:  # otherwise its numbers belong to that scheduler
             for key, part in value.items():
                 yield from _registered(part, f"{name}.{key}")
     elif isinstance(value, list | tuple) and value:
@@ -235,7 +236,7 @@ def shortened(names: list[str]) -> str:
 
 
 def _memory(value: object) -> Iterator[Memory]:
-    """Where a tensor's elements lie; nothing if it has none here, or no plain memory that could be compared."""
+    """Yield where a tensor's elements are in memory. Nothing: no elements are here, or no plain memory."""
     if isinstance(value, LocalShard):
         value = value.local
     if not isinstance(value, torch.Tensor):
@@ -245,7 +246,7 @@ def _memory(value: object) -> Iterator[Memory]:
         part = part.to_local()
     try:
         address = part.untyped_storage().data_ptr() if part.numel() else 0
-    except (NotImplementedError, RuntimeError):  # sparse tensors, subclasses that wrap others
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and subclasses that wrap others
         return
     if address:
         yield part.device, address
@@ -259,7 +260,7 @@ def _shape(leaf: object) -> Iterator[tuple[int, ...]]:
 
 
 def _flat_length(leaf: object) -> int:
-    """How many elements a leaf may hold of other tensors."""
+    """Return how many elements of other tensors a leaf may hold."""
     if isinstance(leaf, torch.Tensor):
         return leaf.numel() if leaf.dim() == 1 else 0
     return len(leaf) if isinstance(leaf, bytes) else 0

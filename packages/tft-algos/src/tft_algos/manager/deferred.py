@@ -1,10 +1,10 @@
-"""A step that was put aside: it goes on beside later ones, and ends before them.
+"""A deferred step: it continues beside later steps, and ends before them.
 
-A strategy that trains on while it reduces need not end a step before it begins the next. What it put aside is held by
-this: what the step was, what was started in it, and its end.
+A strategy that trains during its reductions need not end a step before it begins the next. The deferred step holds the
+facts of the step, the reductions that were started in it, and its end.
 
-Law of this file: the handle that a strategy holds. How a step ends is the Manager's, and what a verdict means for the
-others is decided by the step's core.
+Law of this file: the handle that a strategy holds. The Manager ends a step, and the step core decides the effect of a
+verdict on the other steps.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @final
 class DeferredStep:
-    """What `StepControl.defer` returns.
+    """The result of `StepControl.defer`.
 
     Args:
-        name: of its attempt.
+        name: the name of its attempt.
         step: the mailbox of the steps.
         started: its reductions.
-        end: ends it.
+        end: ends the step.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DeferredStep:
         self._newest = step.status.attempt(name.attempt) or AttemptStatus(name, None, None, None)
 
     def look(self) -> AttemptStatus:
-        """Return what is known of it; when it is over, what was known at the last look."""
+        """Return the status of the step. After its end, return the last known status."""
         found = self._step.status.attempt(self._number)
         if found is not None:
             self._newest = found
@@ -62,38 +62,43 @@ class DeferredStep:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that it was begun with; None if there was no quorum for it."""
+        """Return the plan with which the step began; None if there was no quorum."""
         return self.look().plan
 
     @property
     def failure(self) -> Exception | None:
-        """The first thing that failed in it or with it, as far as is known before its end; None: nothing.
+        """Return the first failure of the step that is known so far; None: no failure.
 
-        Other ranks of the group may not know it. It counts in flight until it ends, or `is_abandoned`.
+        Other ranks of the group may not know the failure. While the step is in flight, a failure counts only at its
+        end, or if `is_abandoned`.
         """
         return self.look().error
 
     @property
     def is_abandoned(self) -> bool:
-        """It has failed with others, on all ranks of the group: there was another quorum, or an earlier one's no. When
-        that is known of a quorum, all that were in flight before it are."""
+        """Return whether the step has failed with other steps, on all ranks of the group.
+
+        The reason is another quorum, or an earlier step's verdict of no. When the quorum's reason is known, it covers
+        all steps that were in flight before that quorum.
+        """
         return self.look().abandoned is not None
 
     def report_error(self, error: Exception) -> None:
-        """Say that this step has failed, whatever was begun since: it votes no."""
+        """Report that this step has failed, so that it votes no. Later steps may have begun since."""
         self._step.tell(on.ErrorReported(error, self.name))
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End this step: wait for its reductions and vote, as `Manager.should_commit` does.
 
-        The oldest ends first. If it is not committed all that were begun after it fail too, the one included that is
-        open. One that was abandoned may end at any time, or never, and without a vote; this only waits until nothing
-        writes into its tensors any more. If a step is open, its quorum is waited for, because another one fails all in
-        flight, and its state is exchanged, because it is that from before this step.
+        The oldest step ends first. If it does not commit, all later steps fail too, including the open one. An
+        abandoned step may end at any time, or never. Its end needs no vote, and only waits until no operation writes
+        into its tensors any more. If a step is open, this waits for its quorum, because another quorum fails all steps
+        in flight. This also exchanges the state of the open step, because that state is from before this step.
 
         Args:
-            timeout: for the vote; None: the Manager's.
-        Returns: True: what this step is about is applied now, on every rank of this group. False: it must not be.
-        Raises: as `Manager.should_commit`; UsageError: it has ended, or is not the oldest.
+            timeout: for the vote. None: the Manager's timeout.
+        Returns: True: the strategy applies this step now, on every rank of this group. False: the step must not be
+            applied.
+        Raises: as `Manager.should_commit`. UsageError: the step has ended, or is not the oldest.
         """
         return self._end(self, timeout)

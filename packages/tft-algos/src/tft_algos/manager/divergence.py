@@ -1,15 +1,15 @@
-"""Whether replicas that should hold the same state do: a digest of it, and what differs where two states do.
+"""Detecting replicas whose states differ: a digest of a state, and the differences between two states.
 
-Every reduction gives all replicas the same gradients, so whoever started from the same state holds the same state, bit
-for bit, after every commit. A flipped bit, a learning rate that was set on one side only, or a load function that
-forgets something breaks that without an error. So each replica reduces its state to a few bytes now and then; who
-gets others than most is the one that has gone astray, and the two states, laid side by side, say where.
+Every reduction gives all replicas the same gradients. So replicas that started from the same state hold the same state,
+bit for bit, after every commit. A flipped bit, a learning rate that was set on one replica, or an incomplete load
+function breaks this without an error. So each replica periodically reduces its state to a few bytes. A replica whose
+bytes differ from the majority has diverged. A comparison of two states shows where.
 
-A tensor's digest is the sum of its 64-bit words, each mixed, and times an odd number that belongs to its place. The
-numbers are whole and wrap around: it is the same in whatever order a device adds them, no change of one word leaves it
-as it was, and it is made where the tensor is, so that nothing but the sums leaves an accelerator.
+The digest of a tensor is a sum over its 64-bit words. Each word is mixed and multiplied by an odd number for its
+position. The integers wrap around, so the order in which a device adds them has no effect. A change of one word always
+changes the sum. The sum is computed on the tensor's own device, so only sums leave an accelerator.
 
-Law of this file: functions of states; nothing is changed, and nobody is asked.
+Law of this file: functions of states. Nothing is changed, and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tft_ckpt.numpy_values import ARRAY
 from tft_ckpt.target import DEPTH_MAX
 from tft_ckpt.tree import tensor_subclass_of
 
-CHUNK_WORDS: Final = 1 << 18  # of which one product is in memory at a time
+CHUNK_WORDS: Final = 1 << 18  # maximum size of one product in memory
 MOST_DIFFERENCES: Final = 16
 MOST_CHARACTERS: Final = 80
 SAMPLED_ELEMENTS: Final = 4096
@@ -39,7 +39,7 @@ _MIX: Final = -4_658_895_280_553_007_687
 
 @final
 class StateDigester:
-    """Makes digests, and keeps what is needed for every one of them: 4 MiB a device."""
+    """A digest function, and the memory that it reuses: 4 MiB for each device."""
 
     def __init__(self) -> None:
         self._kept: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -48,10 +48,10 @@ class StateDigester:
         """Reduce a state to one number.
 
         Args:
-            state: mappings, lists and tuples of tensors and plain data; of a DTensor the part that is here counts.
-                Mappings may be in any order.
-        Returns: 32 hexadecimal digits; equal for states that are equal bit for bit, on devices of the same kind or not.
-        Raises: StateUnavailable: something in it is neither; the message says where.
+            state: mappings, lists and tuples of tensors and plain data. Of a DTensor, only the part on this rank
+                counts. Mappings may be in any order.
+        Returns: 32 hexadecimal digits, equal for states that are equal bit for bit, also on devices of different kinds.
+        Raises: StateUnavailable: a leaf is neither a tensor nor plain data. The message says where.
         """
         total = hashlib.blake2b(digest_size=16)
         sums: list[torch.Tensor] = []
@@ -78,7 +78,7 @@ class StateDigester:
         for piece in (*words.split(CHUNK_WORDS), rest):
             if piece.numel():
                 weights, scratch = (kept[: piece.numel()] for kept in self._kept_on(piece.device))
-                # The high bits alone, which is where signs are, would tell few places apart.
+                # With only the high bits, which hold the signs, few positions could be told apart.
                 torch.bitwise_right_shift(piece, 32, out=scratch)
                 yield scratch.bitwise_xor_(piece).mul_(weights).sum()
 
@@ -97,12 +97,12 @@ def combine(digests: Sequence[str]) -> bytes:
 
 
 def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Where two states differ.
+    """Return where two states differ.
 
     Args:
         own, other: as for `StateDigester.digest`.
-    Returns: for each place at which they do its path and how, in the order of the paths. Values are cut to 80
-        characters; of tensors the number of elements is told.
+    Returns: path and difference for each place that differs, in the order of the paths. Values are cut to 80
+        characters. For tensors, the number of different elements is given.
     """
     ours, theirs = dict(leaves(own)), dict(leaves(other))
     found = []
@@ -128,11 +128,11 @@ def describe(found: Sequence[tuple[str, str]]) -> str:
 
 
 def leaves(state: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Every tensor, piece of plain data and empty container of a state, with its path: `optimizer.param_groups.0.lr`.
+    """Yield every tensor, plain value and empty container of a state with its path: `optimizer.param_groups.0.lr`.
 
-    Mappings are walked in the order of their keys' text, so that the order of insertion does not matter.
+    Mappings are walked in the order of their keys' text, so the order of insertion has no effect.
 
-    Raises: StateUnavailable: it is nested too deep, such as what holds itself.
+    Raises: StateUnavailable: the state is nested too deep, for example because it contains itself.
     """
     if depth > DEPTH_MAX:
         raise StateUnavailable(
@@ -176,7 +176,8 @@ def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
 
 def as_octets(part: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor in one row."""
-    # A single element is contiguous whatever its stride is; laid out anew, it is 1, as a view of other sizes needs it.
+    # A single element is contiguous with any stride. The stride is set to 1, because a view with another dtype needs
+    # this.
     row = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return row.as_strided(row.shape, (1,)).view(torch.uint8)
 
@@ -194,7 +195,7 @@ def memory_of(octets: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
 
 
 def _plain(leaf: Any, path: str) -> str:
-    # What travels by a name and is no tensor is a scalar of numpy's.
+    # A leaf that is sent by the name of its class and is not a tensor is a numpy scalar.
     if not isinstance(leaf, _PLAIN) and (isinstance(leaf, torch.Tensor) or tensor_subclass_of(leaf) is None):
         raise StateUnavailable(
             f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't be compared; hold tensors and "
@@ -206,9 +207,10 @@ def _plain(leaf: Any, path: str) -> str:
 
 
 def difference(own: Any, other: Any, path: str, *, sampled: bool = False) -> str:
-    """How two leaves differ, as text; empty if they do not. `sampled`: of long tensors some elements are compared.
+    """Return the difference of two leaves as text; "" if there is none. `sampled`: compare some elements of long
+    tensors.
 
-    Raises: StateUnavailable: one of them can't be compared.
+    Raises: StateUnavailable: a leaf can't be compared.
     """
     own, other = as_tensor(own), as_tensor(other)
     if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor):

@@ -1,19 +1,18 @@
-"""The state for a newcomer, taken before its name is known.
+"""Snapshots of the state for a newcomer, taken before the plan names the newcomer.
 
-Who heals asks for a quorum while the others compute. They are told that somebody asks, and take their state at their
-next step boundary, while the quorum is being asked for. The plan then says under which name it is wanted, so that it is
-fetched during the forward pass and not after the reductions. Where the plan wants another state, or none, it was taken
-in vain, and is dropped.
+A replica that heals requests a quorum while the others compute. The others hear of this request, and take their state
+at their next step boundary, while their own quorum request runs. The plan then names the state, so it is fetched during
+the forward pass and not after the reductions. If the plan needs another state, or none, the snapshot is discarded.
 
-A state that is taken before the forward pass is the one that is taken after it only if the forward leaves it alone, and
-running statistics, say, do not stay as they are. So the state is looked at before and after a forward pass once, some
-steps after this replica began, or has given or taken a state; until then, and for ever where the forward changes
-something, it is taken after the reductions. The look is taken again whenever a state was given early.
+A state before the forward pass equals the state after it only if the forward pass does not change it. Running
+statistics, for example, do change. So the state is compared before and after one forward pass. This check runs some
+steps after this replica started, or gave or took a state. Until then the state is taken after the reductions, and
+permanently so if the forward pass changes something. The check is repeated whenever a state was given early.
 
-Where a member was lost, one may come in its place, whose healing is dearest the first time: the copy then has to be
-made in memory that was never used. So that is got ready in the steps before.
+After the loss of a member, a replacement may come. The first healing is the most expensive, because the copy needs
+newly allocated memory. So this memory is prepared in the steps before.
 
-Law of this file: when a state is taken early, and what becomes of it. The Manager says where in its step it is.
+Law of this file: when a state is taken early, and what happens to it. The Manager reports the position in its step.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from tft_algos.manager.healing import state_key, takers
 from tft_ckpt import CheckpointTransport, StagedCheckpoint
 from tft_coord.core.types import Plan, QuorumKey
 
-# After a healing everybody has enough to do; a look that comes a little later delays nobody twice.
+# After a healing all replicas are busy. A check that is a little later delays none of them twice.
 LOOK_AFTER_ATTEMPTS: Final = 8
-# A tensor up to so long is looked at as a whole: what a forward pass keeps of its batches is small. Of a longer one so
-# much of the beginning is, and torch's own count of its changes.
+# A tensor up to this size is checked as a whole, because a forward pass keeps only small state of its batches. A longer
+# tensor is checked by a part of this size at its beginning, and by torch's count of its changes.
 LOOKED_AT_BYTES: Final = 64 << 10
 BEGINNING_BYTES: Final = 4 << 10
-ROOM_BYTES: Final = 64  # what a transport may leave between two tensors
+ROOM_BYTES: Final = 64  # maximum padding of a transport between two tensors
 
 Log = Callable[..., None]
 State = Mapping[str, Any]
@@ -47,13 +46,13 @@ State = Mapping[str, Any]
 
 @final
 class EarlyState:
-    """One Manager's states for newcomers.
+    """One Manager's snapshots for newcomers.
 
     Args:
-        take: gives the user's state; called on the training thread. Raises: StateUnavailable.
-        transport: offers it.
+        take: returns the user's state. The training thread calls it. Raises: StateUnavailable.
+        transport: offers the snapshot.
         timeout: for the copy.
-        log: of the Manager: level, message, arguments.
+        log: the Manager's log function: level, message, arguments.
     """
 
     def __init__(
@@ -63,23 +62,23 @@ class EarlyState:
         self._transport = transport
         self._timeout = timeout
         self._log = log
-        self._lock = threading.Lock()  # the copy and the plan come on two threads
+        self._lock = threading.Lock()  # the copy and the plan arrive on two threads
         self._newcomer = ""
         self._num_pieces = 0
-        self._is_stable: bool | None = None  # whether the forward leaves the state alone; None: not looked yet
-        self._moved_at = 0  # the attempt in which a state was given or taken last
-        self._state_bytes = 0  # as it was when it was looked at last, about
+        self._is_stable: bool | None = None  # the forward pass does not change the state; None: not checked yet
+        self._moved_at = 0  # the last attempt in which a state was given or taken
+        self._state_bytes = 0  # approximate size at the last check
         self._member_lost = False
-        self._look: dict[str, bytes] | None = None  # of this step's boundary
+        self._look: dict[str, bytes] | None = None  # the digests at this step's boundary
         self._staged: StagedCheckpoint | None = None
-        self._reference: tuple[int, int] | None = None  # step and lineage of what is taken in this step
+        self._reference: tuple[int, int] | None = None  # step and lineage of the snapshot in this step
         self._plan: Plan | None = None
         self._offered: QuorumKey | None = None
 
-    # --- what happens, in the order of a step -------------------------------------------------------------------------
+    # --- events, in the order of a step -------------------------------------------------------------------------------
 
     def heard(self, replica_id: str) -> None:
-        """Somebody asks who will heal; from any thread."""
+        """Record that a newcomer that will heal requests a quorum. Any thread may call this."""
         self._newcomer = replica_id
 
     def lost(self) -> None:
@@ -87,14 +86,14 @@ class EarlyState:
         self._member_lost = True
 
     def step_begins(self, attempt: int, step: int, lineage: int | None, num_pieces: int, *, asks: bool = True) -> bool:
-        """On the training thread, before the quorum is asked for.
+        """Begin a step, before the quorum is requested. The training thread calls this.
 
         Args:
-            attempt: counts the calls of start_quorum.
-            step, lineage: of this replica's state; None: unknown, or it can't be read.
-            num_pieces: of which the user's state is made; when there are more, they are looked at anew.
-            asks: a quorum is asked for. In one that stands nobody joins before the next request.
-        Returns: whether `take` is to be called while it is.
+            attempt: the number of start_quorum calls.
+            step, lineage: of this replica's state. None: the lineage is unknown, or the state can't be read.
+            num_pieces: number of parts of the user's state. If it changes, the state is checked anew.
+            asks: a quorum is requested. In a standing quorum, no replica joins before the next request.
+        Returns: whether to call `take` during the request.
         """
         self.drop()
         newcomer = ""
@@ -110,17 +109,18 @@ class EarlyState:
         if self._member_lost and self._state_bytes:
             self._member_lost = False
             self._transport.prepare_to_send(self._state_bytes)
-        # What was offered in the step before may still be on its way, and needs its memory.
+        # The state offered in the last step may still be in transfer, and needs its memory.
         if not newcomer or not self._is_stable or since == 1:
             return False
         self._reference = step, lineage
         return True
 
     def take(self, own: Mapping[str, Any]) -> None:
-        """On the training thread, while the quorum is asked for: copy the state, and offer it if the plan is here.
+        """Copy the state, and offer it if the plan has arrived. The training thread calls this during the quorum
+        request.
 
         Args:
-            own: the Manager's part of it.
+            own: the Manager's part of the state.
         """
         staged: StagedCheckpoint | None = None
         state: State = {}
@@ -128,7 +128,8 @@ class EarlyState:
             state = self._take()
             staged = self._transport.stage_checkpoint({"user": state, "tft": own}, self._timeout)
         except Exception as error:
-            # It was a favour: whoever heals is served after the reductions, and told then if that can't be.
+            # This snapshot is optional. A replica that heals is served after the reductions, and is refused then if
+            # needed.
             self._log(logging.INFO, "no state was taken early: %s", error)
         with self._lock:
             self._staged = staged
@@ -138,20 +139,20 @@ class EarlyState:
         if plan is not None:
             self._settle(plan)
         if staged is not None:
-            self._look_before(state)  # not sooner: who heals waits for what is offered
+            self._look_before(state)  # only now, because the replica that heals waits for the offer
 
     def plan_arrived(self, plan: Plan) -> None:
-        """On the quorum thread."""
+        """Record the plan. The quorum thread calls this."""
         with self._lock:
             if self._reference is None:
                 return
             self._plan = plan
             if self._staged is None:
-                return  # it is still being copied
+                return  # the copy is not complete yet
         self._settle(plan)
 
     def _settle(self, plan: Plan) -> None:
-        """Both are here, on one thread or the other: offer what was taken, or drop it."""
+        """Offer or discard the snapshot. Runs on the thread that completes the pair of snapshot and plan."""
         with self._lock:
             staged, self._staged = self._staged, None
             reference, self._reference = self._reference, None
@@ -175,14 +176,14 @@ class EarlyState:
         )
 
     def serves(self, plan: Plan) -> bool:
-        """Whether the plan's reference is on offer already; when the quorum has been waited for."""
+        """Return whether the state of the plan is offered already. Call this after the quorum has arrived."""
         return self._offered == plan.key
 
     def reductions_ended(self, *, readable: bool) -> None:
-        """On the training thread, before the vote: has the forward pass changed what was looked at?
+        """Check whether the forward pass has changed the state. The training thread calls this before the vote.
 
         Args:
-            readable: the user's state is whole.
+            readable: the user's state is complete.
         """
         before, self._look = self._look, None
         if before is None or not readable:
@@ -206,12 +207,12 @@ class EarlyState:
         self._is_stable = not changed
 
     def step_ended(self, attempt: int, plan: Plan) -> None:
-        """There is a verdict. Who gave or took a state in that step looks at its own a little later."""
+        """Record a verdict. A replica that gave or took a state in that step checks its own state some steps later."""
         if plan.heal or plan.serve:
             self._moved_at = attempt
 
     def drop(self) -> None:
-        """End what an attempt has left: its quorum, and the copy, are over."""
+        """Discard what is left of an attempt. Its quorum request and its copy have ended."""
         with self._lock:
             staged, self._staged = self._staged, None
             self._reference = self._plan = self._offered = self._look = None
@@ -219,7 +220,7 @@ class EarlyState:
             staged.drop()
 
     def _look_before(self, state: State | None = None) -> None:
-        """Before the forward pass. `state`: as it is now; None: it is taken for this."""
+        """Take digests before the forward pass. `state`: the current state. None: take it here."""
         try:
             state = self._take() if state is None else state
             self._look = look_at(state)
@@ -230,7 +231,7 @@ class EarlyState:
 
 
 def bytes_of(state: State) -> int:
-    """How many bytes the tensors of a state are that are on this rank, each with a little room beside it."""
+    """Return the bytes of a state's tensors on this rank, with a little padding for each."""
     found = ((path, as_tensor(leaf)) for path, leaf in leaves(state))
     parts = (local_part(leaf, path) for path, leaf in found if isinstance(leaf, torch.Tensor))
     return sum(part.numel() * part.element_size() + ROOM_BYTES for part in parts)
@@ -259,7 +260,7 @@ def _digest(leaf: Any, path: str) -> bytes:
             head = part.reshape(-1)[: most_bytes // part.element_size()] if part.is_contiguous() else part
             total.update(memory_of(as_octets(head)[:most_bytes].cpu()))
     elif as_tensor(leaf) is not leaf:
-        # Torch does not know of the changes of an array, so it is looked at as a whole.
+        # Torch does not count changes of an array, so it is checked as a whole.
         part = as_tensor(leaf)
         total.update(f"{part.dtype} {tuple(part.shape)}\0".encode())
         total.update(memory_of(as_octets(part)))
