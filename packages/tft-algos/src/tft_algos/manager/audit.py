@@ -102,8 +102,7 @@ class StateAudit:
         self._looked_at_step = core.step if is_news else None
 
     def _is_due_again(self) -> bool:
-        """Return whether a step was committed since the first check, or an optimizer made its state since the last
-        one."""
+        """Return whether a step was committed since the first check, or an optimizer has a state since the last one."""
         if self._looked_at_step is not None:
             return self._shared.step.status.step != self._looked_at_step
         # In a larger group, the ranks may get their first gradients in different steps, and a state function may

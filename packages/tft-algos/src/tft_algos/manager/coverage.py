@@ -106,8 +106,8 @@ def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors that training changes and a state lacks.
 
     A tensor is covered if a leaf uses the same memory. A state may hold copies, so a missing tensor is also covered by
-    a leaf of the same shape in memory that no trained tensor uses. A long vector, or bytes, may hold all missing
-    tensors. So a copy never causes a false warning, but an averaged copy may hide a forgotten original.
+    a leaf of the same shape in memory that no model or optimizer here uses. A long vector, or bytes, may hold all
+    missing tensors. So a copy never causes a false warning, but an averaged copy may hide a forgotten original.
 
     Raises: tft_algos.errors.StateUnavailable: the state is nested too deep.
     """

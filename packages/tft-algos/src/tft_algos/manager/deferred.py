@@ -78,8 +78,8 @@ class DeferredStep:
     def is_abandoned(self) -> bool:
         """Return whether the step has failed with other steps, on all ranks of the group.
 
-        The reason is another quorum, or an earlier step's verdict of no. When the quorum's reason is known, it covers
-        all steps that were in flight before that quorum.
+        The reason is another quorum, or an earlier step's verdict of no. When another quorum is known, all steps in
+        flight before it are abandoned.
         """
         return self.look().abandoned is not None
 

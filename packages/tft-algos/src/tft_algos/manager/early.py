@@ -34,8 +34,8 @@ from tft_coord.core.types import Plan, QuorumKey
 
 # After a healing all replicas are busy. A check that is a little later delays none of them twice.
 LOOK_AFTER_ATTEMPTS: Final = 8
-# A tensor up to this size is checked as a whole, because a forward pass keeps only small state of its batches. A longer
-# tensor is checked by a part of this size at its beginning, and by torch's count of its changes.
+# A tensor up to LOOKED_AT_BYTES is checked as a whole, because a forward pass keeps only small state of its batches. A
+# longer tensor is checked by its first BEGINNING_BYTES, and by torch's count of its changes.
 LOOKED_AT_BYTES: Final = 64 << 10
 BEGINNING_BYTES: Final = 4 << 10
 ROOM_BYTES: Final = 64  # maximum padding of a transport between two tensors

@@ -1,10 +1,10 @@
-"""Live state between replicas: given to those that heal, or taken from one that has it.
+"""The exchange of live state: giving it to replicas that heal, or taking it from a source.
 
-Both happen on the training thread, at a step boundary, stage after stage as the step's core orders them. Only the
-fetching itself runs in the background.
+Both happen on the training thread, at a step boundary, in the stages that the step core orders. Only the fetch itself
+runs in the background.
 
-Law of this file: performing one step's exchange. Its stages, and what a failure means, are decided by the core; how
-a state crosses is the transport's.
+Law of this file: performing one step's exchange. The core decides its stages and the effect of a failure. The transport
+moves the state.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SOURCES_KEPT: Final = 256
 
 @final
 class StateExchange:
-    """The exchange, as one rank takes part in it.
+    """One rank's part in the exchange.
 
     Args:
         shared: what all parts share.
-        early: states for newcomers that were taken before.
-        check: says what differs where a replica heals because its state is not that of the others.
-        audit: compares what was loaded with what was received.
-        where: told while this rank waits for state.
-        unreached: told of the sources that answer no connection.
+        early: snapshots for newcomers.
+        check: reports the differences if a replica heals because its state has diverged.
+        audit: compares the loaded state with the received one.
+        where: is told while this rank waits for state.
+        unreached: receives the sources that answer no connection.
     """
 
     def __init__(
@@ -73,18 +73,19 @@ class StateExchange:
         self._where = where
         self._unreached = unreached
         self._fetch: Fetch | None = None
-        self._staged: Mapping[str, Any] = {}  # what was fetched, until it was loaded
-        self._received: Mapping[str, Any] = {}  # what is loaded, by path, until it was compared
+        self._staged: Mapping[str, Any] = {}  # the fetched state, until it is loaded
+        self._received: Mapping[str, Any] = {}  # the state to load, by path, until it is compared
         self._healed_bytes = 0
-        self._silent: dict[str, tuple[str, float]] = {}  # sources whose manager server did not answer, and when
-        self._metadata: dict[str, str] = {}  # of sources that were asked, by replica id
+        # sources whose manager server did not answer: the reason and the time
+        self._silent: dict[str, tuple[str, float]] = {}
+        self._metadata: dict[str, str] = {}  # metadata of the sources that were asked, by replica id
         self._poor: frozenset[str] = frozenset()
-        self._untakeable = Repeats()  # why this replica's own state could not be given
+        self._untakeable = Repeats()  # the errors with which this replica could not give its state
 
     # --- the fetch, in the background ---------------------------------------------------------------------------------
 
     def start_fetch(self, order: do.Fetch) -> None:
-        """On the quorum thread: a plan says to heal."""
+        """Start the fetch of a plan that says to heal. The quorum thread calls this."""
         plan = order.plan
         fetch = Fetch(
             plan,
@@ -96,23 +97,25 @@ class StateExchange:
         self._fetch = fetch
         self._reports.log(logging.INFO, "healing from %s to step %d", plan.sources[0].replica_id, plan.step)
         fetch.start()
-        for notice in self._step.status.losses:  # told before there was anything to end
+        for notice in self._step.status.losses:  # losses that were reported before the fetch existed
             self.source_lost(notice)
 
     def source_lost(self, notice: LossNotice) -> None:
-        """From any thread: a quorum was broken by a member, which may be a source; one that lives still serves."""
+        """Record the loss of a quorum member, which may be a source. A living member still serves. Any thread may call
+        this.
+        """
         fetch = self._fetch
         if fetch is not None and fetch.plan.key == notice.key and not notice.lives:
             fetch.source_lost(notice.replica_id)
 
     def end_fetch(self, order: do.EndFetch) -> None:
-        """End the fetch that an attempt has left running."""
+        """End the fetch of an earlier attempt."""
         if self._fetch is not None:
             self._fetch.cancel()
             self._fetch = None
 
     def close(self) -> None:
-        """End what runs, without waiting for a peer."""
+        """End the fetch without waiting for a peer."""
         if self._fetch is not None:
             self._transport.abort()
             self._fetch.cancel()
@@ -131,7 +134,7 @@ class StateExchange:
         return tuple(sorted(found))[:POOR_SOURCES_MOST]
 
     def _learn_of_sources(self, fetch: Fetch) -> None:
-        """Keep what a fetch found out."""
+        """Keep the metadata and the silent sources that a fetch found."""
         now = self._clock.monotonic()
         self._metadata |= fetch.metadata
         self._silent |= {name: (why, now) for name, why in fetch.silent.items()}
@@ -142,7 +145,7 @@ class StateExchange:
     # --- one step's exchange, on the training thread ------------------------------------------------------------------
 
     def perform(self) -> None:
-        """Serve those that heal, or heal; once a step, when its plan is here."""
+        """Serve the members that heal, or heal. Call this once a step, after its plan has arrived."""
         before, self._where.waits = self._where.waits, True
         plan = self._step.status.plan
         effects = self._step.tell(on.ExchangeAsked(offers=plan is not None and self._early.serves(plan)))
@@ -152,7 +155,7 @@ class StateExchange:
         self._where.waits = before
 
     def _done(self, order: do.Effect) -> Event:
-        """Do one thing, and tell how it ended."""
+        """Perform one effect, and return the event that reports its end."""
         match order:
             case do.Serve():
                 self._serve(order)
@@ -181,7 +184,8 @@ class StateExchange:
                 f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self._coordinator.replica_id}, "
                 "whose state was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
-            self.refuse(plan, sentence)  # they go on without it, for nobody knows when it is allowed again
+            # the members continue without it, because no thread knows when reading is allowed again
+            self.refuse(plan, sentence)
             raise StateUnavailable(sentence)
         begun = self._clock.monotonic()
         try:
@@ -202,9 +206,9 @@ class StateExchange:
                 list(plan.recover_dst_replica_ranks), plan.step, state, self._config.heal_timeout, key=state_key(plan)
             )
         except Exception as error:
-            # This replica's step is sound, whatever its transport did. Its peers must not wait for a state that it has
-            # not offered: the transport may have failed before it knew the key.
-            # Where nobody comes here first, nobody misses it.
+            # This replica's step is valid, whatever its transport did. Its peers must not wait for a state that is not
+            # offered: the transport may have failed before it registered the key. If no member asks this replica first,
+            # the offer is only a spare.
             spare = isinstance(error, TransportStateUnavailable) and not plan.recover_dst_replica_ranks
             level = logging.WARNING if spare else logging.ERROR
             self._reports.log(level, "can't serve step %d %s: %s", plan.step, takers(plan), error)
@@ -219,7 +223,7 @@ class StateExchange:
         )
 
     def refuse(self, plan: Plan, sentence: str) -> None:
-        """Tell those that wait for this replica's state that it can't be had from here."""
+        """Tell the members that wait for this replica's state that they can't get it here."""
         if self._config.stands_by:
             return
         try:
@@ -227,7 +231,7 @@ class StateExchange:
                 plan.step, sentence, key=state_key(plan), dst_ranks=list(plan.recover_dst_replica_ranks)
             )
         except Exception as error:
-            # As for a send: the step is sound, and who waits has its own time-out.
+            # As for a send, the step is valid, and the waiting members have their own time-out.
             self._reports.log(logging.ERROR, "can't tell those that heal that they heal in vain: %s", error)
 
     def _take_for_others(self, plan: Plan) -> dict[str, Any]:
@@ -243,7 +247,7 @@ class StateExchange:
             state = self._user.take()
         except StateUnavailable as failure:
             error = failure
-        # Who can't take part must not be waited for in a collective.
+        # The other ranks must not wait in a collective for a rank that can't join it.
         if not self._agree(plan, error is None, Purpose.TAKEN):
             self._reports.raise_fatal()
             raise error or StateUnavailable(
@@ -254,8 +258,8 @@ class StateExchange:
     # --- taking -------------------------------------------------------------------------------------------------------
 
     def _stage(self, plan: Plan, in_vain: Exception | None) -> on.StageEnded:
-        """Wait for what is fetched. `in_vain`: why not."""
-        fetch = self._fetch  # which stays until its step is over: the loss of its source must reach it
+        """Wait for the fetched state. `in_vain`: the reason not to wait."""
+        fetch = self._fetch  # the fetch stays until its step is over, because the loss of its source must reach it
         if fetch is None:
             assert self._config.stands_by, "a plan that heals has no fetch"
             return on.StageEnded(Stage.FETCH, in_vain)
@@ -274,7 +278,10 @@ class StateExchange:
         return ended
 
     def _checked(self, stage: Stage, state: Any) -> on.StageEnded:
-        """Keep a state that has come. Raises: HealingFailed: it does not fit what is registered here."""
+        """Keep a received state.
+
+        Raises: HealingFailed: the state does not fit what is registered here.
+        """
         if not isinstance(state, Mapping) or not all(isinstance(state.get(key), Mapping) for key in ("user", "tft")):
             raise LoadFailed("the fetched state is none of a Manager's; run the same release on every replica")
         theirs, ours = set(state["user"]), self._user.names
@@ -287,7 +294,7 @@ class StateExchange:
         return on.StageEnded(stage, own=state["tft"], needs_own=has_shards(state["user"]))
 
     def _spread(self, plan: Plan) -> on.StageEnded:
-        """Have what rank 0 of this island has staged on every rank."""
+        """Copy the staged state from rank 0 of this island to every rank."""
         try:
             state = spread(
                 self._staged,
@@ -303,10 +310,10 @@ class StateExchange:
             return _failed(Stage.SPREAD, error)
 
     def _match(self) -> on.StageEnded:
-        """Put the DTensors of a staged state on this process's own meshes; nothing is loaded.
+        """Put the DTensors of a staged state on this process's own meshes. Nothing is loaded.
 
-        The meshes are those of the user's own state. The functions that give it may run collectives over the ranks of
-        this group. On an island nothing in the staged state says what is cut here.
+        The meshes come from the user's own state. The functions that return it may run collectives over the ranks of
+        this group. On an island, the staged state does not show which tensors are sharded here.
         """
         place = cut_whole if self._config.rank0_synchronization_only else place_shards
         try:
@@ -327,7 +334,7 @@ class StateExchange:
         return on.StageEnded(Stage.LOAD) if error is None else _failed(Stage.LOAD, error)
 
     def healed(self, order: do.ReportHealed) -> None:
-        """Say that this rank has healed, and look at what was loaded."""
+        """Report that this rank has healed, and check what was loaded."""
         plan, fetch = order.plan, self._fetch
         source, by = plan.sources[0].replica_id, "through rank 0"
         if fetch is not None:
@@ -337,7 +344,7 @@ class StateExchange:
         self._received = self._staged = {}
 
     def heal_failed(self, order: do.ReportHealFailed) -> None:
-        """Say that this rank has not healed."""
+        """Report that this rank has not healed."""
         self._received = self._staged = {}
         cause = order.error.__cause__ if isinstance(order.error, LoadFailed) and not order.is_over else None
         self._reports.heal_failed(order.name, order.error, traceback_of=cause)
@@ -345,13 +352,13 @@ class StateExchange:
     # --- the group ----------------------------------------------------------------------------------------------------
 
     def _agree(self, plan: Plan, yes: bool, purpose: Purpose) -> bool:
-        """Whether all ranks of this group say yes."""
+        """Return whether all ranks of this group say yes."""
         if self._config.world_size == 1:
             return yes
         try:
             return self._coordinator.vote(plan.step, yes, self._config.heal_timeout, key=plan.key, purpose=purpose).yes
         except DeadlinePassed:
-            self._reports.raise_fatal()  # why nobody answered, where that was told while we waited
+            self._reports.raise_fatal()  # raises the reason if it became known during the wait
             raise
 
 

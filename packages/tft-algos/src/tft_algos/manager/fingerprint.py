@@ -1,9 +1,9 @@
-"""What this replica is made of, as it is told to the others before the first collective.
+"""The fingerprint of this replica, which the other replicas compare before the first collective.
 
-Settings by which the replicas of a job have to go alike, the parameters of the models, and what the user adds. It goes
-with the first request for a quorum, and again when something is added.
+It contains settings that all replicas of a job must share, the parameters of the models, and values of the user. The
+first request for a quorum carries it, and so does the next request after each addition.
 
-Law of this file: the names of the parts and their words; who is refused for them is decided elsewhere.
+Law of this file: the names and values of the parts. Whether a replica is refused is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tft_coord.core.fingerprint import OF_A_RANK, PROTOCOL_VERSION, Fingerprint,
 
 USER: Final = "user/"
 _UNKNOWN: Final = "not initialized"
-COMPILED: Final = "_orig_mod"  # what torch.compile puts between a module and its own names
+COMPILED: Final = "_orig_mod"  # the prefix that torch.compile puts before a module's own names
 
 
 @final
 class OwnFingerprint:
-    """The parts of one Manager. Parts are added by the training thread, and said by the quorum thread.
+    """The fingerprint of one Manager. The training thread adds parts, and the quorum thread sends them.
 
     Args:
-        config: whose settings are parts.
+        config: its settings are parts.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -45,7 +45,7 @@ class OwnFingerprint:
         if not self._is_island:
             self._parts["group world size"] = str(config.world_size)
         self._lock = threading.Lock()
-        self._whole: Fingerprint = ()  # of the parts; empty: to be made anew
+        self._whole: Fingerprint = ()  # the current fingerprint; empty: to be computed again
         self._said: Fingerprint = ()
         self._num_models = 0
         self._num_optimizers = 0
@@ -70,10 +70,10 @@ class OwnFingerprint:
                 )
 
     def add_model(self, model: torch.nn.Module, *, strides: bool = False) -> None:
-        """Add the parameters of one more model, by name, and their order.
+        """Add the parameters of a model, by name, and their order.
 
         Args:
-            strides: whether the gradients are reduced in the layout of the parameters, which is a part then.
+            strides: gradients are reduced in the layout of the parameters, so the strides are included.
         """
         prefix = f"{OF_A_RANK}{self._num_models}"
         self._num_models += 1
@@ -87,14 +87,14 @@ class OwnFingerprint:
         names = hashlib.sha256("\n".join(name for name, _ in described).encode()).hexdigest()
         self.add(prefix, f"{len(described)} parameters, their names and order {names[:16]}")
         if self._is_island:
-            # Rank 0 speaks for the others, so that what only they have would never be synchronized.
+            # Rank 0 communicates for all ranks. A parameter that only other ranks have would never be synchronized.
             whole = hashlib.sha256("\n".join(f"{name} {words}" for name, words in described).encode()).hexdigest()
             self.add(f"model {self._num_models - 1}", f"{len(described)} parameters, {whole[:16]}")
         for name, words in described:
             self.add(f"{prefix}/{name}", words)
 
     def add_optimizer(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Add the dtypes and shapes of what one more optimizer steps, which a model may have said already, or not."""
+        """Add the dtypes and shapes of an optimizer's parameters, even if a model has already added them."""
         described = [_dtype_and_shape(parameter) for parameter in parameters]
         whole = hashlib.sha256("\n".join(described).encode()).hexdigest()
         self.add(
@@ -110,7 +110,7 @@ class OwnFingerprint:
             return () if self._whole is self._said else self._whole
 
     def whole(self) -> Fingerprint:
-        """All of it, for a manager server that has heard none."""
+        """Return the whole fingerprint, for a manager server that has received none."""
         with self._lock:
             self._whole = self._whole or fingerprint_of(self._parts)
             return self._whole
@@ -128,13 +128,13 @@ def uncompiled(name: str) -> str:
 
 
 def strides_of(parameter: torch.nn.Parameter) -> str:
-    """Return in words where the elements of a parameter's gradient lie in torch's buckets; empty: in order.
+    """Return as text where the elements of a parameter's gradient are in torch's buckets; "": in order.
 
-    Torch lays out a gradient as its parameter is, if that is dense, and in order if not.
+    Torch lays out a gradient like its parameter if that is dense, and in order otherwise.
     """
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter) or parameter.is_contiguous():
         return ""
-    # A dimension of one may have any stride.
+    # The stride of a dimension of size one has no effect.
     strides = [step if size > 1 else 0 for size, step in zip(parameter.shape, parameter.stride(), strict=True)]
     length = 1
     for step, size in sorted(zip(strides, parameter.shape, strict=True)):
@@ -150,7 +150,7 @@ def _describe(parameter: torch.nn.Parameter) -> str:
 
 
 def _dtype_and_shape(parameter: torch.Tensor) -> str:
-    """Of a DTensor, the global one."""
+    """Return dtype and shape as text. For a DTensor, the global shape."""
     if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
         return _UNKNOWN
     return f"{str(parameter.dtype).removeprefix('torch.')} {[int(size) for size in parameter.shape]}"

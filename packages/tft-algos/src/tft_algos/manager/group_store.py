@@ -1,12 +1,12 @@
 """The replica group's store: where its ranks find each other, and a restarted group finds its predecessor.
 
-Under torchrun the store belongs to the agent and outlives the processes, so what one start of the group writes must
-not be taken for what the next one writes. A restart count does not tell all starts apart: torchrun does not raise it
-when its members change, and other launchers have none. So each rank asks with a word that nobody has used, and only a
-rank 0 of the same start answers. It gives the replica id of this start, under which the other keys stand.
+Under torchrun the agent owns the store, which outlives the processes. So the keys of one start of the group must not be
+mixed up with those of the next start. A restart count does not separate all starts: torchrun does not raise it when its
+members change, and other launchers have none. So each rank asks with a fresh word, and only a rank 0 of the same start
+answers. The answer is the replica id of this start, which prefixes the other keys.
 
-One key belongs to all starts: the id of the replica that was here before, whose place the new one takes. Ranks that
-were told different things find that out here, before one of them waits for another that will never come.
+One key belongs to all starts: the id of the previous replica, which the new one replaces. Ranks with contradicting
+settings are detected here, before one of them waits for another that never comes.
 
 Law of this file: opening the store, and the keys in it.
 """
@@ -35,7 +35,7 @@ from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.store import StoreClient
 from tft_pg.threads import join_within
 
-ASKS_KEY = "asks"  # their number, and under it each with the word that it is answered under
+ASKS_KEY = "asks"  # the number of asks; each has its word in a key below
 ANSWER_KEY = "answer"
 REPLICA_ID_KEY = "replica_id"
 WORLD_SIZE_KEY = "world_size"
@@ -43,10 +43,11 @@ HOLDER_KEY = "holder_of_rank"
 GATHER_KEY = "gathered"
 
 RETRY_S = 0.1
-BACKLOG: Final = 1024  # a whole job may turn to one store at once
+BACKLOG: Final = 1024  # a whole job may connect to one store at once
 _PROC: Final = "/proc"
-_ENDED: Final = (b"Z", b"X", b"x")  # states of a process that has ended and that its parent has not reaped
-_OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))  # for documentation, so never somebody's
+_ENDED: Final = (b"Z", b"X", b"x")  # states of a process that has ended and was not reaped by its parent
+# documentation addresses, which belong to no machine
+_OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,8 @@ class GroupStore:
     """An open store of the replica group.
 
     Args:
-        store: of torch.
-        address: `host:port` under which other replicas reach it.
+        store: torch's store.
+        address: `host:port` by which other replicas reach it.
         run_scope, group_scope: as in ResolvedConfig.
     """
 
@@ -63,22 +64,22 @@ class GroupStore:
     address: str
     run_scope: str
     group_scope: str
-    _answered: set[int] = field(default_factory=set, repr=False)  # numbers of asks
-    _given: list[str] = field(default_factory=list, repr=False)  # at most two keys, of the last exchanges
+    _answered: set[int] = field(default_factory=set, repr=False)  # numbers of the answered asks
+    _given: list[str] = field(default_factory=list, repr=False)  # the keys of the last exchanges, at most two
 
     def publish_id(self, replica_id: str) -> None:
-        """As group rank 0, tell the starts to come who was here."""
+        """Publish the replica id for later starts. Group rank 0 calls this."""
         self.store.set(f"{self.group_scope}/{REPLICA_ID_KEY}", replica_id)
 
     def forget_id(self) -> None:
-        """As group rank 0 whose training is over, name no predecessor to the starts to come."""
-        with suppress(DistStoreError, DistNetworkError):  # it may have ended with the launcher
+        """Publish that later starts have no predecessor. Group rank 0 calls this when its training is over."""
+        with suppress(DistStoreError, DistNetworkError):  # the store may have ended with the launcher
             self.store.set(f"{self.group_scope}/{REPLICA_ID_KEY}", "")
 
     def ask(self, rank: int, timeout: timedelta) -> tuple[str, str]:
-        """Ask the group rank 0 of this start: (replica id, address of the manager server).
+        """Ask group rank 0 of this start for (replica id, address of the manager server).
 
-        Raises: DeadlinePassed: it has not answered in time.
+        Raises: DeadlinePassed: rank 0 has not answered in time.
         """
         word, asks = uuid.uuid4().hex, f"{self.run_scope}/{ASKS_KEY}"
         try:
@@ -93,22 +94,22 @@ class GroupStore:
         return replica_id, address
 
     def answer(self, replica_id: str, manager_addr: str, world_size: int) -> bool:
-        """As group rank 0, answer whoever has asked since the last call, also processes that have died.
+        """Answer all asks since the last call, including those of processes that have died. Group rank 0 calls this.
 
-        Returns: whether all ranks have taken their places.
+        Returns: whether all ranks have claimed their ranks.
         """
         asks = f"{self.run_scope}/{ASKS_KEY}"
         for number in set(range(1, self.store.add(asks, 0) + 1)) - self._answered:
-            if self.store.check([f"{asks}/{number}"]):  # else it is written in a moment
+            if self.store.check([f"{asks}/{number}"]):  # otherwise the word is written in a moment
                 word = self.store.get(f"{asks}/{number}").decode()
                 self.store.compare_set(f"{self.run_scope}/{ANSWER_KEY}/{word}", "", f"{replica_id} {manager_addr}")
                 self._answered.add(number)
         return self.store.check([self._holder_key(replica_id, rank) for rank in range(world_size)])
 
     def claim(self, replica_id: str, rank: int, world_size: int) -> None:
-        """Take a place in the group, for this start of it.
+        """Claim a rank in the group, for this start of it.
 
-        Raises: SettingError: another rank was told another world size, or another process has this rank.
+        Raises: SettingError: another rank has another world size, or another process has this rank.
         """
         key = f"{self.run_scope}/{replica_id}/{WORLD_SIZE_KEY}"
         first = self.store.compare_set(key, "", str(world_size)).decode()
@@ -123,9 +124,9 @@ class GroupStore:
             raise _taken(rank, holder)
 
     def check_alone(self, rank: int) -> None:
-        """Look for a process of this rank on this machine, before any is waited for.
+        """Check that no other process of this rank runs on this machine, before this process waits for any.
 
-        Raises: SettingError: there is one.
+        Raises: SettingError: such a process runs.
         """
         key, mine = f"{self.run_scope}/{HOLDER_KEY}/{rank}", _this_process()
         holder = self.store.compare_set(key, "", mine).decode()
@@ -133,18 +134,19 @@ class GroupStore:
             return
         if _lives_here(holder):
             raise _taken(rank, holder)
-        # It has died, or a launcher has moved its rank here from another machine.
+        # The process has died, or a launcher has moved its rank here from another machine.
         self.store.set(key, mine)
 
     def _holder_key(self, replica_id: str, rank: int) -> str:
         return f"{self.run_scope}/{replica_id}/{HOLDER_KEY}/{rank}"
 
     def gather(self, name: str, value: str, rank: int, world_size: int, timeout: timedelta) -> tuple[str, ...]:
-        """Give all ranks a value, and take theirs; returns them in rank order.
+        """Exchange a value with all ranks. Return all values in rank order.
 
-        What a rank gave is taken away two exchanges later: who gives in an exchange has read all of the one before.
+        A rank deletes its value two exchanges later. By then all ranks have read it, because a rank reads a whole
+        exchange before it joins the next one.
 
-        Raises: DeadlinePassed: a rank gave none in time, or the store does not answer.
+        Raises: DeadlinePassed: a rank gave no value in time, or the store does not answer.
         """
         keys = [f"{self.run_scope}/{GATHER_KEY}/{name}/{place}" for place in range(world_size)]
         try:
@@ -163,7 +165,7 @@ class GroupStore:
     def predecessor(self) -> str:
         """Return the replica id of the previous start, or ""."""
         key = f"{self.group_scope}/{REPLICA_ID_KEY}"
-        # A get of a key that nobody has set waits; so it is asked for first.
+        # A get of a missing key blocks, so check it first.
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
 
@@ -179,7 +181,11 @@ class _Hosted:
         let_go_in_child(self)
 
     def forked(self) -> Inheritance:
-        """In a child: the port and its connections are the parent's; a store that is destroyed waits for its thread."""
+        """Hand over the stores in a forked child.
+
+        The port and its connections belong to the parent. The stores are kept, because the destructor of a store waits
+        for its thread.
+        """
         stores = list(self._stores)
         self._stores.clear()
         return Inheritance(ports=[store.port for store in stores], kept=stores)
@@ -189,15 +195,15 @@ _hosted: Final = _Hosted()
 
 
 def open_group_store(config: ResolvedConfig) -> GroupStore:
-    """Host the store, where the group is this process alone and none is named; else connect to it.
+    """Host the store, if the group is this process alone and no store is given. Otherwise connect to it.
 
     Raises:
-        Unreachable: nobody answers at MASTER_ADDR:MASTER_PORT, or no store does.
-        SettingError: this rank's settings contradict those of the ranks that were there before.
+        Unreachable: nothing answers at MASTER_ADDR:MASTER_PORT, or the answer is not a store's.
+        SettingError: this rank's settings contradict those of earlier ranks.
     """
     if config.store_addr is None:
-        # The store must answer under the name that other replicas are told. Anybody who reaches it may read and write
-        # its keys, so it listens at that name's address and not, as TCPStore would, on all interfaces.
+        # Other replicas get this name, so the store must answer under it. Every client that reaches the store may
+        # change its keys. So the store listens on the name's address, and not on all interfaces as TCPStore would.
         listener = _listener(config.hostname)
         host, port = listener.getsockname()[:2]
         try:
@@ -207,7 +213,7 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
                 is_master=True,
                 wait_for_workers=False,
                 timeout=config.connect_timeout,
-                master_listen_fd=listener.detach(),  # torch's from now on
+                master_listen_fd=listener.detach(),  # torch owns the socket from now on
             )
         except DistNetworkError as error:
             raise Unreachable(
@@ -251,9 +257,9 @@ def _listener(hostname: str) -> socket.socket:
         found = socket.getaddrinfo(hostname.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         found = []
-    # Who dials a name tries all of its addresses.
+    # A client tries all addresses of a name.
     for family, _, _, _, address in sorted(found, key=lambda info: info[0] != socket.AF_INET):
-        with suppress(OSError):  # an address that is forwarded to this machine, and is not its own
+        with suppress(OSError):  # the address may be forwarded to this machine, and not belong to it
             return socket.create_server(address[:2], family=family, backlog=BACKLOG)
     try:
         with suppress(OSError):
@@ -266,16 +272,19 @@ def _listener(hostname: str) -> socket.socket:
 
 
 def _sever_late(client: StoreClient, connected: threading.Event, config: ResolvedConfig) -> None:
-    """On a thread: torch's client waits for ever for a store that was stopped, or for a stranger that says nothing."""
+    """Cut a connection that takes longer than connect_timeout. Runs on a thread.
+
+    Torch's client waits for ever for a store that was stopped, or for a server that never answers.
+    """
     if not connected.wait(config.connect_timeout.total_seconds()):
         while not connected.wait(RETRY_S):
             client.sever()
 
 
 def _reach(config: ResolvedConfig, where: str) -> None:
-    """Wait until somebody listens there. TCPStore would too, and print a stack of its own for each attempt.
+    """Wait until a server listens there. TCPStore would also wait, but print a stack trace for each attempt.
 
-    Raises: Unreachable: nobody did within connect_timeout.
+    Raises: Unreachable: no server listens within connect_timeout.
     """
     assert config.store_addr is not None, "a store without an address is hosted, not reached"
     give_up_at = time.monotonic() + config.connect_timeout.total_seconds()
@@ -295,16 +304,16 @@ def _reach(config: ResolvedConfig, where: str) -> None:
 
 
 def _this_process() -> str:
-    """Return `host/pid:start`, where `start` tells this process from later ones with the same pid."""
+    """Return `host/pid:start`. `start` separates this process from later ones with the same pid."""
     pid = os.getpid()
     return f"{socket.gethostname()}/{pid}:{_started(pid) or ''}"
 
 
 def _lives_here(holder: str) -> bool:
-    """Return whether that process, as `_this_process` gives it, still runs on this machine.
+    """Return whether a process, as given by `_this_process`, still runs on this machine.
 
-    A pid alone is not enough: the launcher may not have reaped a process that has ended, and the system gives the pid
-    of a process that was reaped to another one.
+    A pid alone is not enough. The launcher may not have reaped an ended process, and the system reuses the pids of
+    reaped processes.
     """
     host, _, process = holder.rpartition("/")
     pid, _, start = process.partition(":")
@@ -322,10 +331,11 @@ def _lives_here(holder: str) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a running process, in clock ticks since boot; None if it has ended, or without /proc."""
+    """Return the start time of a running process in clock ticks since boot. None: it has ended, or there is no
+    /proc."""
     try:
         with open(f"{_PROC}/{pid}/stat", "rb") as stat:
-            words = stat.read().rpartition(b")")[2].split()  # the name before it may hold spaces and brackets
+            words = stat.read().rpartition(b")")[2].split()  # the name before it may contain spaces and brackets
     except OSError:
         return None
     state, start = words[0], words[19]
@@ -362,7 +372,7 @@ def own_host() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether that name or address means this machine to whoever reads it."""
+    """Return whether a name or address always means the machine that uses it."""
     if host in ("localhost", "localhost.localdomain", "ip6-localhost"):
         return True
     try:
@@ -372,5 +382,5 @@ def is_loopback(host: str) -> bool:
 
 
 def join_address(host: str, port: int) -> str:
-    """`host:port`, with brackets around an IPv6 address."""
+    """Return `host:port`, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

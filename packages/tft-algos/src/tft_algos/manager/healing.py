@@ -1,9 +1,10 @@
-"""Fetching the live state of a participant, in the background of a step that trains on.
+"""Fetching the live state of a participant, in the background of a step that continues to train.
 
-Who heals gives zeros to the reductions at once, so nobody waits for it. Meanwhile a thread asks the source's manager
-server where its state is, and the transport fetches it; the training thread picks it up when its step ends.
+A replica that heals gives zeros to the reductions at once, so no member waits for it. Meanwhile, a thread asks the
+source's manager server for the location of its state, and the transport fetches it. The training thread takes it at the
+end of its step.
 
-Law of this file: one fetch, its thread and its end. Loading, and what a failure means, is the Manager's.
+Law of this file: one fetch, its thread and its end. The Manager loads the state, and decides the effect of a failure.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from tft_pg.threads import join_within
 
 MAX_SOURCES: Final = 4
 REPORT_INTERVAL_S: Final = 0.1
-SOURCE_PATIENCE: Final = timedelta(seconds=1)  # where there are others
+SOURCE_PATIENCE: Final = timedelta(seconds=1)  # if there are other sources
 ATTEMPT: Final = timedelta(seconds=2)
 FURTHER_PATIENCE: Final = timedelta(seconds=0.5)
-# Without a byte for so long the sources are called, to learn whether they answer at all, and so long they may take.
+# After this long without a byte, the sources are called to check that they answer at all. The second value limits the
+# calls.
 UNHEARD_S: Final = 2.0
 CALLS_S: Final = 2.0
 
 
 @final
 class Fetch:
-    """One fetch of a plan's reference.
+    """One fetch of a plan's state.
 
     Args:
-        plan: that says to heal.
-        coordinator: reaches the sources' manager servers, and is told of the progress.
+        plan: a plan that says to heal.
+        coordinator: reaches the sources' manager servers, and receives the progress.
         transport: moves the state.
-        timeout: for all of it, waiting for the source included.
+        timeout: for the whole fetch, including the wait for the source.
         received_before: bytes that this process received in earlier healings.
     """
 
@@ -56,8 +58,8 @@ class Fetch:
     ) -> None:
         self.plan = plan
         self.received_bytes = 0
-        self.metadata: dict[str, str] = {}  # of the sources that have told it; by replica id
-        self.unreached: dict[str, str] = {}  # sources that answer no connection, and why, in a few words
+        self.metadata: dict[str, str] = {}  # metadata of the sources that have answered, by replica id
+        self.unreached: dict[str, str] = {}  # sources that answer no connection, and the reason in a few words
         self.silent: dict[str, str] = {}  # sources whose manager server did not answer, and a sentence for each
         self._coordinator = coordinator
         self._transport = transport
@@ -67,26 +69,26 @@ class Fetch:
         self._reported = -REPORT_INTERVAL_S  # on the monotonic clock; the first byte is reported at once
         self._cancelled = threading.Event()
         self._lost: set[str] = set()
-        self._over = threading.Event()  # the state is here, or will not come
+        self._over = threading.Event()  # the state has arrived, or will not arrive
         self._state: Any = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="tft-heal", daemon=True)
         self._watch = threading.Thread(target=self._look_for_silence, name="tft-heal-calls", daemon=True)
 
     def start(self) -> None:
-        """Begin, on a thread of its own."""
+        """Begin the fetch on its own thread."""
         self._thread.start()
         self._watch.start()
 
     def run(self) -> None:
-        """Do all of it on the calling thread."""
+        """Run the whole fetch on the calling thread."""
         self._run()
 
     def result(self) -> Any:
-        """Wait for the end.
+        """Wait for the end of the fetch.
 
         Returns: the state.
-        Raises: HealingFailed: no source gave it; the cause is attached.
+        Raises: HealingFailed: no source gave the state. The cause is attached.
         """
         self._over.wait()
         if self._error is not None:
@@ -108,14 +110,14 @@ class Fetch:
         self._over.set()
 
     def cancel(self) -> None:
-        """End it, from any thread, and wait until it has ended."""
+        """End the fetch, and wait until its threads have ended. Any thread may call this."""
         self._cancelled.set()
         for thread in (self._thread, self._watch):
             if thread.ident is not None and thread is not threading.current_thread():
                 join_within(thread)
 
     def _look_for_silence(self) -> None:
-        """On a thread of its own: end the fetch if no source answers a connection, long before heal_timeout."""
+        """End the fetch if no source answers a connection, long before heal_timeout. Runs on its own thread."""
         if self._over.wait(UNHEARD_S) or self.received_bytes:
             return
         found = self._call_sources(lambda: not (self._over.is_set() or self.received_bytes))
@@ -131,14 +133,14 @@ class Fetch:
         self._over.set()
 
     def _call_sources(self, goes_on: Callable[[], bool]) -> dict[str, str]:
-        """Which sources answer no connection where they are asked, and why."""
+        """Return the sources that answer no connection at the address in use, with the reason."""
         addresses = {source.replica_id: source.address for source in self.plan.sources} | self.metadata
         asked = {name: address for name, address in addresses.items() if name not in self._lost}
         return silent_sources(asked, within_s=CALLS_S, goes_on=goes_on)
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Return the seconds since the fetch was made."""
         return time.monotonic() - self._started
 
     def _run(self) -> None:
@@ -153,7 +155,7 @@ class Fetch:
 
     def _fetch(self) -> Any:
         plan = self.plan
-        # Each question takes a connection of its own, which is most of what it costs: so they are asked side by side.
+        # Most of the cost of a question is its new connection. So the further sources are asked in parallel.
         others = _Beside(self._further_sources)
         if len(plan.sources) > 1:
             others.start()
@@ -176,7 +178,7 @@ class Fetch:
         """Find the first source that says where its state is. Return its index in the plan, and its metadata."""
         last_error: Exception | None = None
         for place, source in enumerate(self.plan.sources):
-            # A source that does not answer is not waited for while there is another.
+            # While there is another source, a silent source only gets a short wait.
             is_last = place == len(self.plan.sources) - 1
             patience = self._remaining() if is_last else min(SOURCE_PATIENCE, self._remaining())
             try:
@@ -188,8 +190,10 @@ class Fetch:
         raise HealingFailed("no source's manager server says where its state is") from last_error
 
     def _further_sources(self) -> list[tuple[int, str]]:
-        """Which others have it, by their places among the plan's, and where. One source is enough; what more of them
-        cost must not outweigh what they give."""
+        """Find further sources with the state. Return the index in the plan and the metadata of each.
+
+        One source is enough, so the search for others is short.
+        """
         found: list[tuple[int, str]] = []
         give_up_at = time.monotonic() + min(FURTHER_PATIENCE, self._remaining()).total_seconds()
         for place, source in enumerate(self.plan.sources[1:], start=1):
@@ -198,7 +202,7 @@ class Fetch:
                 break
             if source.replica_id in self._lost:
                 continue
-            # Whatever it raises, it is not needed.
+            # A further source is optional, so its errors are ignored.
             with contextlib.suppress(Exception):
                 metadata = self._coordinator.source_metadata(source.address, timedelta(seconds=left_s))
                 self.metadata[source.replica_id] = metadata
@@ -206,7 +210,7 @@ class Fetch:
         return found
 
     def _metadata_of(self, source: Source, patience: timedelta) -> str:
-        """Where its state is, asked in short attempts, so that its loss is seen meanwhile."""
+        """Ask a source for the location of its state, in short attempts, so that a loss of the source is noticed."""
         give_up_at = time.monotonic() + patience.total_seconds()
         while True:
             if source.replica_id in self._lost or self._cancelled.is_set():
@@ -223,7 +227,7 @@ class Fetch:
     def _progressed(self, received_bytes: int, total_bytes: int) -> None:
         self.received_bytes = received_bytes
         now = time.monotonic()
-        # The end is reported too: the lighthouse must know that bytes came, however fast they did.
+        # The last byte is always reported, because the lighthouse must see that bytes arrived, however fast.
         if received_bytes and (now - self._reported >= REPORT_INTERVAL_S or received_bytes == total_bytes):
             self._reported = now
             self._coordinator.healed(self._received_before + received_bytes)
@@ -234,10 +238,10 @@ class Fetch:
 
 @final
 class _Beside:
-    """A question that is asked on a thread of its own.
+    """A question that is asked on its own thread.
 
     Args:
-        ask: gives the answers; it raises nothing.
+        ask: returns the answers. It must not raise.
     """
 
     def __init__(self, ask: Callable[[], list[tuple[int, str]]]) -> None:
@@ -246,21 +250,21 @@ class _Beside:
         self._thread = threading.Thread(target=self._run, name="tft-heal-sources", daemon=True)
 
     def start(self) -> None:
-        """Ask."""
+        """Ask the question."""
         self._thread.start()
 
     def _run(self) -> None:
         self._found = self._ask()
 
     def result(self) -> list[tuple[int, str]]:
-        """Wait for the answers; none if nothing was asked."""
+        """Wait for the answers. Empty if nothing was asked."""
         if self._thread.ident is not None:
             self._thread.join()
         return self._found
 
 
 def takers(plan: Plan) -> str:
-    """To whom this replica serves its state, as the log says it: those whose first source it is."""
+    """Return for the log which replicas have this replica as their first source."""
     names = [plan.replica_ids[rank] for rank in plan.recover_dst_replica_ranks]
     return f"to {names}" if names else "in case another source fails"
 

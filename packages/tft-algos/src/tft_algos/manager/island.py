@@ -1,11 +1,12 @@
-"""Replica groups of different sizes, of which group rank 0 alone meets the others.
+"""Islands: replica groups of different sizes, in which group rank 0 alone communicates with other groups.
 
-Where every rank meets the rank of its own number, all groups have the same number of ranks and cut their tensors alike.
-An island need not: its rank 0 reduces, gives and fetches for all of it, and what crosses between islands is whole, not
-cut. Inside, the ranks put their parts together before, and cut what came into their own parts after.
+Usually every rank communicates with the same rank of other groups. All groups then have the same number of ranks and
+shard their tensors alike. Islands may differ. Rank 0 of an island reduces, gives and fetches for all its ranks. Tensors
+between islands are whole, not sharded. The ranks of an island gather their parts before, and take their parts of the
+result afterwards.
 
-Law of this file: what one rank of an island does where a rank of another group does something else. Whether it is to be
-done is the Manager's; how a whole tensor is cut is `shards`'.
+Law of this file: what a rank of an island does differently from a rank of another group. The Manager decides whether it
+happens, and `shards` how a whole tensor is sharded.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ NOTHING: Final = ""
 
 @final
 class Bystander:
-    """The process group of a rank that reduces nothing, because rank 0 of its island does: it is always well.
+    """The process group of a rank that reduces nothing, because rank 0 of its island does. It never has an error.
 
     Args:
-        group: the user's, which is never configured; it is shut down with this one.
+        group: the user's group. It is never configured, and is shut down with this one.
     """
 
     def __init__(self, group: Group) -> None:
@@ -54,7 +55,7 @@ class Bystander:
         group_world_size: int,
         global_ranks: Sequence[int] | None,
     ) -> None:
-        """Nothing: this rank is in no group."""
+        """Do nothing, because this rank is in no group."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
         """Leave the tensors as they are."""
@@ -64,10 +65,10 @@ class Bystander:
         return None
 
     def abort(self) -> None:
-        """Nothing runs."""
+        """Do nothing, because no operation runs."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing takes any time."""
+        """Do nothing, because no operation takes time."""
 
     def shutdown(self) -> None:
         self._group.shutdown()
@@ -109,7 +110,7 @@ def refuse_strategy(manager: object, name: str) -> None:
         )
 
 
-# --- giving -----------------------------------------------------------------------------------------------------------
+# --- giving ----------------------------------------------------------------------------------------------------------
 
 
 def whole(state: Any, *, keep: bool = True) -> Any:
@@ -168,7 +169,7 @@ def island_digests(
     def gather(what: str, value: str) -> tuple[str, ...]:
         return coordinator.gather(f"{what} {name}", value, config.timeout) if config.world_size > 1 else (value,)
 
-    # Who has no state must not be waited for in a collective.
+    # The other ranks must not wait in a collective for a rank without a state.
     if not all(gather("ready for", "yes" if state is not None else NOTHING)) or state is None:
         return (NOTHING,)
     own = NOTHING
@@ -195,7 +196,7 @@ def _without_dtensors(state: Any) -> Any:
     return None if is_dtensor(state) else state
 
 
-# --- taking -----------------------------------------------------------------------------------------------------------
+# --- taking ----------------------------------------------------------------------------------------------------------
 
 
 def spread(
@@ -208,16 +209,16 @@ def spread(
     received_before: int,
     cancelled: Callable[[], bool],
 ) -> Mapping[str, Any]:
-    """Give the other ranks what rank 0 has fetched; all ranks call it.
+    """Give the other ranks the state that rank 0 has fetched. All ranks call this.
 
     Args:
-        state: of rank 0.
-        plan: that says to heal.
+        state: the state of rank 0.
+        plan: a plan that says to heal.
         config, coordinator, transport: of this rank.
         received_before: bytes that this process received in earlier healings.
-        cancelled: whether nobody wants it any more.
+        cancelled: returns whether the state is not needed any more.
     Returns: rank 0's state, on every rank.
-    Raises: HealingFailed: this rank could not give or take it.
+    Raises: HealingFailed: this rank could not give or take the state.
     """
     metadata = NOTHING
     failure: Exception | None = None
@@ -226,10 +227,10 @@ def spread(
         try:
             transport.send_checkpoint([], plan.step, state, config.heal_timeout, key=state_key(plan))
             metadata = transport.metadata()
-        except Exception as error:  # whatever the user's own transport raises
+        except Exception as error:  # any error of the user's own transport
             failure = error
     try:
-        # Between two attempts to spread the same state lies a quorum of its own.
+        # A second attempt to spread the same state always belongs to another quorum, so the name is unique.
         name = f"spread {plan.key} {plan.step}"
         source = coordinator.gather(name, metadata, config.timeout)[0]
         if config.rank == 0:

@@ -1,7 +1,7 @@
 """The calls and waits of a replica that leaves the job on purpose.
 
-Law of this file: telling the manager server, and waiting for those that heal from here. Whether and when this replica
-leaves is decided by the step's core.
+Law of this file: telling the manager server, and waiting for the members that heal from here. The step core decides
+whether and when this replica leaves.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LEAVE_TAKEN_WITHIN: Final = timedelta(seconds=5)
 
 @final
 class GracefulShutdown:
-    """The leave of one rank.
+    """The graceful shutdown of one rank.
 
     Args:
         shared: what all parts share.
     Attributes:
-        released: set when nobody heals from this group any more.
+        released: set when no member heals from this group any more.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -54,14 +54,14 @@ class GracefulShutdown:
         try:
             self._shared.coordinator.leave(order.reason, serve, within, finished_step=order.finished_step)
         except (CoordinationError, ServerRestarted) as error:
-            # The others find out that this process ends, and lose the step that runs then. Of a group that has
-            # finished one rank is enough to tell it, and the manager server may have ended with rank 0.
+            # The other replicas then detect that this process ends, and lose the running step. In a group that has
+            # finished, one report is enough, and the manager server may have ended with rank 0.
             level = logging.WARNING if order.finished_step is None or config.world_size == 1 else logging.DEBUG
             self._shared.reports.log(level, "nobody was told that this replica leaves: %s", error)
             self.released.set()
 
     def serve_on(self, order: ServeOn) -> None:
-        """Wait until those that heal from here have their state, and then for this group's other ranks."""
+        """Wait until the members that heal from here have their state, and then for this group's other ranks."""
         shared = self._shared
         remaining_s = order.until_ms / 1_000 - shared.clock.monotonic()
         if remaining_s > 0 and not shared.clock.wait(self.released, remaining_s):
@@ -69,11 +69,11 @@ class GracefulShutdown:
                 logging.WARNING, "ends though others may still heal from it: its deadline to leave has passed"
             )
         if order.meets and shared.step.status.fatal is None:
-            # The manager server, which says where each rank's state is, ends with rank 0.
+            # The manager server, which knows the location of each rank's state, ends with rank 0.
             with contextlib.suppress(DeadlinePassed, CoordinationError):
                 shared.coordinator.gather("left", "", shared.config.timeout)
 
     def close(self) -> None:
-        """Wait until nothing is told any more."""
+        """Wait for a report that is still being sent."""
         if self._teller is not None:
             join_within(self._teller)

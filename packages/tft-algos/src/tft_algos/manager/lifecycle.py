@@ -1,7 +1,7 @@
-"""The life of one Manager: what it is told from outside, its beats, its leave and its end.
+"""The life of one Manager outside its steps: news, beats, leaving and the end.
 
-Law of this file: threads of others come in here, and the end goes out. What follows from news for the step is decided
-by its core.
+Law of this file: calls of other threads arrive here, and the end starts here. The step core decides the effect of news
+on the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tft_coord.news import News
 
 MILLISECOND: Final = timedelta(milliseconds=1)
 LAST_WORDS_S: Final = 1.0
-LOOK_EVERY_BEATS: Final = 0.9  # the next beat may come a little early
+LOOK_EVERY_BEATS: Final = 0.9  # below 1, because the next beat may come a little early
 
 
 @final
@@ -37,14 +37,14 @@ class Lifecycle:
     """The life of one rank's Manager, from its start to its end.
 
     Args:
-        parts: of the Manager. Its coordinator tells this from now on what happens.
+        parts: of the Manager. From now on, its coordinator reports news to this object.
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._pid = os.getpid()
         self._closing = parts.shared.closing
-        self._exits = False  # the interpreter does, and has shut the Manager down
+        self._exits = False  # the interpreter exits and has shut the Manager down
         self._signals = SignalHandlers()
         self._next_look_s = 0.0
         self._standing = standing_coordinator(parts.shared.coordinator)
@@ -62,13 +62,13 @@ class Lifecycle:
     def check_open(self) -> None:
         """Raise if the Manager can't be used here any more.
 
-        Raises: Closed: it was shut down. UsageError: this is a child that was forked from the Manager's process.
+        Raises: Closed: the Manager was shut down. UsageError: this process was forked from the Manager's process.
         """
         if self._closing.is_set():
             if self._exits and threading.current_thread().daemon:
-                sys.exit()  # the interpreter is about to end this thread anyway, without a traceback
+                sys.exit()  # the interpreter is about to end this thread anyway; this avoids a traceback
             raise Closed(f"the Manager of replica {self._replica_id} was shut down; make a new one")
-        if os.getpid() != self._pid:  # none of its threads is here
+        if os.getpid() != self._pid:  # a forked child has none of its threads
             raise UsageError(
                 f"the Manager of replica {self._replica_id} belongs to process {self._pid}, of which this one was "
                 "forked; use it there, or make one here"
@@ -78,10 +78,11 @@ class Lifecycle:
     def _replica_id(self) -> str:
         return self._parts.shared.coordinator.replica_id
 
-    # --- news: threads of the coordinator; nothing waits here ---------------------------------------------------------
+    # --- news, on threads of the coordinator, without waits
+    # ---------------------------------------------------------------
 
     def hear(self, news: News) -> None:
-        """Take note of a loss in a quorum or of this group, of a newcomer, or of a wish for this process."""
+        """Handle news: a loss in a quorum or of this group, a newcomer, or an order for this process."""
         parts, shared = self._parts, self._parts.shared
         match news:
             case LossNotice():
@@ -111,14 +112,14 @@ class Lifecycle:
                 self._end_process(message)
 
     def _number_beat(self) -> int:
-        """Return the number of a beat that is sent now; 0: it needs no answer."""
+        """Return the number of a beat that is sent now; 0: the beat needs no answer."""
         for order in self._parts.shared.step.tell(on.BeatDue()):
             if isinstance(order, do.NumberBeat):
                 return order.number
         return 0
 
     def _end_process(self, message: str) -> None:
-        """End with exit code 1, at once, whatever other threads do or hold."""
+        """End the process with exit code 1, at once, whatever other threads do or which locks they hold."""
 
         def last_words() -> None:
             self._parts.shared.reports.log(logging.CRITICAL, "this process is ended: %s", message)
@@ -131,7 +132,7 @@ class Lifecycle:
         os._exit(1)
 
     def look_often(self) -> Progress:
-        """Return where this rank is, several times a beat; look at all the rest once a beat."""
+        """Return this rank's progress, several times a beat. Check everything else once a beat."""
         parts, now_s = self._parts, self._parts.shared.clock.monotonic()
         if now_s < self._next_look_s:
             return parts.where.look()
@@ -139,7 +140,7 @@ class Lifecycle:
         return self.look()
 
     def look(self) -> Progress:
-        """Return where this rank is, and write what is due about its waits and its errors. Called once a beat."""
+        """Return this rank's progress, and log what is due about its waits and errors. Called once a beat."""
         parts = self._parts
         if not self._closing.is_set():
             parts.waits.look(parts.reducer.num_started)
@@ -153,7 +154,7 @@ class Lifecycle:
     # --- leaving ------------------------------------------------------------------------------------------------------
 
     def leave(self, deadline: timedelta | None, *, reason: str) -> None:
-        """See `Manager.leave`."""
+        """Record a request to leave. See `Manager.leave`."""
         limit = self._deadline(deadline)
         if not isinstance(reason, str):
             raise SettingError(f"reason is a {type(reason).__name__}; give a text")
@@ -162,7 +163,7 @@ class Lifecycle:
         shared.step.post(on.LeaveWished(reason or "it was told to", by_ms))
 
     def leave_on_signal(self, signals: tuple[int, ...], deadline: timedelta | None) -> None:
-        """See `Manager.leave_on_signal`."""
+        """Install the signal handlers. See `Manager.leave_on_signal`."""
         self.check_open()
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("leave_on_signal was called outside the main thread; call it there, once")
@@ -175,27 +176,27 @@ class Lifecycle:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def shutdown(self, *, wait: bool, finished: bool) -> None:
-        """See `Manager.shutdown`."""
+        """Shut the Manager down. See `Manager.shutdown`."""
         if self._closing.is_set() or os.getpid() != self._pid:
-            return  # what a forked child has a copy of is its parent's
+            return  # the copies in a forked child belong to its parent
         parts, shared = self._parts, self._parts.shared
         try:
-            # An error is set in an `except`, a `finally` and a `with` that it passes. And a script that ends without
-            # `shutdown` may have been told to exit; its end is a loss to the others.
+            # sys.exc_info shows an error inside an `except`, a `finally` or a `with` that the error passes. A script
+            # that ends without `shutdown` may have been told to exit. Its end counts as a loss for the others.
             clean = finished and not self._exits and sys.exc_info()[0] is None
             serve_ms = round(shared.config.heal_timeout / MILLISECOND)
             for order in shared.step.tell(on.EndingAsked(clean, serve_ms)):
                 if isinstance(order, do.ServeOn):
                     parts.farewell.serve_on(order)
         finally:
-            shared.reports.write_held()  # what fails from now on fails by this end
+            shared.reports.write_held()  # later errors are caused by this end
             self._closing.set()
-            # The handlers of signals go last: a launcher that sends a signal twice would end this process in the midst
-            # of it.
+            # The signal handlers go last, because a launcher that sends a signal twice would otherwise kill this
+            # process during its shutdown.
             parts.end(last=self._signals.give_back, wait=wait)
             at_exit.forget(self)
 
     def end_at_exit(self) -> None:
-        """Shut down because the interpreter exits; called by `at_exit` alone."""
+        """Shut down because the interpreter exits. Only `at_exit` calls this."""
         self._exits = True
         self.shutdown(wait=True, finished=True)

@@ -1,12 +1,12 @@
-"""The one way to a rank's step: every thread tells its events here, and here only.
+"""The mailbox of a rank's step, which receives the events of all threads.
 
-Whoever delivers an event takes the mailbox's lock, has the core handle it, lets go of the lock, and performs what was
-decided, in order. So nothing that blocks, and no code of the user's, ever runs under the lock. Readers get a frozen
-status, and wait for no lock unless an event has just changed it.
+A thread that delivers an event takes the mailbox's lock, lets the core handle the event, releases the lock, and
+performs the resulting effects in order. So no blocking code, and no code of the user, runs under the lock. Readers get
+a frozen status. They take the lock only if an event has changed the status since the last read.
 
-A signal handler may interrupt a thread in the midst of an event. What it tells is then kept, and handled next.
+A signal handler may interrupt a thread that handles an event. The handler's event is then kept, and handled next.
 
-Law of this file: the lock of the step, and who performs what. What is decided stands in `tft_coord.core.step`.
+Law of this file: the lock of the step, and the performers of its effects. The decisions are in `tft_coord.core.step`.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ class StepMailbox:
     """The mailbox of one rank's step.
 
     Args:
-        settings: of its core.
-        monotonic: the time, in seconds.
+        settings: settings of its core.
+        monotonic: returns the time in seconds.
     """
 
     def __init__(self, settings: StepSettings, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
         self._core = StepCore(settings)
-        self._lock = threading.RLock()  # taken again only by a signal handler of the thread that holds it
-        self._handles = False  # the thread that holds the lock is in the midst of an event
+        self._lock = threading.RLock()  # only a signal handler takes it again, on the thread that holds it
+        self._handles = False  # the thread that holds the lock is handling an event
         self._posted: deque[Event] = deque()
         self._performers: Mapping[type, Perform] = {}
-        self._last = self._core.status  # the newest that somebody has read
-        self._status: StepStatus | None = self._last  # None: an event has come since
+        self._last = self._core.status  # the newest status that was read
+        self._status: StepStatus | None = self._last  # None: an event has arrived since
         let_go_in_child(self)
 
     def performs(self, performers: Mapping[type, Perform]) -> None:
-        """Say who performs which effects, whichever thread is told them. Call it once, before other threads know this.
+        """Set the performers of effects, for any thread that delivers an event. Call this once, before other threads
+        start.
 
         Args:
-            performers: by kind of effect. Effects of all other kinds are returned to the thread that told the event.
+            performers: by type of effect. Effects of all other types are returned to the thread that delivers the
+                event.
         """
         self._performers = performers
 
@@ -57,12 +59,15 @@ class StepMailbox:
 
     @property
     def status(self) -> StepStatus:
-        """Return what the step is like. Inside a signal handler that interrupts an event: as it was before."""
+        """Return the status of the step. In a signal handler that interrupts an event, this is the status before the
+        event.
+        """
         status = self._status
         return status if status is not None and not self._posted else self._read()
 
     def forked(self) -> Inheritance:
-        """In a forked child, which has a copy of a lock that another thread of its parent may hold: read on without."""
+        """Reset the locks in a forked child, because another thread of the parent may hold them. Reading still
+        works."""
         self._lock = threading.RLock()
         self._handles = False
         self._posted = deque()
@@ -70,18 +75,19 @@ class StepMailbox:
         return Inheritance()
 
     def post(self, event: Event) -> None:
-        """Leave an event to whoever comes next; takes no lock, so that a signal handler may call it."""
+        """Leave an event for the next delivery or read. Takes no lock, so a signal handler may call this."""
         self._posted.append(event)
 
     def tell(self, event: Event) -> Effects:
-        """Tell an event, and perform what follows from it.
+        """Deliver an event, and perform its effects.
 
         Returns: the effects that the caller performs itself, in order.
-        Raises: what the core raises about the event; what performing an effect raises, and then the rest is not done.
+        Raises: the core's error about the event, or the error of performing an effect. The remaining effects are then
+            not performed.
         """
         if self._posted:
             self._take_posted()
-        # All of it in one function: a step tells some ten events, and calls are what they cost.
+        # One function does everything, because a step delivers about ten events, and the calls are their main cost.
         core = self._core
         with self._lock:
             if self._handles:
@@ -106,11 +112,11 @@ class StepMailbox:
         return tuple(rest)
 
     def _take_posted(self) -> None:
-        """Handle what was posted. Nobody waits for what follows from it."""
+        """Handle the posted events. No caller waits for their effects."""
         effects: Effects = ()
         with self._lock:
             if self._handles:
-                return  # a signal handler, in the midst of an event
+                return  # in a signal handler that interrupts an event
             self._handles = True
             try:
                 while self._posted:

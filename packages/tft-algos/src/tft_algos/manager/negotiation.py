@@ -1,8 +1,8 @@
-"""From the question for a quorum to a process group that is built for it, on a thread of its own.
+"""From the request for a quorum to a process group that is built for it, on its own thread.
 
-The training thread goes on meanwhile. It waits here when it needs to know who takes part.
+The training thread continues meanwhile. It waits here when it needs to know the participants.
 
-Law of this file: one question at a time, its thread and its end. What an answer means is decided by the step's core.
+Law of this file: one request at a time, its thread and its end. The step core decides the meaning of an answer.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Question:
 
 
 def _ask_all(questions: queue.SimpleQueue[_Question | None]) -> None:
-    """Run the negotiations one after the other, until a None comes.
+    """Run the negotiations one after the other, until a None arrives.
 
-    A function, not a method: between two steps this thread keeps nothing alive but the queue.
+    This is a function and not a method, so that between two steps the thread only keeps the queue alive.
     """
     while (question := questions.get()) is not None:
         try:
@@ -65,10 +65,10 @@ class Negotiation:
 
     Args:
         shared: what all parts share.
-        group: the process group across replicas; built here and nowhere else.
-        breaker: knows for which quorum it is built.
-        fingerprint: said whole to a manager server that has heard none.
-        unreached: told of each configure, so that the next request names whom it could not reach.
+        group: the process group across replicas. Only this class builds it.
+        breaker: knows the quorum for which the group is built.
+        fingerprint: sent whole to a manager server that has received none.
+        unreached: told of each configure, so that the next request names the unreachable peers.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Negotiation:
         self._fingerprint = fingerprint
         self._unreached = unreached
         self._closing = shared.closing
-        # Not an executor: the interpreter joins the threads of executors first when it ends, and a question may wait
-        # for minutes. This thread is ended by `close`, which the Manager calls at exit.
+        # This is not an executor, because at exit the interpreter first joins the threads of executors, and a request
+        # may wait for minutes. `close`, which the Manager calls at exit, ends this thread.
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._last: Future[None] | None = None
@@ -99,7 +99,7 @@ class Negotiation:
     # --- the training thread ------------------------------------------------------------------------------------------
 
     def start(self, ask: do.Ask, timeout: timedelta) -> None:
-        """Ask; to be called when the question before has ended."""
+        """Start a request. Call this after the last request has ended."""
         if self._thread is None:
             self._thread = threading.Thread(target=_ask_all, args=[self._questions], name="tft-quorum", daemon=True)
             self._thread.start()
@@ -115,16 +115,19 @@ class Negotiation:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was ever asked."""
+        """Return whether a request was ever started."""
         return self._last is not None
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing is waited for: the plan is here and the group built, or there is none."""
+        """Return whether nothing is pending: the plan is here and the group is built, or there is no plan."""
         return self._last is None or self._last.done()
 
     def wait(self) -> None:
-        """Wait for the end. Raises: why there is no plan."""
+        """Wait for the end of the request.
+
+        Raises: the reason why there is no plan.
+        """
         if self._last is not None:
             try:
                 self._last.result()
@@ -132,19 +135,19 @@ class Negotiation:
                 raise_told(error)
 
     def settle(self) -> None:
-        """Wait for the end, however it is."""
-        with contextlib.suppress(Exception, LeftJob):  # recorded when it happened
+        """Wait for the end of the request, whatever its result."""
+        with contextlib.suppress(Exception, LeftJob):  # the error was recorded when it happened
             self.wait()
 
     def close(self, *, wait: bool) -> None:
-        """Nothing is asked any more. `wait`: until the thread has ended."""
+        """End the thread. No request follows. `wait`: wait until the thread has ended."""
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._questions.put(None)
         if not wait:
             return
-        # It has been told to end wherever it waits: the coordinator is closed, and the process group shut down.
+        # The thread ends wherever it waits, because the coordinator is closed and the process group shut down.
         thread.join(END_WITHIN_S)
         if thread.is_alive():
             self._reports.log(logging.WARNING, "the quorum thread did not end within %g s", END_WITHIN_S)
@@ -152,7 +155,7 @@ class Negotiation:
     # --- the quorum thread --------------------------------------------------------------------------------------------
 
     def _negotiate(self, ask: do.Ask, timeout: timedelta) -> None:
-        """From the request to a configured group."""
+        """Request a quorum, and configure the group."""
         begun = self._clock.monotonic()
         try:
             configures = self._ask(ask, timeout)
@@ -161,7 +164,7 @@ class Negotiation:
             self._record(reconfigures=configures is not None, duration_s=self._clock.monotonic() - begun)
         except Exception as error:
             if self._closing.is_set() and isinstance(error, Closed):
-                raise  # the end of this Manager ended the question, which is no fault to report
+                raise  # the end of this Manager ended the request, which is not an error to report
             for report in self._step.tell(on.QuorumFailed(ask.attempt, error)):
                 if isinstance(report, do.ReportNoQuorum):
                     self._reports.no_quorum(report.name, report.error)
@@ -170,10 +173,10 @@ class Negotiation:
             raise
 
     def _ask(self, ask: do.Ask, timeout: timedelta) -> do.Configure | None:
-        """Ask until there is an answer.
+        """Repeat the request until there is an answer.
 
-        Returns: which process group is to be built for it, if one is.
-        Raises: what the coordinator raises; StaleQuorum: the answer names a quorum that is not held here.
+        Returns: the process group to build for it, if one is needed.
+        Raises: the errors of the coordinator. StaleQuorum: the answer names a quorum that this rank does not hold.
         """
         deadline = self._clock.monotonic() + timeout.total_seconds()
         request = ask.request

@@ -1,7 +1,7 @@
-"""Who performs which of the step's effects, on whichever thread has told the event.
+"""The performers of the step's effects, on the thread that delivered the event.
 
-Law of this file: one line an effect. Effects that the deliverer of an event performs itself, such as a vote, are not
-here.
+Law of this file: one line for each effect. Effects that the delivering thread performs itself, such as a vote, are
+elsewhere.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tft_coord.core.step import effects as do
 @final
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The parts of one Manager that perform what its step decides.
+    """The parts of one Manager that perform the effects of its step.
 
     Args:
         shared: what all parts share.
         group: the process group across replicas.
-        breaker: aborts it for one quorum.
+        breaker: aborts the group for one quorum.
         early, exchange, check, farewell, own_time: parts of the Manager.
     """
 
@@ -47,7 +47,7 @@ class Orders:
     own_time: OwnTime
 
     def performers(self) -> Mapping[type, Perform]:
-        """Return who performs which kind of effect."""
+        """Return the performer of each type of effect."""
         return {
             do.RefuseState: lambda order: self.exchange.refuse(order.plan, order.why),
             do.EndFetch: self.exchange.end_fetch,
@@ -74,7 +74,10 @@ class Orders:
         }
 
     def pause(self, order: do.Pause) -> None:
-        """Wait, unless this Manager ends. Raises: Closed."""
+        """Wait, unless this Manager ends.
+
+        Raises: Closed.
+        """
         shared = self.shared
         with self.own_time:
             shared.clock.wait(shared.closing, order.ms / 1_000)

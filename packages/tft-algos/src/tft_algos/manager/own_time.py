@@ -1,10 +1,10 @@
-"""How long this rank's own part of a step takes: what tells a straggler from those that wait for it.
+"""The duration of this rank's own part of a step, which separates a straggler from replicas that wait for it.
 
-A step's wall time is the same on every member, because all wait for the slowest. So the waits are left out. The own
-part begins with the last verdict and ends where this rank has given its last reduction what it has to give. Whatever
-the training thread waits for in between, a quorum, a reduction or live state, does not count.
+The wall time of a step is the same on every member, because all wait for the slowest. So waits are left out. The own
+part begins with the last verdict, and ends when this rank has given its last contribution to a reduction. Waits of the
+training thread for a quorum, a reduction or live state do not count.
 
-Law of this file: reading the clock where the Manager passes anyway, and adding up; nothing is decided.
+Law of this file: reading the clock at existing points of the Manager, and adding up. Nothing is decided.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-STEPS_KEPT: Final = 5  # the median of so many is told, so that one slow step says nothing
+STEPS_KEPT: Final = 5  # the median of these is reported, so that one slow step has no effect
 
 
 @final
 class OwnTime:
-    """The own part of one rank's steps. Its marks may come from any thread: hooks of a backward pass run on others.
+    """The own part of one rank's steps. Any thread may set marks, because hooks of a backward pass run on other
+    threads.
 
     Args:
-        monotonic: the time, in seconds.
+        monotonic: returns the time in seconds.
     """
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
@@ -36,18 +37,18 @@ class OwnTime:
         self._last_s: deque[float] = deque(maxlen=STEPS_KEPT)
 
     def __enter__(self) -> None:
-        """Begin to wait for others; may be nested."""
+        """Begin to wait for other members. Waits may be nested."""
         with self._lock:
             self._num_waiting += 1
             if self._num_waiting == 1:
                 self._waits_since_s = self._monotonic()
 
     def __exit__(self, *_: object) -> None:
-        """Wait no more."""
+        """End a wait."""
         with self._lock:
             self._num_waiting -= 1
             if self._num_waiting == 0:
-                # A step that ended meanwhile has begun the count anew.
+                # A step that ended during the wait has restarted the count.
                 self._waited_s += self._monotonic() - max(self._waits_since_s, self._began_s)
 
     def mark(self) -> None:
@@ -62,7 +63,7 @@ class OwnTime:
                 self._mark_s = self._own_s()
 
     def step_ended(self, *, counts: bool) -> None:
-        """There is a verdict, and the next step's own part begins.
+        """Record a verdict. The next step's own part begins.
 
         Args:
             counts: the step was committed, and is not the first one after a start, a healing or a reconfiguration.
@@ -75,13 +76,13 @@ class OwnTime:
             self._mark_s = None
 
     def forget(self) -> None:
-        """Another quorum begins, or a trial: what was measured before does not count any more."""
+        """Discard the measured steps, because another quorum or a trial begins."""
         with self._lock:
             self._last_s.clear()
 
     @property
     def median_ms(self) -> int:
-        """Of the last few steps, at least 1; 0: none was measured yet."""
+        """Return the median of the last few steps, at least 1. 0: nothing was measured yet."""
         with self._lock:
             last_s = sorted(self._last_s)
         return max(1, round(last_s[len(last_s) // 2] * 1_000)) if last_s else 0
