@@ -1,11 +1,10 @@
 """Everything for fault-tolerant PyTorch training in one import, and the `tft` command.
 
-Intuition: a training script needs a handful of names and should not have to know which package each lives in:
-`from tft_suite import Manager, DistributedDataParallel, Optimizer, ProcessGroupGloo`. Who composes a strategy of their
-own imports the small packages instead.
+A training script needs a few names, and should not have to know their packages: `from tft_suite import Manager,
+DistributedDataParallel, Optimizer, ProcessGroupGloo`. A strategy of your own imports the small packages instead.
 
-Law of this file: names. Each is imported from its package when it is first used, so that `import tft_suite` costs
-nothing, brings no torch, and the command line answers at once.
+Law of this file: names. Each name is imported from its package at its first use. So `import tft_suite` is cheap and
+does not import torch, and the command line starts fast.
 """
 
 from __future__ import annotations

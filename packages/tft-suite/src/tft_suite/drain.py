@@ -1,6 +1,6 @@
 """`tft drain`: an operator asks a replica to leave its job after its running step.
 
-Law of this file: one call to the lighthouse; who is asked, and what becomes of it, is the lighthouse's.
+Law of this file: one call to the lighthouse. The lighthouse finds the replica and handles the request.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ def drain(
     reason: str,
     timeout: timedelta,
 ) -> str:
-    """Ask it: the first lighthouse of the list that knows it, for the job may be at any of them.
+    """Ask a replica to leave. The job may be at any lighthouse of the list, so the first one that knows it takes the
+    request.
 
-    Returns: a sentence that says so. Raises: SettingError: there is nobody to ask, or all refused.
+    Returns: a sentence that confirms the request.
+    Raises: SettingError: no lighthouse is known, or all refused.
     """
     if not replica.strip() or not replica.isprintable():
         raise SettingError(f"{replica!r} names no replica; give the id of one, or the name in it")

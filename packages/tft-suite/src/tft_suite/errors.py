@@ -1,4 +1,4 @@
-"""What can go wrong in the `tft` command, named by what the caller can do next.
+"""The errors of the `tft` command, named by what the caller can do next.
 
 Law of this file: exceptions that carry their facts, and a message of one sentence: what, where, what to do.
 """
@@ -9,17 +9,17 @@ from typing import final
 
 
 class SuiteError(Exception):
-    """Any error of this package."""
+    """The base class of this package's errors."""
 
 
 @final
 class SettingError(SuiteError, ValueError):
-    """A setting is wrong: correct it. Nothing has started."""
+    """A setting is wrong. Correct it. Nothing has started."""
 
 
 @final
 class MissingExtraError(SuiteError, ImportError):
-    """A command needs packages of an extra that is not installed: install it."""
+    """A command needs packages of an extra that is not installed. Install the extra."""
 
     def __init__(self, command: str, *, extra: str, missing: tuple[str, ...]) -> None:
         self.command = command
@@ -30,4 +30,4 @@ class MissingExtraError(SuiteError, ImportError):
 
 @final
 class MessageError(SuiteError):
-    """A message between supervisor and replica is not one that this version speaks: it has been refused."""
+    """A message between supervisor and replica is invalid in this version, and was refused."""

@@ -331,8 +331,7 @@ def _lives_here(holder: str) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a running process in clock ticks since boot. None: it has ended, or there is no
-    /proc."""
+    """Return the start time of a running process in clock ticks since boot; None if it has ended, or without /proc."""
     try:
         with open(f"{_PROC}/{pid}/stat", "rb") as stat:
             words = stat.read().rpartition(b")")[2].split()  # the name before it may contain spaces and brackets

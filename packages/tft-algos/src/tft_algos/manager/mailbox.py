@@ -66,8 +66,7 @@ class StepMailbox:
         return status if status is not None and not self._posted else self._read()
 
     def forked(self) -> Inheritance:
-        """Reset the locks in a forked child, because another thread of the parent may hold them. Reading still
-        works."""
+        """Reset the locks in a forked child, because other threads of the parent may hold them. Reading still works."""
         self._lock = threading.RLock()
         self._handles = False
         self._posted = deque()

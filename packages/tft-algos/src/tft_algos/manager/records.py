@@ -1,26 +1,24 @@
-"""What a Manager tells machines: one log record for each quorum, each verdict and each error.
+"""A Manager's output for machines: one log record for each quorum, each verdict and each error.
 
-A dashboard or an experiment tracker wants facts with names, not sentences. They are attributes of ordinary log records,
-so that whoever wants them attaches a handler of their own, and nobody pays who does not. Three loggers, all at level
-DEBUG, so that a program which logs at INFO does not print a line for each step:
+A dashboard or an experiment tracker needs named facts, not sentences. They are attributes of ordinary log records. A
+program that needs them attaches its own handler, and other programs have no cost. There are three loggers. All their
+records have level DEBUG, so a program that logs at INFO does not print a line for each step:
 
     logging.getLogger("tft_commits").setLevel(logging.DEBUG)
     logging.getLogger("tft_commits").addHandler(MyHandler())
 
 Every record has these attributes:
+- `job_id`: the job's name. `replica_id`: full id of this replica group. `rank`: group rank.
+- `quorum_id`: of the event's quorum. None: the event has no quorum.
+- `step`: committed steps before the event's step.
 
-- `job_id`: the job's name; `replica_id`: full id of this replica group; `rank`: group rank.
-- `quorum_id`: of the quorum that the event belongs to; None where there is none.
-- `step`: committed steps before the one that the event belongs to.
-
-And besides:
-
-- `tft_quorums`, when a step's plan has come and its group is built, or could not be: `replica_world_size`: members;
-  `num_participants`: those whose gradients count; `heal`: this group heals; `reconfigured`: the process group was built
-  anew; `duration_s`: seconds since the quorum was asked for.
-- `tft_commits`, at a verdict: `commit_result`: whether the optimizer steps; `num_participants`.
-- `tft_errors`, when something has failed: `error`: its text; `error_type`: the name of its class; `counts`: the step
-  fails by it (else it came when its step was over).
+Each logger adds its own:
+- `tft_quorums`, when a step's plan has arrived and its group is built or could not be built: `replica_world_size`:
+  members. `num_participants`: members whose gradients count. `heal`: this group heals. `reconfigured`: the process
+  group was built anew. `duration_s`: seconds since the request for the quorum.
+- `tft_commits`, at a verdict: `commit_result`: whether the optimizer steps. `num_participants`.
+- `tft_errors`, at an error: `error`: its text. `error_type`: the name of its class. `counts`: the step fails because of
+  it. Otherwise the error came after its step.
 
 Law of this file: names and attributes of records. A library configures no logging: no handler, no level, no formatter.
 """
@@ -40,13 +38,13 @@ ERRORS: Final = "tft_errors"
 
 @final
 class Records:
-    """Writes the records of one Manager.
+    """The writer of the records of one Manager.
 
     Args:
-        job_id, replica_id, rank: who tells.
+        job_id, replica_id, rank: the origin of the records.
     Attributes:
-        last_error: the newest error, `type: text`; "" where there was none. No exception, which would keep the memory
-            of the frames that it passed.
+        last_error: the newest error, `type: text`. "": no error. An exception is not stored, because it would keep the
+            memory of its stack frames.
     """
 
     def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
@@ -58,7 +56,7 @@ class Records:
 
     @property
     def wants_quorums(self) -> bool:
-        """Whether anybody takes records of quorums."""
+        """Return whether a handler takes records of quorums."""
         return self.quorums.isEnabledFor(logging.DEBUG)
 
     def quorum(self, name: StepName, plan: Plan, *, reconfigured: bool, duration_s: float) -> None:
@@ -79,10 +77,10 @@ class Records:
         self._write(self.commits, name, "commit", commit_result=committed, num_participants=num_participants)
 
     def error(self, name: StepName, error: BaseException, *, counts: bool) -> None:
-        """Something has failed."""
+        """Record an error."""
         self.last_error = f"{type(error).__name__}: {error}"
         if self.errors.isEnabledFor(logging.DEBUG):
-            # Machines get whole ids; the text for people has short ones.
+            # Records for machines contain whole ids. The text for people has short ones.
             text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
             told = {"error": text, "error_type": type(error).__name__, "counts": counts}
             self._write(self.errors, name, "error", **told)

@@ -1,7 +1,7 @@
-"""The reductions of one member, as the step's core orders them.
+"""The reductions of one member, as the step core orders them.
 
-Law of this file: starting reductions and keeping what is in flight. Who gives what, and what divides it, is decided by
-the core; how one ends is `reduction`'s.
+Law of this file: starting reductions and keeping those in flight. The core decides the contribution and the divisor.
+The end of a reduction is in `reduction`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SUM: Final = dist.ReduceOp.SUM
 
 @final
 class Started:
-    """What was started in one step and is not let go of.
+    """The reductions that were started in one step and are not released yet.
 
     Args:
-        report: told of each failure and of the step that it belongs to.
+        report: receives each failure and its step.
     """
 
     def __init__(self, report: Report) -> None:
@@ -62,11 +62,11 @@ class Started:
 
     @property
     def runs(self) -> bool:
-        """Whether some of it is under way; asked from any thread."""
+        """Return whether a reduction is under way. Any thread may call this."""
         return any(not reduction.is_completed() for reduction in tuple(self._reductions))
 
     def finish(self) -> None:
-        """Wait until all of it has ended."""
+        """Wait until all reductions have ended."""
         for reduction in self._reductions:
             reduction.wait()
 
@@ -79,7 +79,7 @@ class Started:
         self.let_go()
 
     def let_go(self) -> None:
-        """Nobody asks any more how it ended."""
+        """Release all reductions, because no caller needs their results any more."""
         for reduction in self._reductions:
             reduction.release()
         self._reductions.clear()
@@ -88,13 +88,13 @@ class Started:
 
 @final
 class Reducer:
-    """Starts the reductions of one member.
+    """The starter of one member's reductions.
 
     Args:
         group: the process group.
-        step: decides on each reduction, and is told of each failure.
+        step: decides each reduction, and receives each failure.
         clock: measures time-outs.
-        own_time: told when this member has given what it has to give.
+        own_time: told when this member has given its contribution.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Reducer:
         self._clock = clock
         self._own_time = own_time
         self._started = Started(self._report)
-        self._aside: list[Started] = []  # of steps that were put aside
-        self.num_started = 0  # in this Manager's life
-        self._denominators: dict[torch.device, Denominator] = {}  # of the step's weight
+        self._aside: list[Started] = []  # of deferred steps
+        self.num_started = 0  # since the start of this Manager
+        self._denominators: dict[torch.device, Denominator] = {}  # sums of the step's weight
 
     def set_weight(self, weight: float) -> None:
-        """See `Manager.set_weight`."""
+        """Set the weight of the open step. See `Manager.set_weight`."""
         self._step.tell(on.WeightSet(check_weight(weight)))
 
     def step_begins(self) -> None:
@@ -124,7 +124,7 @@ class Reducer:
 
     @property
     def reduces(self) -> bool:
-        """Whether a reduction is under way, of any step; asked from any thread."""
+        """Return whether a reduction of any step is under way. Any thread may call this."""
         return self._started.runs or any(started.runs for started in tuple(self._aside))
 
     def put_aside(self) -> Started:
@@ -138,27 +138,27 @@ class Reducer:
         return started
 
     def forget(self, started: Started) -> None:
-        """Let go of a step that was put aside and is over."""
+        """Release the reductions of a deferred step that is over."""
         started.let_go()
         if started in self._aside:
             self._aside.remove(started)
 
     def finish(self) -> None:
-        """Wait until all that was started has ended."""
+        """Wait until all reductions of the open step have ended."""
         self._started.finish()
 
     def release(self) -> None:
         """Read the recorded denominators and release all reductions. The caller has synchronized the device."""
         self._started.release()
-        self._denominators.clear()  # a backend's Work keeps connections
+        self._denominators.clear()  # the Work of a backend keeps connections
 
     def let_go(self) -> None:
-        """Nobody asks any more how what was started has ended."""
+        """Release all reductions of the open step, because no caller needs their results any more."""
         self._started.let_go()
         self._denominators.clear()
 
     def close(self) -> None:
-        """Let go of all that was started; nothing is started any more."""
+        """Release everything that was started. No reduction may follow."""
         for started in tuple(self._aside):
             self.forget(started)
         self.release()
@@ -166,13 +166,13 @@ class Reducer:
     def reduce(
         self, tensor: torch.Tensor, reduce_op: ReduceOp, *, weight: float | None, limit: timedelta | None
     ) -> dist.Work:
-        """See `Manager.allreduce`; to be called when the plan is here, or there is none.
+        """Start a reduction. See `Manager.allreduce`. Call this after the plan has arrived, or when there is none.
 
         Args:
-            tensor: to be reduced.
-            reduce_op: how.
-            weight: of this reduction alone; None: the step's, if it has one.
-            limit: how long it may take.
+            tensor: the tensor to reduce.
+            reduce_op: the operation.
+            weight: the weight of this reduction alone. None: the step's weight, if it has one.
+            limit: maximum time.
         """
         (order,) = self._step.tell(on.ReductionAsked(reduce_op == _AVG, weight))
         match order:
@@ -224,11 +224,11 @@ class Reducer:
         return reduction
 
     def _denominator(self, order: do.Reduce, weight: float, device: torch.device) -> Denominator:
-        """Start the sum of the weights; the one of the step's own weight only once, for all its reductions."""
+        """Start the sum of the weights. The sum of the step's own weight is started once and shared."""
         if order.shared and device in self._denominators:
             return self._denominators[device]
         total = torch.full((1,), weight, dtype=torch.float64, device=device)
-        # Outside a step somebody waits for one number, and may wait for the device as well.
+        # Outside a step, the caller waits for one number, so it may wait for the device as well.
         read_later = order.inside and device.type != "cpu"
         work = self._group.allreduce([total], _SUM)
         denominator = Denominator(work, total, name=str(order.name), read_later=read_later)
@@ -239,7 +239,8 @@ class Reducer:
         return denominator
 
     def _alone(self, tensor: torch.Tensor, weight: float | None, name: StepName) -> dist.Work:
-        if tensor.layout is not torch.strided or tensor.is_meta:  # what fails with others is not right without them
+        # a tensor that fails with other members must also fail without them
+        if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "on the meta device" if tensor.is_meta else f"{tensor.layout}"
             self._report(Unsupported(f"a tensor that is {kind} can't be reduced; give a dense one with memory"), name)
             return LostReduction(tensor)

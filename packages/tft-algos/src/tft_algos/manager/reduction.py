@@ -1,13 +1,12 @@
-"""The handle of one reduction: it ends, it divides, and it never raises into a training loop.
+"""The handle of one reduction. It ends, it divides, and it never raises into a training loop.
 
-A reduction that fails leaves garbage in its tensor. That is harmless as long as nobody steps on it, so the failure is
-reported, the step is voted down, and whoever waits just goes on.
+A failed reduction leaves undefined data in its tensor. This is harmless if the optimizer does not step on it. So the
+failure is reported, the step is voted down, and waiting callers continue.
 
-A mean that is weighted is a sum of products, divided by the sum of the weights, which is reduced at the same time: both
-are in flight at once, and the division is the last thing that happens.
+A weighted mean is a sum of products, divided by the sum of the weights. Both sums are reduced at the same time, and the
+division comes last.
 
-Law of this file: one reduction and its own ending; which reductions there are, and what a failure means, is decided
-elsewhere.
+Law of this file: one reduction and its end. Which reductions exist, and the effect of a failure, are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from tft_algos.errors import NoWeight, SettingError, Unsupported, UsageError
 from tft_algos.manager.parts import Clock
 from tft_pg.errors import DeadlinePassed
 
-MOST_WEIGHT: Final = 1e18  # so that neither the product with a gradient nor its sum leaves a float32's range soon
-# Means of these are reduced in a wider copy. In their own dtype a product with a number of tokens overflows, and a
-# small gradient that is scaled down before the sum underflows.
+MOST_WEIGHT: Final = 1e18  # keeps the product with a gradient, and sums of such products, in the range of float32
+# Means of these dtypes are reduced in a wider copy. In the original dtype, a product with a token count overflows, and
+# a small gradient that is scaled before the sum underflows.
 _WIDER: Final = {torch.float16: torch.float32, torch.complex32: torch.complex64}
 _UNTOLD: Final = contextlib.nullcontext()
 
@@ -42,7 +41,7 @@ def changing(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def fill_with_nothing(tensor: torch.Tensor, reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
-    """Make a tensor, in place, what changes nothing in a reduction: what a member gives that does not participate."""
+    """Fill a tensor with the neutral value of a reduction. A member that does not participate contributes this."""
     with changing(tensor):
         _fill(tensor, reduce_op)
 
@@ -81,7 +80,7 @@ def check_weight(weight: object) -> float:
         )
     try:
         value = float(weight)
-    except OverflowError:  # a whole number above all of them
+    except OverflowError:  # a whole number outside the range of floats
         value = math.inf
     if not 0.0 <= value < math.inf:
         raise SettingError(f"weight is {value:g}; give a finite number that is not below zero")
@@ -99,9 +98,9 @@ def check_asked(
     reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     weight: float | None,
 ) -> float | None:
-    """Check what `Manager.allreduce` was given. Returns: the weight.
+    """Check the arguments of `Manager.allreduce`, and return the weight.
 
-    Raises: as `Manager.allreduce` says.
+    Raises: as `Manager.allreduce`.
     """
     if should_quantize:
         raise Unsupported(
@@ -143,10 +142,10 @@ def check_writable(tensor: torch.Tensor) -> None:
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if its elements lie in order, else a copy in which they do.
+    """Return the tensor if its elements are in order, otherwise a copy with the elements in order.
 
-    Backends reduce memory, not elements: where one replica's tensor is transposed or channels_last and another's is
-    not, they would add up elements of different places without an error.
+    Backends reduce memory, not elements. If one replica's tensor is transposed or channels_last and another's is not,
+    they would add elements of different positions, without an error.
 
     Raises: Unsupported: the result could not be written back, because elements share memory.
     """
@@ -157,12 +156,12 @@ def canonical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def times(tensor: torch.Tensor, factor: float, *, widens: bool) -> torch.Tensor:
-    """Return what a member gives to a mean: the tensor, multiplied in place, or a copy of it.
+    """Return a member's contribution to a mean: the tensor, multiplied in place, or a multiplied copy of it.
 
     Args:
-        tensor: to be reduced.
+        tensor: the tensor to reduce.
         factor: a weight, a scale, or their product.
-        widens: whether to reduce a narrow dtype in a wider copy.
+        widens: reduce a narrow dtype in a wider copy.
     Raises: Unsupported, as `canonical`.
     """
     wider = _WIDER.get(tensor.dtype) if widens else None
@@ -171,7 +170,7 @@ def times(tensor: torch.Tensor, factor: float, *, widens: bool) -> torch.Tensor:
         if wider is not None:
             product = product.to(wider)
         if factor == 0.0:
-            product.zero_()  # what is no number stays none when it is multiplied
+            product.zero_()  # a multiplication by zero would keep NaN and infinity
         elif factor != 1.0:
             product.mul_(factor)
     return product
@@ -182,10 +181,10 @@ class Denominator:
     """The sum of the weights, reduced beside the data that it divides.
 
     Args:
-        work: of the process group.
-        total: one element, float64, on the data's device; scaled as the data is.
-        name: of the step, for a message.
-        read_later: the sum is on a device, which nobody waits for here; the caller of `failure` has.
+        work: the Work of the process group.
+        total: one element, float64, on the data's device, scaled like the data.
+        name: the name of the step, for a message.
+        read_later: the sum is on a device, and this object does not wait for it. The caller of `failure` has waited.
     """
 
     def __init__(self, work: dist.Work, total: torch.Tensor, *, name: str, read_later: bool) -> None:
@@ -200,7 +199,7 @@ class Denominator:
         Raises: NoWeight: the sum can't divide. Nothing was divided.
         """
         if self.read_later:
-            tensor.div_(self._total[0])  # without a dimension, so that the tensor is not copied to another dtype
+            tensor.div_(self._total[0])  # without a dimension, so that the result keeps the dtype of `tensor`
             return
         failure = self.failure()
         if failure is not None:
@@ -210,7 +209,7 @@ class Denominator:
             tensor.div_(total)
 
     def failure(self) -> NoWeight | None:
-        """Why it can divide nothing; waits for the device."""
+        """Return why the sum can't divide; None: it can. Waits for the device."""
         total = float(self._total.item())
         if 0.0 < total < math.inf:
             return None
@@ -222,10 +221,10 @@ class Denominator:
 
 @final
 class LostReduction(dist.Work):
-    """What is left of a reduction that could not be started: it has ended, and not well.
+    """A reduction that could not be started. It has ended with a failure.
 
     Args:
-        tensor: that was to be reduced; it may hold this replica's own part of the mean by now.
+        tensor: the tensor that was to be reduced. It may already hold this replica's own part of the mean.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -255,19 +254,19 @@ class LostReduction(dist.Work):
 
 @final
 class Reduction(dist.Work):
-    """What `Manager.allreduce` returns.
+    """The result of `Manager.allreduce`.
 
     Args:
-        work: of the process group.
-        tensor: that is reduced, in place.
-        divide_by: the reduced tensor is divided by this, in place, once; 1 for none.
-        report: told of the failure, if there is one, once.
-        abort: ends what runs in the process group; called when a time-out has passed.
+        work: the Work of the process group.
+        tensor: the tensor to reduce, in place.
+        divide_by: the reduced tensor is divided by this once, in place. 1: no division.
+        report: receives the failure once, if there is one.
+        abort: aborts the running operations of the process group. It is called after a time-out.
         clock: measures time-outs.
-        into: where the result goes, if `tensor` is a copy of it.
-        limit: how long it may take from now on; None: as long as the process group's own time-out allows.
-        name: of the step, for a message.
-        waits: entered while somebody waits for the result.
+        into: receives the result, if `tensor` is a copy of it.
+        limit: maximum time from now. None: the time-out of the process group.
+        name: the name of the step, for a message.
+        waits: a context that is entered while a caller waits for the result.
     """
 
     def __init__(
@@ -304,11 +303,11 @@ class Reduction(dist.Work):
         """Wait until the tensor holds the result.
 
         Args:
-            timeout: how long at most; None or zero: as long as the process group's own time-out allows. When it passes
-                the reduction has failed, and what runs in the process group is ended, because the others may have what
-                is lacking here.
-        Returns: False if the reduction failed; the failure was reported and the step will not commit.
-        Raises: UsageError: timeout is no timedelta.
+            timeout: maximum wait. None or zero: the time-out of the process group. After it, the reduction has failed,
+                and running operations of the process group are aborted. Other members may already have data that is
+                missing here.
+        Returns: False: the reduction failed. The failure was reported and the step does not commit.
+        Raises: UsageError: timeout is not a timedelta.
         """
         if timeout is not None and not isinstance(timeout, timedelta):
             raise UsageError(f"wait was given the time-out {timeout!r}; give a timedelta: timedelta(seconds=5)")
@@ -346,7 +345,8 @@ class Reduction(dist.Work):
                 self._end(errors[0] if errors else None)
                 return [self._into]
 
-            # Each is made to end well, for else the first failure would end all, while the other one still runs.
+            # Each future is made to succeed. Otherwise the first failure would complete all, while another one still
+            # runs.
             futures = [work.get_future().then(noted) for work in self._works]
             self._future = (
                 torch.futures.collect_all(futures).then(ended) if len(futures) > 1 else futures[0].then(ended)
@@ -363,7 +363,9 @@ class Reduction(dist.Work):
         return self._clock.after(limit.total_seconds(), lambda: self._too_late(limit))
 
     def _too_late(self, limit: timedelta) -> None:
-        """On the clock's thread. Whoever waits goes on when the abort has ended what runs, and nothing is written."""
+        """Report a time-out and abort. Runs on the clock's thread. Waiting callers continue after the abort, without a
+        result.
+        """
         with self._lock:
             if self._late or all(work.is_completed() for work in self._works):
                 return
@@ -383,7 +385,7 @@ class Reduction(dist.Work):
             if error is None and not self._late:
                 error = self._divide()
             if error is not None and not self._late:
-                self._report(error)  # before anybody can see that it has ended, and vote
+                self._report(error)  # report before a caller can see the end and vote
             self._ended = error is None and not self._late
         if self._into.device.type == "cpu":
             self.release()

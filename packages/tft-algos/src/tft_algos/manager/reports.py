@@ -1,6 +1,6 @@
-"""What goes wrong in a step, told to the records for machines and to the log.
+"""Errors of a step, reported to the records for machines and to the log.
 
-Law of this file: telling, from any thread. What an error means for the step is decided by its core.
+Law of this file: reporting, from any thread. The step core decides the effect of an error.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from tft_coord.core.types import LossNotice, Plan, QuorumKey
 from tft_coord.errors import GroupLost, Refused
 from tft_pg.errors import Aborted, ConfigureFailed, DeadlinePassed, PeerFailed
 
-# What a process group says when a member has died. It says so before anybody knows who that was.
+# A process group raises these when a member has died, before the lost member is known.
 _BY_A_PEER: Final = (PeerFailed, Aborted, ConfigureFailed)
-# It says these of every operation that runs when it fails, so they are one failure.
+# A failing process group raises these from every running operation, so they count as one failure.
 _OF_THE_GROUP: Final = (*_BY_A_PEER, DeadlinePassed)
-_LOOKS_TO_KNOW_WHO: Final = 2  # about a beat later the loss is known, if there is one
-_STEPS_KEPT: Final = 16  # of what was logged
+_LOOKS_TO_KNOW_WHO: Final = 2  # after about one beat, a loss is known if there is one
+_STEPS_KEPT: Final = 16  # with logged failures
 _QUORUMS_KEPT: Final = 16  # that a loss has broken
 
 logger = logging.getLogger("tft_algos.manager")
 
 
 def _explains(notice: LossNotice) -> bool:
-    """Whether it says why the reductions of its quorum fail, whatever they fail with: a member is lost, or goes away as
-    a straggler. Another one that lives may itself have failed by that."""
+    """Return whether a notice explains every failure of the reductions in its quorum.
+
+    It does if a member is lost, or leaves as a straggler. Another living member may itself have failed because of such
+    a loss.
+    """
     return not notice.lives or notice.reason.startswith(LEFT_OUT_REASON)
 
 
 def raise_told(error: Exception) -> NoReturn:
-    """Raise an error. The frames of a thread that has only heard it from another process add nothing."""
+    """Raise an error. An error that another process reported is raised without its traceback, which adds nothing."""
     if isinstance(error, (Refused, GroupLost)):
         raise error.with_traceback(None) from None
     raise error
@@ -46,28 +49,29 @@ def raise_told(error: Exception) -> NoReturn:
 
 @final
 class Reports:
-    """Where the errors of one Manager go, and its lines of the log.
+    """The destination of a Manager's errors and log lines.
 
     Args:
-        status: gives what the step is like.
-        job_id, replica_id, rank: who tells.
+        status: returns the status of the step.
+        job_id, replica_id, rank: the origin of the reports.
     Attributes:
-        records: for machines.
+        records: the records for machines.
     """
 
     def __init__(self, status: Callable[[], StepStatus], *, job_id: str, replica_id: str, rank: int) -> None:
         self.records = Records(job_id=job_id, replica_id=replica_id, rank=rank)
         self._status = status
-        self._loss = ""  # the last one that was logged
+        self._loss = ""  # the last logged loss
         self._broken: dict[
             QuorumKey, bool
         ] = {}  # the last quorums that a notice has broken; True: a member was lost, or left out
         self._group_is_lost = False
-        self._plan: Plan | None = None  # the newest
-        self._gone: tuple[QuorumKey, tuple[str, ...]] | None = None  # who of the plan before is not in the newest
+        self._plan: Plan | None = None  # the newest plan
+        # the replicas of the previous plan that are not in the newest one
+        self._gone: tuple[QuorumKey, tuple[str, ...]] | None = None
         self._held: tuple[StepName, str] | None = None  # a failure that the loss of a member may explain
-        self._looks = 0  # at that
-        self._logged: dict[int, set[str]] = {}  # by attempt: the failures that were logged or held
+        self._looks = 0  # checks since that failure
+        self._logged: dict[int, set[str]] = {}  # by attempt: the failures that were logged or held back
         self._holding = threading.Lock()
         self._who = f"{shorten(replica_id)}/{rank}"
 
@@ -81,13 +85,13 @@ class Reports:
             logger.log(level, "[%s - step %d] %s", self._who, step, shorten(sentence))
 
     def error(self, name: StepName, error: Exception, *, counts: bool, is_between: bool = False) -> None:
-        """Something of a step has failed: a reduction, a future, or what the user says.
+        """Report an error of a step: from a reduction, a future, or the user.
 
         Args:
-            name: of the step.
-            error: what failed.
-            counts: the step fails by it.
-            is_between: it came between two steps, and belongs to none.
+            name: the step.
+            error: the error.
+            counts: the step fails because of it.
+            is_between: the error came between two steps, and belongs to none.
         """
         self.records.error(name, error, counts=counts)
         if counts:
@@ -98,9 +102,9 @@ class Reports:
             self.log(level, "an error of %s came when that was over: %s", "a step" if is_between else name, error)
 
     def quorum_broke(self, notice: LossNotice, *, is_closing: bool) -> None:
-        """Log, once, that the quorum in which this replica trains can't go on. What fails by it is not logged again.
+        """Log, once, that the quorum of this replica is broken. Its later failures are not logged again.
 
-        `is_closing`: this replica ends, and breaks the quorum itself, whatever the others say of one another.
+        `is_closing`: this replica shuts down and breaks the quorum itself, whatever the others report about each other.
         """
         self._loss = shorten(str(notice))
         held = self._explained_by(notice)
@@ -109,16 +113,16 @@ class Reports:
         self.log(logging.DEBUG if is_closing else level, "%s; %swhat runs in it is ended", notice, failed)
 
     def loss_came_late(self, notice: LossNotice) -> None:
-        """Log the loss of a member of a quorum that is over, if it explains the failure that is held back.
+        """Log the loss of a member of an old quorum, if it explains the failure that is held back.
 
-        A closed connection may fail the step, and the next quorum may come, before the notice does.
+        A closed connection may fail the step, and the next quorum may form, before the notice arrives.
         """
         held = self._explained_by(notice)
         if held is not None:
             self._log_of(held.step, logging.WARNING, f"{notice}; step {held.step} did not commit")
 
     def _explained_by(self, notice: LossNotice) -> StepName | None:
-        """Keep what a notice says of its quorum. Returns: the step whose failure was held back for it, if one was."""
+        """Record the notice of a quorum. Return the step whose failure it explains, if one was held back."""
         with self._holding:
             self._broken[notice.key] = self._broken.get(notice.key, False) or _explains(notice)
             while len(self._broken) > _QUORUMS_KEPT:
@@ -129,14 +133,14 @@ class Reports:
             return name
 
     def plan_arrived(self, plan: Plan) -> None:
-        """Keep who is not in this plan's quorum any more: that explains a failure whose loss nobody has told."""
+        """Record which replicas are missing in this plan's quorum. This explains a failure without a loss notice."""
         with self._holding:
             before, self._plan = self._plan, plan
             if before is not None and before.key != plan.key:
                 self._gone = before.key, tuple(name for name in before.replica_ids if name not in plan.replica_ids)
 
     def look(self) -> None:
-        """Write the failure that is held back, if no loss has explained it. Call it once a beat."""
+        """Log the failure that is held back, if no loss has explained it. Call this once a beat."""
         with self._holding:
             self._looks += 1
             is_due = self._looks > _LOOKS_TO_KNOW_WHO
@@ -144,14 +148,14 @@ class Reports:
             self.write_held()
 
     def write_held(self) -> None:
-        """Write the failure that is held back, if one is."""
+        """Log the failure that is held back, if there is one."""
         with self._holding:
             held, self._held = self._held, None
         if held is not None:
             self._write(*held)
 
     def _write(self, name: StepName, sentence: str) -> None:
-        """Write a failure that no notice has explained. The next quorum may show who is gone."""
+        """Log a failure that no notice has explained. The next quorum may show which replica is gone."""
         key, gone = self._gone or (None, ())
         if gone and key == name.key:
             who = f"replica {gone[0]} was" if len(gone) == 1 else f"replicas {', '.join(gone)} were"
@@ -160,32 +164,32 @@ class Reports:
         self._log_of(name.step, logging.WARNING, sentence)
 
     def _step_failed(self, name: StepName, error: Exception, sentence: str) -> None:
-        """Log a failure of a step: each once, and not beside the loss that explains it. The records have them all."""
+        """Log a failure of a step once, and only if no loss explains it. The records contain all failures."""
         before, level = None, logging.DEBUG
         with self._holding:
             if not self._is_explained(name, error) and self._is_news(name, error):
                 if isinstance(error, _BY_A_PEER) and name.key is not None:
                     before, self._held, self._looks = self._held, (name, sentence), 0
-                elif not isinstance(error, FATAL):  # what the training thread raises is said there
+                elif not isinstance(error, FATAL):  # the training thread raises a fatal error, which is logged there
                     level = logging.WARNING
         if before is not None:
             self._write(*before)
         self._log_of(name.step, level, sentence)
 
     def _is_news(self, name: StepName, error: Exception) -> bool:
-        """Whether nothing that was logged of this step says the same. Keeps it."""
+        """Return whether no logged failure of this step is the same. The failure is recorded."""
         logged = self._logged.setdefault(name.attempt, set())
         while len(self._logged) > _STEPS_KEPT:
             del self._logged[min(self._logged)]
         kind = "the process group" if isinstance(error, _OF_THE_GROUP) else f"{type(error).__name__}: {error}"
-        # Whatever has failed before, it is what aborted the rest.
+        # An earlier failure is the cause of an abort.
         is_news = kind not in logged and len(logged) < MAX_ERRORS_KEPT and not (logged and isinstance(error, Aborted))
         if is_news:
             logged.add(kind)
         return is_news
 
     def _is_explained(self, name: StepName, error: Exception) -> bool:
-        """Whether a loss that was logged explains an error."""
+        """Return whether a logged loss explains an error."""
         if self.follows_from_a_loss(error):
             return True
         if not isinstance(error, _OF_THE_GROUP):
@@ -194,12 +198,12 @@ class Reports:
         return self._group_is_lost or lost is True or (lost is False and isinstance(error, Aborted))
 
     def follows_from_a_loss(self, error: Exception | None) -> bool:
-        """Whether an error only repeats the last loss."""
+        """Return whether an error only repeats the last loss."""
         return isinstance(error, QuorumBroken) or (bool(self._loss) and self._loss in shorten(str(error)))
 
     def no_quorum(self, name: StepName, error: Exception) -> None:
         """Report that the step has no quorum."""
-        # The training thread raises what this process can't go on with; its sentence is said there.
+        # The training thread raises fatal errors, and their message appears there.
         self._tell(name, logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error)
 
     def configure_failed(self, name: StepName, error: Exception, *, warning: str = "") -> None:
@@ -213,7 +217,7 @@ class Reports:
         self.records.error(name, error, counts=True)
         if warning:
             with self._holding:
-                self._is_news(name, error)  # what fails by it is not logged again
+                self._is_news(name, error)  # its consequences are not logged again
             self._log_of(name.step, logging.WARNING, f"this step will not commit: {warning}")
             return
         self._step_failed(name, error, f"could not configure quorum {name.key}, so this step will not commit: {error}")
@@ -240,7 +244,7 @@ class Reports:
         """Report that this replica group is lost."""
         with self._holding:
             self._group_is_lost = True
-            self._held = None  # its reason
+            self._held = None  # the loss of the group is its reason
         self._tell(name, logging.ERROR, error, "%s", error)
 
     def torn(self, error: BaseException) -> None:
@@ -249,7 +253,7 @@ class Reports:
         self.log(logging.WARNING, "the commit could not be applied here, so this replica heals: %r", error)
 
     def raise_fatal(self) -> None:
-        """Raise that with which this process can't go on, if there is such a thing."""
+        """Raise the fatal error of this process, if there is one."""
         fatal = self._status().fatal
         if fatal is not None:
             raise_told(fatal)

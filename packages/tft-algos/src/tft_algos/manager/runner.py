@@ -1,7 +1,7 @@
-"""A rank's steps, as the training thread takes them: begin, wait for the plan, reduce, exchange state, vote.
+"""A rank's steps on the training thread: begin, wait for the plan, reduce, exchange state, vote.
 
-Law of this file: the calls of a step in their order. What is decided about a step stands in `tft_coord.core.step`; how
-each part does its work stands in a file of its own.
+Law of this file: the calls of a step in their order. The decisions about a step are in `tft_coord.core.step`, and each
+part does its work in its own file.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tft_coord.errors import DeadlinePassed
 
 @final
 class StepRunner:
-    """The steps of one rank. Its methods are called on the training thread, where they do not say otherwise.
+    """The steps of one rank. The training thread calls its methods, unless they say otherwise.
 
     Args:
         parts: of the Manager.
         check_open: raises if the Manager can't be used any more.
     Attributes:
-        strategy: name of the strategy whose syncs the steps are; None: there is none.
+        strategy: the name of the strategy whose syncs the steps are. None: there is no strategy.
     """
 
     def __init__(self, parts: Parts, *, check_open: Callable[[], None]) -> None:
@@ -50,7 +50,7 @@ class StepRunner:
         self._where = parts.where
         self._own_time = parts.where.own_time
         self._standing = standing_coordinator(parts.shared.coordinator)
-        self._deferred: list[DeferredStep] = []  # that have not ended
+        self._deferred: list[DeferredStep] = []  # deferred steps that have not ended
         self._synchronize: Callable[[], None] | None = (
             torch.accelerator.synchronize if torch.accelerator.is_available() else None
         )
@@ -58,7 +58,7 @@ class StepRunner:
     # --- a step begins ------------------------------------------------------------------------------------------------
 
     def start(self, allow_heal: bool, shrink_only: bool, timeout: timedelta | None, asynchronous: bool | None) -> None:
-        """See `Manager.start_quorum`."""
+        """Begin a step. See `Manager.start_quorum`."""
         if self._step.tell(on.StartAsked()):
             self.raise_if_left()
         limit = limit_of(timeout, self._config.quorum_timeout)
@@ -98,7 +98,7 @@ class StepRunner:
             self._asked(begin, limit)
 
     def _goes_on(self, order: do.GoOn) -> None:
-        """Begin a step that asks nobody."""
+        """Begin a step without a request."""
         if order.looks_at_state:
             self._look_at_state()
         if order.prepares_to_serve:
@@ -109,7 +109,7 @@ class StepRunner:
             self._reports.raise_fatal()
 
     def _asked(self, ask: do.Ask, limit: timedelta) -> None:
-        """Send the request for a quorum, and do what is done beside it."""
+        """Send the request for a quorum, and do other work during the request."""
         parts = self._parts
         if ask.breaks:
             self._reports.log(logging.INFO, "asks for a quorum where the others go on in theirs: %s", ask.breaks)
@@ -124,20 +124,20 @@ class StepRunner:
         if not ask.request.use_async_quorum:
             self.wait_quorum()
             parts.exchange.perform()
-            self._reports.raise_fatal()  # who was told meanwhile that its group is lost has nobody to train with
+            self._reports.raise_fatal()  # if this group was lost meanwhile, it can't train
 
     def _takes_early(self, ask: do.Ask) -> bool:
-        """Whether the state is taken at this step boundary, for a newcomer that asks."""
+        """Return whether the state is taken at this step boundary, for a newcomer."""
         return ask.may_take_early and self._look_at_state(asks=True)
 
     def _look_at_state(self, *, asks: bool = False) -> bool:
-        """Whether the state is to be taken at this step boundary; it is looked at now and then, to know if it may."""
+        """Return whether the state is taken at this step boundary. Check it periodically to know if it may be."""
         status, user = self._step.status, self._shared.user_state
         lineage = status.lineage if user.readable and not status.torn else None
         return self._parts.early.step_begins(status.name.attempt, status.step, lineage, len(user.names), asks=asks)
 
     def raise_if_left(self) -> None:
-        """See `StepControl.raise_if_left`."""
+        """Raise LeftJob if this replica has left. See `StepControl.raise_if_left`."""
         status = self._step.status
         if status.left:
             self._reports.log(logging.INFO, "the training loop ends here, because this replica has left the job")
@@ -145,7 +145,7 @@ class StepRunner:
             raise LeftJob(f"replica {replica_id} has left the job ({status.leave_reason})")
 
     def settle(self) -> None:
-        """End what an attempt has left running: its quorum, its fetch, its reductions."""
+        """End what an attempt has left running: its quorum request, its fetch, its reductions."""
         self._negotiation.settle()
         plan = self._step.status.plan
         self._step.tell(on.AttemptSettled(offers=plan is not None and self._parts.early.serves(plan)))
@@ -162,34 +162,35 @@ class StepRunner:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether a quorum was ever asked for; from any thread."""
+        """Return whether a quorum was ever requested. Any thread may call this."""
         return self._negotiation.has_begun
 
     def wait_quorum(self) -> None:
-        """See `Manager.wait_quorum`."""
+        """Wait for the quorum. See `Manager.wait_quorum`."""
         if not self._negotiation.has_begun:
             raise UsageError("wait_quorum was called before start_quorum; call start_quorum first")
         with self._own_time:
             self._negotiation.wait()
 
     def quorum_is_known(self) -> bool:
-        """See `StepControl.quorum_is_known`."""
+        """Return whether the quorum is known. See `StepControl.quorum_is_known`."""
         if not self._negotiation.has_begun:
             raise UsageError("quorum_is_known was called before start_quorum; call start_quorum first")
         return self._negotiation.has_ended
 
     def plan(self) -> Plan | None:
-        """Wait for the plan of this step, on any thread. Returns: None if there is none.
+        """Wait for the plan of this step, on any thread.
 
+        Returns: the plan; None if there is none.
         Raises: as `await_plan`.
         """
         self.await_plan()
         return self._step.status.plan
 
     def await_plan(self) -> None:
-        """Wait until the plan of this step is here, or it is known that there is none; on any thread.
+        """Wait until the plan of this step is here, or it is known that there is none. Any thread may call this.
 
-        Raises: UsageError: no quorum was started. Never what the quorum raised.
+        Raises: UsageError: no quorum was started. Errors of the quorum are not raised here.
         """
         if not self._negotiation.has_begun:
             raise UsageError("a reduction needs a quorum; call start_quorum first")
@@ -198,7 +199,10 @@ class StepRunner:
                 self._negotiation.settle()
 
     def check_no_sync(self) -> None:
-        """Raise UsageError while a sync of the attached strategy is in flight: `Manager.allreduce` is called."""
+        """Refuse `Manager.allreduce` while a sync of the attached strategy is in flight.
+
+        Raises: UsageError: a sync is in flight.
+        """
         if self.strategy is None:
             return
         status = self._step.status
@@ -212,7 +216,7 @@ class StepRunner:
     # --- a step ends --------------------------------------------------------------------------------------------------
 
     def end(self, timeout: timedelta | None) -> bool:
-        """See `Manager.should_commit`."""
+        """End a step. See `Manager.should_commit`."""
         limit = self._vote_limit(timeout)
         self._step.tell(on.EndAsked())
         self._own_time.finishes()
@@ -237,7 +241,7 @@ class StepRunner:
         return self._concluded(self._vote(effects, limit))
 
     def _worded(self, effects: Effects) -> Effects:
-        """Exchange the word of the round, where it has one. Returns: what comes after it."""
+        """Exchange the word of the round, if it has one. Return the effects that follow."""
         order = effects[-1]
         if not isinstance(order, do.SendWord | do.HearWord):
             return effects
@@ -260,18 +264,18 @@ class StepRunner:
     def _vote_limit(self, timeout: timedelta | None) -> timedelta:
         limit = limit_of(timeout, self._config.timeout)
         if self._config.stands_by:
-            limit += self._config.timeout  # rank 0 votes when its reductions have ended, which may take so long
+            limit += self._config.timeout  # rank 0 votes after its reductions, which may take this long
         return limit
 
     def _vote(self, effects: Effects, limit: timedelta) -> do.Effect:
         """Vote, and end the step with the verdict.
 
-        Raises: DeadlinePassed, and what else the coordinator raises: there is no verdict.
+        Raises: DeadlinePassed, and other errors of the coordinator: there is no verdict.
         """
         (cast,) = effects
         assert isinstance(cast, do.CastVote), cast
         if not cast.yes:
-            # An error has a line of its own, with the loss that has caused it.
+            # An error has its own log line, together with the loss that caused it.
             self._reports.log(
                 logging.INFO if cast.error is None else logging.DEBUG,
                 "should_commit=False enough_replicas=%s errored=%s%s",
@@ -286,7 +290,7 @@ class StepRunner:
             self._reports.log(logging.WARNING, "the manager server ended during the vote, which counts as no")
             verdict = Verdict(yes=False)
         except DeadlinePassed:
-            self._reports.raise_fatal()  # why nobody answered, where that was told while we waited
+            self._reports.raise_fatal()  # raises the reason if it became known during the wait
             raise
         (end,) = self._step.tell(on.VerdictArrived(cast.attempt, verdict.yes, verdict.leaves, verdict.stands))
         return end
@@ -318,7 +322,7 @@ class StepRunner:
     # --- several steps in flight --------------------------------------------------------------------------------------
 
     def defer(self) -> DeferredStep:
-        """See `StepControl.defer`."""
+        """Put the open step aside. See `StepControl.defer`."""
         if self._step.status.is_open:
             self._exchange_open()
         (aside,) = self._step.tell(on.DeferAsked())
@@ -334,8 +338,11 @@ class StepRunner:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Give or take state before the step ends. Who recovers says its word of the round first, so that the others
-        do not wait at their ends for its transfer."""
+        """Give or take state before the step ends.
+
+        A replica that recovers first sends its word of the round, so that the others do not wait for its transfer at
+        the end of the step.
+        """
         if self._step.status.speaks_first:
             self._wait_for(self._reducer.finish)
             if self._synchronize is not None:
@@ -346,7 +353,7 @@ class StepRunner:
         self._parts.exchange.perform()
 
     def _end_deferred(self, step: DeferredStep, timeout: timedelta | None) -> bool:
-        """See `DeferredStep.should_commit`."""
+        """End a deferred step. See `DeferredStep.should_commit`."""
         self._check_open()
         limit = self._vote_limit(timeout)
         number = step.name.attempt
@@ -361,7 +368,7 @@ class StepRunner:
         (end,) = self._step.tell(on.ReductionsEnded(number))
         if not isinstance(end, do.Concluded):
             if self._synchronize is not None:
-                # Not the whole device: what was begun later may run for long. It runs on streams of the group's.
+                # Only the group's stream is synchronized, because later work on the device may run for long.
                 torch.accelerator.current_stream().synchronize()
             step.started.release()
             effects = self._step.tell(
@@ -373,12 +380,12 @@ class StepRunner:
             self._where.waits = before
         self._reducer.forget(step.started)
         step.is_over = True
-        if step in self._deferred:  # or nobody held it any more
+        if step in self._deferred:  # `settle` may have removed it
             self._deferred.remove(step)
         return self._concluded(end, step.failure)
 
     def exchange_state(self) -> bool:
-        """See `StepControl.exchange_state`."""
+        """Exchange state now. See `StepControl.exchange_state`."""
         self._step.tell(on.StrategyExchanges())
         self.await_plan()
         status = self._step.status

@@ -1,14 +1,15 @@
-"""Parts of sharded tensors that were fetched, put on the meshes of the process that heals, and whole ones, cut so.
+"""Placing fetched parts of sharded tensors on the meshes of the process that heals, and sharding whole tensors alike.
 
-A mesh can't come from another process. But a process that heals runs the same program as its source, so that its own
-state has a DTensor where the source's had one, and that one's mesh is the mesh to use. What the source has and this
-process does not have yet, as the moments of an optimizer before its first step, belongs on the one mesh of the same
-form that this process's state lies on.
+A mesh can't come from another process. But a process that heals runs the same program as its source. So where the
+source has a DTensor, this process has one too, and its mesh is used. The source may have tensors that this process does
+not have yet, such as the moments of an optimizer before its first step. They go to the only mesh of the same form in
+this process's state.
 
-An island takes whole tensors, whose source cuts them otherwise or not at all. Each is cut as this process's own one in
-that place is; what this process does not have yet, as the parameter of that name or shape is.
+An island receives whole tensors, because its source shards differently or not at all. Each tensor is sharded like this
+process's own tensor at that place. A tensor that this process does not have yet is sharded like the parameter of that
+name or shape.
 
-Law of this file: two states in, one state out; nothing is loaded, and no process is asked.
+Law of this file: two states in, one state out. Nothing is loaded, and nothing is communicated.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Leaf = TypeVar("Leaf", bound=torch.Tensor)
 
 
 def has_shards(state: Any) -> bool:
-    """Whether a fetched state has parts of sharded tensors in it."""
+    """Return whether a fetched state contains parts of sharded tensors."""
     return any(isinstance(leaf, LocalShard) for _, leaf in _leaves(state, ()))
 
 
@@ -42,10 +43,10 @@ def place_shards(state: Any, own: Any) -> Any:
     """Make DTensors of the parts in a fetched state.
 
     Args:
-        state: as a transport gave it; it is changed where it has parts.
-        own: the state of the process that heals, as its own state-dict functions give it.
-    Returns: the state with DTensors on the meshes of `own`; their memory is that of the parts.
-    Raises: HealingFailed: a part does not fit what this process has there, or nothing says which mesh is meant.
+        state: as a transport returned it. Parts are replaced in place.
+        own: the state of the process that heals, as its own state-dict functions return it.
+    Returns: the state with DTensors on the meshes of `own`. The DTensors use the memory of the parts.
+    Raises: HealingFailed: a part does not fit the tensor of this process, or the right mesh can't be determined.
     """
     return _Placer(own).place(state, own, ())
 
@@ -54,16 +55,16 @@ def cut_whole(state: Any, own: Any) -> Any:
     """Make DTensors of the whole tensors in a fetched state that are sharded here, without communication.
 
     Args:
-        state: as a transport gave it, with whole tensors only; it is changed where this process has DTensors.
-        own: the state of the process that heals, as its own state-dict functions give it.
-    Returns: the state with DTensors on the meshes of `own`, with the placements there, that hold this process's parts.
-    Raises: HealingFailed: a tensor does not fit what this process has there, or nothing says how it is cut.
+        state: as a transport returned it, with whole tensors only. It is changed where this process has DTensors.
+        own: the state of the process that heals, as its own state-dict functions return it.
+    Returns: the state with DTensors on the meshes of `own`, with the same placements, that hold this process's parts.
+    Raises: HealingFailed: a tensor does not fit the tensor of this process, or its sharding can't be determined.
     """
     return _Cutter(own).place(state, own, ())
 
 
 class _Walker(ABC):
-    """Two states side by side, of which the first gets other tensors."""
+    """A parallel walk over two states, which replaces tensors in the first."""
 
     def place(self, value: Any, own: Any, path: Path) -> Any:
         if isinstance(value, LocalShard):
@@ -95,7 +96,7 @@ class _Walker(ABC):
 
 @final
 class _Placer(_Walker):
-    """Knows the meshes of one process's state."""
+    """The walk that uses the meshes of one process's state."""
 
     def __init__(self, own: Any) -> None:
         self._own = [(path, leaf) for path, leaf in _leaves(own, ()) if is_dtensor(leaf)]
@@ -152,7 +153,7 @@ class _Placer(_Walker):
 
 @final
 class _Cutter(_Walker):
-    """Knows how one process's tensors are cut."""
+    """The walk that shards like one process's tensors."""
 
     def __init__(self, own: Any) -> None:
         self._own = [(path, leaf) for path, leaf in _leaves(own, ()) if isinstance(leaf, torch.Tensor)]
@@ -173,7 +174,7 @@ class _Cutter(_Walker):
                 f"{_name(path)} is of shape {tuple(value.shape)} at the source and of shape {tuple(own.shape)} here; "
                 "train the same model on every replica"
             )
-        # A copy, for the part must not keep the whole in memory.
+        # A copy, because the part must not keep the whole tensor in memory.
         return cut_like(value.detach(), own)
 
     def _like(self, value: torch.Tensor, path: Path) -> DTensor | None:
@@ -181,7 +182,7 @@ class _Cutter(_Walker):
         whole.
         """
         alike = [(own_path, leaf) for own_path, leaf in self._own if leaf.shape == value.shape]
-        # What is whole here beside a sharded parameter of the same shape is a buffer as a rule, and has no moments.
+        # A whole tensor of the same shape as a sharded parameter is usually a buffer, and has no moments.
         of_that_name = _of_that_name(alike, path) or [leaf for _, leaf in alike]
         found = [leaf for leaf in of_that_name if is_dtensor(leaf)]
         if len({(leaf.device_mesh, leaf.placements) for leaf in found}) > 1:
@@ -193,8 +194,10 @@ class _Cutter(_Walker):
 
 
 def _of_that_name(own: Sequence[tuple[Path, Leaf]], path: Path) -> list[Leaf]:
-    """Tensors under whose names this place is: the moments of a parameter stand under its name, which is the last key
-    of the parameter's own path."""
+    """Return the tensors whose name is a key on this path.
+
+    The moments of a parameter are stored under the parameter's name, which is the last key of the parameter's own path.
+    """
     names = {key for key in path[:-1] if isinstance(key, str)}
     return [leaf for own_path, leaf in own if own_path and own_path[-1] in names]
 

@@ -1,4 +1,4 @@
-"""What the parts of one Manager share.
+"""The objects that the parts of one Manager share.
 
 Law of this file: one value, made once.
 """
@@ -19,15 +19,15 @@ from tft_ckpt import CheckpointTransport
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The parts that others need, and the facts.
+    """The parts that other parts need, and the facts.
 
     Args:
         config: resolved.
         step: the mailbox of the steps.
         coordinator: speaks for this rank.
         transport: moves live state.
-        user_state: what the user has registered.
-        reports: where errors and lines of the log go.
+        user_state: the state that the user has registered.
+        reports: receives errors and log lines.
         clock: tells the time.
         closing: set when the Manager ends.
     """

@@ -1,6 +1,6 @@
-"""Signals that a process is sent, handled for as long as somebody wants it.
+"""Signal handlers that are set for a limited time.
 
-Law of this file: handlers and those that were there before; what a signal means is the caller's.
+Law of this file: handlers, and the earlier ones. The caller decides the meaning of a signal.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from tft_pg.forks import Inheritance, let_go_in_child
 
 @final
 class SignalHandlers:
-    """Handlers of one owner, set and given back on the main thread, which alone may."""
+    """The signal handlers of one owner. They are set and restored on the main thread, which alone may do so."""
 
     def __init__(self) -> None:
-        self._handlers: dict[int, tuple[Any, Any]] = {}  # ours, and the one before
+        self._handlers: dict[int, tuple[Any, Any]] = {}  # the new handler and the earlier one
         let_go_in_child(self)
 
     def forked(self) -> Inheritance:
-        """In a child: what a signal means to its parent it does not mean to it."""
+        """Restore the earlier handlers in a forked child, where the parent's handlers have no meaning."""
         self.give_back()
         return Inheritance()
 
     def handle(self, signals: Sequence[int], act: Callable[[str], None]) -> None:
-        """Have `act` called with the name of the signal; a second call for the same signal replaces the first.
+        """Call `act` with the name of a received signal. A second call for the same signal replaces the first.
 
         Args:
-            signals: by number; none: SIGTERM.
-            act: runs in the midst of whatever the main thread does, so it must not wait for a lock.
-        Raises: SettingError: one of them is no signal that a process can handle; nothing has changed then.
+            signals: signal numbers. Empty: SIGTERM.
+            act: interrupts the main thread at any point, so it must not wait for a lock.
+        Raises: SettingError: a process can't handle one of the signals. Nothing has changed then.
         """
         for number in signals:
             if not isinstance(number, int) or number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -48,7 +48,7 @@ class SignalHandlers:
             self._handlers[number] = handle, first if before is ours else before
 
     def give_back(self) -> None:
-        """Put back the handlers that were there before; on another thread than the main one this does nothing."""
+        """Restore the earlier handlers. On a thread other than the main thread, this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         while self._handlers:
@@ -58,7 +58,7 @@ class SignalHandlers:
 
 
 def signal_name(number: int) -> str:
-    """Of any signal; those between SIGRTMIN and SIGRTMAX have none of their own."""
+    """Return the name of any signal. Signals between SIGRTMIN and SIGRTMAX have no name of their own."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -1,9 +1,10 @@
-"""Which sources of live state do not even answer a connection, asked when no byte has come for a while.
+"""Connection checks of sources of live state, for a fetch that receives no byte for a while.
 
-A source that is slow, or has not taken its state yet, answers. One behind a firewall, or with a host name that means
-another machine, does not, and whoever heals from it alone would wait for the whole heal_timeout.
+A source that is slow, or has not taken its state yet, still answers. A source behind a firewall, or with a host name
+that means another machine, does not answer. A replica that heals only from such a source would wait for the whole
+heal_timeout.
 
-Law of this file: addresses in, the silent ones out. What it means for a healing is `healing`'s.
+Law of this file: addresses in, silent sources out. `healing` decides the effect on a healing.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from tft_pg.calls import Place, call_all
 
 
 def silent_sources(addresses: Mapping[str, str], *, within_s: float, goes_on: Callable[[], bool]) -> dict[str, str]:
-    """Call each source.
+    """Call each source, and return those that do not answer.
 
     Args:
-        addresses: by replica id: a URL, or `host:port`. What is neither is taken for one that answers.
-        within_s: what has not answered by then does not answer.
-        goes_on: asked every few milliseconds; once it is false, nothing is found out.
-    Returns: for each that refuses, does not answer or has an unknown name: its address and why, in a few words.
+        addresses: by replica id: a URL, or `host:port`. An invalid address counts as a source that answers.
+        within_s: a source that has not answered in this time does not answer.
+        goes_on: called every few milliseconds. After it returns False, the result is empty.
+    Returns: address and reason, in a few words, for each source that refuses, does not answer or has an unknown name.
     """
     found: dict[str, str] = {}
     places: dict[tuple[str, int], Place] = {}
@@ -42,7 +43,7 @@ def silent_sources(addresses: Mapping[str, str], *, within_s: float, goes_on: Ca
     silent = call_all(places, until_s=time.monotonic() + within_s, goes_on=goes_on)
     for name in {name for name, _ in places}:
         of_name = [silent.get(key) for key in places if key[0] == name]
-        if all(of_name):  # where a name has several addresses, one that answers is enough
+        if all(of_name):  # one address that answers is enough
             found[name] = f"{places[name, 0]}: {of_name[0]}"
     return found if goes_on() else {}
 

@@ -1,7 +1,7 @@
-"""Whether all replicas hold the same state: compared now and then, and explained where one does not.
+"""Checks that all replicas hold the same state: periodic comparisons, and an explanation if one differs.
 
-Law of this file: one replica's part in the comparison. What a digest is, and how two states differ, is `divergence`'s;
-who has gone astray is decided by the lighthouse, which is told the digests with the lineage.
+Law of this file: one replica's part in the comparison. The digest, and the differences of two states, are in
+`divergence`. The lighthouse receives the digests with the lineage, and decides which replica has diverged.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tft_coord.errors import DeadlinePassed
 
 @final
 class StateCheck:
-    """The comparison, as one rank takes part in it. Its methods are called on the training thread.
+    """The comparison on one rank. The training thread calls its methods.
 
     Args:
         shared: what all parts share.
-        audit: knows whether the state was loaded as it came.
+        audit: knows whether the state was loaded as received.
     """
 
     def __init__(self, shared: Shared, audit: StateAudit) -> None:
@@ -35,9 +35,9 @@ class StateCheck:
         self._digester = StateDigester()
 
     def compare(self, order: CompareState) -> None:
-        """Make the user's state a part of the lineage that this group reports.
+        """Add the digest of the user's state to the lineage that this group reports.
 
-        Raises: StateUnavailable: the user says that the state is half written.
+        Raises: StateUnavailable: the user has marked the state as half written.
         """
         core, config, user = self._shared.step.status, self._shared.config, self._shared.user_state
         name = order.name
@@ -46,11 +46,11 @@ class StateCheck:
                 f"the state of replica {self._shared.coordinator.replica_id} is to be compared at step {core.step}, "
                 "and was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
-        own = ""  # what a rank gives that has no state to show: a group is compared whole
+        own = ""  # given by a rank without a state to show, because a group is compared as a whole
         state: dict[str, Any] | None = None
         digests: tuple[str, ...] = ("",)
         try:
-            state = user.take_compared()  # on every rank, for it may be a collective of the group
+            state = user.take_compared()  # on every rank, because it may be a collective of the group
             if not core.torn and not config.rank0_synchronization_only:
                 own = self._digester.digest(state)
         except StateUnavailable as error:
@@ -74,12 +74,12 @@ class StateCheck:
         self._shared.step.tell(StateCompared(combine(digests) if all(digests) else None))
 
     def explain(self, order: ExplainDivergence, fetched: Mapping[str, Any]) -> None:
-        """Say what differs where this replica heals because its state is not that of the others.
+        """Report what differs, if this replica heals because its state has diverged.
 
         Args:
-            order: of the step's core.
+            order: from the step core.
             fetched: the source's state.
-        Raises: StateDiverged: healing is not wanted, or the last one did not cure it.
+        Raises: StateDiverged: healing is disabled, or the last one did not cure it.
         """
         core, config, user = self._shared.step.status, self._shared.config, self._shared.user_state
         plan = order.plan

@@ -1,6 +1,6 @@
-"""What the lighthouse says of this replica's pace, kept and told to the user.
+"""The lighthouse's messages about this replica's pace, stored and passed to the user.
 
-Law of this file: keeping the newest word, from any thread, and telling it once; nothing is decided.
+Law of this file: storing the newest message, from any thread, and reporting it once. Nothing is decided.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from tft_algos.manager.reports import Reports
 from tft_coord.core.stragglers import PaceKind, StragglerNews
 
 _WELL = (PaceKind.KEEPS_UP, PaceKind.LET_BACK)
-_OF_SHARES = (PaceKind.SHARE, PaceKind.KEEPS_UP)  # who keeps up takes its whole batch
+_OF_SHARES = (PaceKind.SHARE, PaceKind.KEEPS_UP)  # a replica that keeps up takes its whole batch
 
 
 @final
 class Straggling:
-    """This replica's pace in the words of the lighthouse.
+    """This replica's pace as the lighthouse reports it.
 
     Args:
-        reports: its log.
-        listener: the user's; told of each change. None: nobody.
+        reports: the log.
+        listener: the user's function, called at each change. None: no function.
     """
 
     def __init__(self, reports: Reports, listener: OnStraggler | None = None) -> None:
         self._reports = reports
         self._newest: StragglerNews | None = None
         self._listener = listener
-        self.share = 1.0  # of its batch, that this replica is to take
+        self.share = 1.0  # the share of its batch that this replica should take
 
     @property
     def left_out(self) -> str:
-        """Why no quorum comes, one sentence; "" where this replica is not left out."""
+        """Return why no quorum comes, in one sentence; "" if this replica is not left out."""
         newest = self._newest
         return newest.sentence if newest is not None and newest.kind is PaceKind.LEFT_OUT else ""
 
@@ -44,7 +44,7 @@ class Straggling:
         is_new = news != self._newest and not says_nothing
         self._newest = news
         if is_new and news.kind is PaceKind.SHARE and news.share == 1.0:
-            # Another lighthouse, which knows of no straggler.
+            # This is another lighthouse, which does not know of a straggler.
             said = f"replica {news.replica_id} is to take its whole batch: this lighthouse asks for no smaller share"
             news = replace(news, kind=PaceKind.KEEPS_UP, sentence=news.sentence or said)
         if news.kind in _OF_SHARES:
@@ -57,5 +57,5 @@ class Straggling:
             try:
                 self._listener(news)
             except Exception as error:
-                # The step is sound, whatever the user's function did.
+                # The step is valid, whatever the user's function did.
                 self._reports.log_traceback(error, "a function given to on_straggler raised at: %s", news.sentence)

@@ -1,10 +1,11 @@
-"""Whom this rank could not reach: what the lighthouse is told of it, and what the log says.
+"""Peers that this rank could not reach: the reports to the lighthouse, and the log lines.
 
-A member that reaches the lighthouse and not its peers would stop all of them at each quorum. Only a peer notices. So
-whoever could not reach another says so with its next request for a quorum, once; if the same happens again, it is said
-again. Who merely did not come to a rendezvous may be late, and is named only if that happens twice in a row.
+A member that reaches the lighthouse but not its peers would stop all of them at each quorum. Only a peer can detect
+this. So a rank that could not reach another one reports this once, with its next request for a quorum. If it happens
+again, it is reported again. A member that was only missing at a rendezvous may be late. It is reported only if that
+happens twice in a row.
 
-Law of this file: errors in, reports and sentences out. What follows from a report is the lighthouse's to decide.
+Law of this file: errors in, reports and sentences out. The lighthouse decides the effect of a report.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _CHECK_OWN: Final = "look whether torchrun's agent, or what else hosts it, still
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a failed configure says, by the names of replicas.
+    """The diagnosis of a failed configure, with the names of replicas.
 
     Args:
-        error: the error of the step; it names replicas where the process group named ranks.
-        warning: a sentence for the log at once, whatever explains the failure later; "" where nobody is to blame yet,
-            or the log has said the same a moment ago.
+        error: the error of the step. It names replicas where the process group named ranks.
+        warning: a sentence to log at once, even if a later loss explains the failure. "": no replica is to blame yet,
+            or the same was logged a moment ago.
     """
 
     error: Exception
@@ -47,24 +48,24 @@ class Diagnosis:
 
 @final
 class UnreachedPeers:
-    """The reports of one rank that were not said yet; any thread may call it."""
+    """The unsent reports of one rank. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._unsaid: dict[tuple[str, Via], Unreached] = {}
-        self._absent: frozenset[str] = frozenset()  # who did not come to the last rendezvous
-        self._blamed: frozenset[tuple[str, Via]] = frozenset()  # by the last configure
+        self._absent: frozenset[str] = frozenset()  # replicas missing at the last rendezvous
+        self._blamed: frozenset[tuple[str, Via]] = frozenset()  # reported by the last configure
         self._repeats = 0  # in a row
         self._sentence = ""  # of the last configure, if it failed
 
     @property
     def has_unsaid(self) -> bool:
-        """Whether there is something to tell the lighthouse, so that the next quorum should be asked for at once."""
+        """Return whether a report for the lighthouse exists, so that the next quorum should be requested at once."""
         return bool(self._unsaid)
 
     @property
     def last(self) -> str:
-        """Why the last configure failed, a clause; "" if it did not, or nobody was to blame."""
+        """Return why the last configure failed, as a clause; "" if it did not, or no replica was to blame."""
         return self._sentence
 
     def take(self) -> tuple[Unreached, ...]:

@@ -1,7 +1,7 @@
-"""What the user has registered: pieces of state, and the functions that give and apply them.
+"""The state that the user has registered: its parts, and the functions that take and load them.
 
-Law of this file: the user's functions are called here, on the training thread, and what they raise is named here. When
-they are called, and what becomes of the state, is decided elsewhere.
+Law of this file: calls of the user's functions on the training thread, and their errors. The time of these calls, and
+the use of the state, are decided elsewhere.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _RAISED = re.compile(r"the state_dict registered under .* raised .*")
 
 
 def refusal_in(sentence: str) -> str:
-    """Find in an error that a state_dict has raised, here or at a source, as `UserState.take` says it; else empty."""
+    """Return the part of an error message that says that a state_dict raised, here or at a source; "" if none."""
     found = _RAISED.search(sentence)
     return found.group() if found else ""
 
 
 @final
 class UserState:
-    """One process's pieces, by key.
+    """One process's parts of the state, by key.
 
     Args:
-        is_island: the ranks of this group cut the state as they like, so that others can make use of it only whole.
+        is_island: the ranks of this group may shard the state in any way, so other groups can use it only whole.
     Attributes:
-        readable: False: the user says that it is half written.
-        optimizers: that are wrapped; no function that gives state runs their step hooks.
+        readable: False: the user says that the state is half written.
+        optimizers: the wrapped optimizers. Their step hooks do not run inside a function that returns state.
     """
 
     def __init__(self, *, is_island: bool) -> None:
@@ -49,7 +49,7 @@ class UserState:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def register(self, key: str, load: LoadState, take: TakeState, *, compared: bool = True) -> None:
-        """See `Manager.register_state_dict_fn`."""
+        """Register a part of the state. See `Manager.register_state_dict_fn`."""
         if not isinstance(key, str) or not key:
             raise SettingError(f"state is registered under {key!r}; give a name, the same on every replica")
         for name, function in (("load_state_dict", load), ("state_dict", take)):
@@ -63,7 +63,7 @@ class UserState:
 
     @property
     def names(self) -> set[str]:
-        """The keys of all pieces."""
+        """Return the keys of all parts."""
         return set(self._functions)
 
     def take(self) -> dict[str, Any]:
@@ -93,9 +93,10 @@ class UserState:
         return {key: value for key, value in state.items() if key not in self._not_compared}
 
     def load(self, state: Mapping[str, Any]) -> LoadFailed | None:
-        """Apply a state that has all keys.
+        """Load a state that has all keys.
 
-        Returns: why not, the function's own error attached as the cause; then the state is half written.
+        Returns: the error, with the function's own error as its cause. The state is then half written. None: the load
+            succeeded.
         """
         for key, (load, _) in self._functions.items():
             try:
@@ -123,15 +124,15 @@ class UserState:
 
 @contextmanager
 def _without_step_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
-    """Have the hooks of these optimizers' steps, and of all steps, not run.
+    """Disable the hooks of these optimizers' steps, and of all steps.
 
-    Torch's get_optimizer_state_dict makes the state of an optimizer that has none by a step with zero gradients. That
-    is no step of the training, so whatever counts or averages in a hook must not notice.
+    Torch's get_optimizer_state_dict makes a missing optimizer state by a step with zero gradients. This is not a step
+    of the training, so hooks that count or average must not run.
     """
     stateless = [optimizer for optimizer in optimizers if not optimizer.state]
     hooks: list[dict[int, Any]] = []
     for optimizer in stateless:
-        # A container of optimizers may have none.
+        # A container of optimizers may have no hooks.
         hooks += [getattr(optimizer, name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
     if stateless:
         hooks += torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks

@@ -1,9 +1,9 @@
-"""What this rank waits for, as its log says it: for whom, since when, and what ends the wait.
+"""The waits of this rank in its log: which replicas it waits for, since when, and which time-out ends the wait.
 
-The training thread tells nothing and arms no timer. A thread of the coordinator looks once a beat, about once a second,
-as it does for the beat itself. Whom the others are waited for the lighthouse and the manager server say.
+The training thread reports nothing and sets no timer. A thread of the coordinator checks once a beat, about once a
+second, as for the beat itself. The lighthouse and the manager server say which replicas all others wait for.
 
-Law of this file: looking and writing lines; when a line is due is decided by `tft_coord.core.waits`.
+Law of this file: checking and logging. `tft_coord.core.waits` decides when a line is due.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ REDUCTION: Final = "a reduction"
 STATE: Final = "live state"
 VOTE: Final = "the vote of its group"
 WORD: Final = "the end of the step at the other replicas"
-LEFT_OUT_FOR_S: Final = 5.0  # so long the lighthouse's word counts; it comes once a second, or another one between
+# validity of the lighthouse's message, which is sent once a second unless another message replaces it
+LEFT_OUT_FOR_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait of this moment.
+    """A current wait.
 
     Args:
-        kind: what for, one of the words above.
-        who: for whom, a clause with short ids.
-        seconds: for how long, as the looks have seen it.
+        kind: what this rank waits for, one of the texts above.
+        who: the replicas it waits for, a clause with short ids.
+        seconds: how long the checks have seen it.
     """
 
     kind: str
@@ -50,7 +51,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What a look has seen. `key`: of the wait, its attempt and kind first; empty: none."""
+    """The result of a check. `key`: identifies the wait, with attempt and kind first. Empty: no wait."""
 
     key: tuple[object, ...] = ()
     kind: str = ""
@@ -63,12 +64,12 @@ class WaitWatch:
 
     Args:
         step: says whether a step is open, planned, and heals.
-        where: says where in it the training thread is.
-        config: whose time-outs end the waits.
-        reports: its log.
-        monotonic: the time, in seconds.
-        failed_before: why the last process group was not built, a clause; "" if it was.
-        left_out: gives why no quorum comes, if this replica is left out as a straggler; else "".
+        where: says where in the step the training thread is.
+        config: its time-outs end the waits.
+        reports: the log.
+        monotonic: returns the time in seconds.
+        failed_before: returns why the last process group was not built, as a clause; "" if it was built.
+        left_out: returns why no quorum comes, if this replica is left out as a straggler; otherwise "".
     """
 
     def __init__(
@@ -89,14 +90,14 @@ class WaitWatch:
         self._monotonic = monotonic
         self._failed_before_by = failed_before
         self._notice = WaitNotice()
-        self._seen = _Seen()  # by the last look; one value, because other threads read it
-        self._first_asked_s = 0.0  # of the quorums that were asked for in a row and did not come
+        self._seen = _Seen()  # of the last check; one value, because other threads read it
+        self._first_asked_s = 0.0  # the first of the requests in a row that got no quorum
         self._failed_before = 0  # when the wait for a quorum began
-        self._has_failed = False  # the last wait for a quorum did not end by one
+        self._has_failed = False  # the last wait for a quorum ended without one
         self._told = ("", 0.0)
         self._told_left_out_s: float | None = None
         self._left_out = left_out
-        self.quorum_limit: timedelta = config.quorum_timeout  # of the quorum that was asked for last
+        self.quorum_limit: timedelta = config.quorum_timeout  # of the last request for a quorum
 
     def told(self, sentence: str) -> None:
         """Record a sentence of the lighthouse or the manager server that says what this rank waits for."""
@@ -106,21 +107,21 @@ class WaitWatch:
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the last look saw a wait for a quorum in which the others train without this replica."""
+        """Return whether the last check saw a wait for a quorum while the others train without this replica."""
         told_s = self._told_left_out_s
         heard = told_s is not None and self._seen.since_s <= told_s and self._monotonic() - told_s < LEFT_OUT_FOR_S
         return self._seen.kind == QUORUM and (heard or bool(self._left_out()))
 
     @property
     def round_waits_ms(self) -> int | None:
-        """Return how long the looks have seen a wait in the reductions or the word of a round; None: they do not."""
+        """Return how long the checks have seen a wait in the reductions or the word of a round; None: no such wait."""
         seen = self._seen
         if seen.kind not in (REDUCTION, WORD):
             return None
         return round(1_000 * (self._monotonic() - seen.since_s))
 
     def now(self, status: StepStatus) -> Wait | None:
-        """Return what this rank waits for just now, on any thread; None: nothing. `status`: of the step."""
+        """Return the current wait, on any thread; None: this rank does not wait. `status`: of the step."""
         kind = self._kind_now(status)
         if not kind:
             return None
@@ -129,7 +130,7 @@ class WaitWatch:
         return Wait(kind, self._who(kind), self._monotonic() - seen.since_s if is_the_same else 0.0)
 
     def look(self, reductions: int) -> None:
-        """Write the line that is due, if one is. `reductions`: how many this Manager has started so far."""
+        """Log the line that is due, if there is one. `reductions`: how many this Manager has started."""
         now_s = self._monotonic()
         status = self._step.status
         kind = self._kind_now(status)

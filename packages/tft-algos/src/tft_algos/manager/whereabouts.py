@@ -1,13 +1,15 @@
-"""Where in its step this rank is, as its beats tell it: what finds a trainer that hangs.
+"""The position of this rank in its step, as its beats report it, to detect a trainer that hangs.
 
-The training thread tells nothing. Where it is follows from what the Manager knows anyhow: whether a step is open, its
-plan is here, a reduction is under way, it waits in the vote or for state, or the optimizer steps. So this costs the
-step nothing, and a thread that looks ten times a second sees all of it that lasts.
+The training thread reports nothing. Its position follows from facts that the Manager has: whether a step is open, its
+plan is here, a reduction is under way, the thread waits in the vote or for state, or the optimizer steps. So a step has
+no extra cost. A thread that checks ten times a second sees every phase that lasts.
 
-Of a reduction that is under way nobody can tell whether the training thread waits for it; it is taken to. A strategy
-whose trainer goes on meanwhile says so, once an inner step. It is then busy until it waits for the end of its step.
+During a reduction, it is unknown whether the training thread waits for it. The thread is assumed to wait. A strategy
+whose trainer continues meanwhile reports each inner step. The trainer then counts as busy until it waits for the end of
+its step.
 
-Law of this file: looking, from any thread, and noting since when it is so; nothing is decided and nothing waits.
+Law of this file: checking, from any thread, and recording since when a phase lasts. Nothing is decided and nothing
+waits.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from tft_coord.core.step import StepStatus
 
 @final
 class Whereabouts:
-    """One rank's place in its step.
+    """One rank's position in its step.
 
     Args:
         step: says whether a step is open and planned.
-        slowest_step_ms: longest time that a step may take; 0: any.
-        num_reductions: gives how many reductions this Manager has started so far.
-        reduces: whether one of them is under way.
-        monotonic: the time, in seconds.
-        own_time: of this rank's steps.
+        slowest_step_ms: maximum time of a step. 0: no limit.
+        num_reductions: returns how many reductions this Manager has started.
+        reduces: returns whether one of them is under way.
+        monotonic: returns the time in seconds.
+        own_time: the own part of this rank's steps.
     """
 
     def __init__(
@@ -52,12 +54,12 @@ class Whereabouts:
         self._monotonic = monotonic
         self._last: tuple[object, ...] = ()
         self._since_s = monotonic()
-        self.finishes = False  # the training thread, with all that was begun in a step
-        self._goes_on = False  # the training thread, while a step is open
+        self.finishes = False  # the training thread finishes what was begun in a step
+        self._goes_on = False  # the training thread continues while a step is open
         self._inner_steps = 0
-        self.waits = False  # the training thread, in the vote or for state
+        self.waits = False  # the training thread waits in the vote or for state
         self.speaks = False  # the training thread waits for the others' words
-        self.applies = False  # the training thread, what was committed: the optimizer steps
+        self.applies = False  # the training thread applies what was committed: the optimizer steps
 
     def step_begins(self) -> None:
         """Record that a step begins. What was recorded about the last step is cleared."""
@@ -70,7 +72,10 @@ class Whereabouts:
         self._inner_steps += 1
 
     def look(self) -> Progress:
-        """For the next beat, or to find a long wait. Since when it is so, the first look that found it so tells."""
+        """Return the current progress, for a beat or to find a long wait.
+
+        `since` is the time of the first check that saw this phase.
+        """
         status, now_s = self._step.status, self._monotonic()
         phase = self.phase(status)
         plan = status.plan
@@ -88,7 +93,7 @@ class Whereabouts:
         )
 
     def phase(self, status: StepStatus) -> Phase:
-        """Where the training thread is just now. `status`: of the step."""
+        """Return the current phase of the training thread. `status`: of the step."""
         if not status.is_open and not status.num_deferred:
             return Phase.OWN if self.applies else Phase.OUTSIDE
         if self.waits or status.pends:

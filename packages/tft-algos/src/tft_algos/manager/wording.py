@@ -1,7 +1,7 @@
-"""The word of a round over the process group, and how long this rank's last word keeps its connections.
+"""The word of a round over the process group, and how long this rank keeps its connections after its last word.
 
-Law of this file: which groups can exchange a word, and the call. What it says, and what its sum means, is decided by
-the step's core.
+Law of this file: which groups can exchange a word, and the call. The step core decides the content of a word and the
+meaning of the sum.
 """
 
 from __future__ import annotations
@@ -31,41 +31,44 @@ from tft_pg.word import LINGER
 
 Exchange: TypeAlias = Callable[..., WordExchange]
 END_WITHIN_S: Final = 5.0
-ANY_TIME_MS: Final = 7 * 24 * 3_600_000  # where no step hangs, however long it takes
-CPU_BACKEND: Final = "gloo"  # of foreign groups these reduce tensors on the CPU
+ANY_TIME_MS: Final = 7 * 24 * 3_600_000  # if a step has no time limit
+CPU_BACKEND: Final = "gloo"  # foreign groups with this backend reduce tensors on the CPU
 
 
 def exchange_of(group: Group) -> Exchange | None:
-    """Return what exchanges a word in that group; None: it can't."""
+    """Return the function that exchanges a word in that group; None: the group can't."""
     own = getattr(group, "exchange_word", None)
     if callable(own):
         return own  # type: ignore[no-any-return]
     if not isinstance(group, dist.ProcessGroup):
         return None
     name = ""
-    with contextlib.suppress(Exception):  # it is not configured yet, or torch has no name for it
-        name = str(group.getBackendName())  # type: ignore[attr-defined]  # torch has it, its stubs do not
+    with contextlib.suppress(Exception):  # the group is not configured yet, or torch has no name for it
+        name = str(group.getBackendName())  # type: ignore[attr-defined]  # torch's stubs lack it
     return partial(exchange_word_by_allreduce, group) if CPU_BACKEND in name.lower() else None
 
 
 def standing_coordinator(coordinator: Coordinator) -> StandingCoordinator | None:
-    """Return the coordinator, if its quorums may stand."""
+    """Return the coordinator if its quorums may stand; None if not."""
     can = all(callable(getattr(coordinator, name, None)) for name in STANDING_METHODS)
     return coordinator if can else None  # type: ignore[return-value]
 
 
 def lease_of(config: ResolvedConfig, group: Group, coordinator: Coordinator) -> int | None:
-    """Return the lease that this rank says with its requests; None: it speaks no word and asks in every step.
+    """Return the lease for this rank's requests; None: this rank sends no word and makes a request in every step.
 
-    Of an island only rank 0 meets the others, so its other ranks could not say in time that they wish to ask or leave.
+    In an island, only rank 0 communicates with the others. Its other ranks could not announce in time that they want to
+    request a quorum or leave.
     """
     can = exchange_of(group) is not None and standing_coordinator(coordinator) is not None
     return config.timeouts.lease_ms if can and not config.rank0_synchronization_only else None
 
 
 def sent_timeout(timeouts: Timeouts) -> timedelta:
-    """Return how long a word that was sent before its sync ended may be on its way: this rank recovers meanwhile, and
-    all train until their syncs end."""
+    """Return the time-out of a word that was sent before its sync ended.
+
+    Meanwhile, this rank recovers, and all members train until their syncs end.
+    """
     longest_ms = timeouts.slowest_step_ms or ANY_TIME_MS
     return timedelta(milliseconds=timeouts.heal_timeout_ms + longest_ms + timeouts.timeout_ms)
 
@@ -73,13 +76,13 @@ def sent_timeout(timeouts: Timeouts) -> timedelta:
 def _receive(exchange: WordExchange, sums: Future[tuple[int, ...]]) -> None:
     try:
         sums.set_result(exchange.wait())
-    except BaseException as error:  # whoever hears it raises it
+    except BaseException as error:  # the thread that reads the result raises it
         sums.set_exception(error)
 
 
 @dataclass(slots=True)
 class _Sent:
-    """A word that was sent before its sync ended: of which quorum and round, and who receives the sum."""
+    """A word that was sent before its sync ended: its quorum and round, and the future sum."""
 
     name: tuple[QuorumKey, int]
     sums: Future[tuple[int, ...]]
@@ -106,7 +109,7 @@ class Wording:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the words have to come in the order of the reductions, as an allreduce has to."""
+        """Return whether words must keep the order of the reductions, as an allreduce must."""
         if self._exchange is None:
             return False
         group: object = self._group
@@ -116,7 +119,7 @@ class Wording:
         return own is None or getattr(inspect.unwrap(own), "__func__", None) is ProcessGroup.exchange_word
 
     def exchange(self, order: do.SendWord) -> on.WordEnded:
-        """Exchange a word; blocks until all members have sent theirs, or one can't."""
+        """Exchange a word. Blocks until all members have sent theirs, or one can't."""
         begin, timeout = self._words, self._timeout
         if order.within_ms is not None:
             timeout = min(timeout, timedelta(milliseconds=order.within_ms))
@@ -125,8 +128,10 @@ class Wording:
         )
 
     def send(self, order: do.SendWord) -> None:
-        """Send a word whose sum is heard at the end of its sync. A thread receives it meanwhile: in a large group the
-        sums of others pass through this rank."""
+        """Send a word whose sum is read at the end of its sync.
+
+        A thread receives the sum meanwhile, because in a large group the sums of others pass through this rank.
+        """
         begin = self._words
         sent = self._sent = _Sent((order.key, order.round_number), Future(), None)
         try:
@@ -138,7 +143,7 @@ class Wording:
         sent.thread.start()
 
     def hear(self, order: do.HearWord) -> on.WordEnded:
-        """Wait for the sum of a word that was sent before."""
+        """Wait for the sum of a word that was sent earlier."""
         sent = self._sent
         assert sent is not None, "the sum of a word that was not sent"
         assert sent.name == (order.key, order.round_number), (sent.name, order)
@@ -163,23 +168,23 @@ class Wording:
         return sent.sums.result()
 
     def _ended(self, attempt: int, sums: Callable[[], tuple[int, ...]]) -> on.WordEnded:
-        """Wait for the sum of a round's words. Returns: the event that tells it."""
+        """Wait for the sum of a round's words. Return the event that reports it."""
         try:
             total = sums()
-        except Exception as error:  # of the group, which may be the user's own: the round has no word then
+        except Exception as error:  # any error of the group, which may be the user's own; the round then has no word
             self._last_s = None
             return on.WordEnded(attempt, None, error)
         self._last_s = self._monotonic()
         return on.WordEnded(attempt, total)
 
     def close(self) -> None:
-        """Wait for the thread that receives, which ends with the process group's connections."""
+        """Wait for the receiving thread, which ends with the process group's connections."""
         sent, self._sent = self._sent, None
         if sent is not None and sent.thread is not None:
             sent.thread.join(END_WITHIN_S)
 
     def linger(self) -> None:
-        """Keep the connections until the last word had time to pass; called when this Manager ends."""
+        """Keep the connections until the last word has had time to arrive. Called when this Manager ends."""
         linger = getattr(self._group, "linger", None)
         if self._last_s is None or not callable(linger) or self._group.errored() is not None:
             return

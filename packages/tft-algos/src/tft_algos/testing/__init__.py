@@ -1,6 +1,6 @@
-"""What a test of a training strategy needs: digests, stand-ins for what lies outside the process, faults on demand.
+"""Tools for tests of a training strategy: digests, fakes for everything outside the process, and injected faults.
 
-Law of this folder: public, and used by this project's own tests; nothing here runs in production.
+Law of this folder: public, and used by this project's own tests. Nothing here runs in production.
 """
 
 from __future__ import annotations

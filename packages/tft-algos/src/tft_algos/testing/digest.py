@@ -1,6 +1,6 @@
-"""One number for a whole state: two replicas agree iff theirs are equal.
+"""One number for a whole state. Two replicas agree iff their numbers are equal.
 
-Law of this file: bytes in, hexadecimal digits out; nothing is changed.
+Law of this file: bytes in, hexadecimal digits out. Nothing is changed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Stand-ins for coordination and transport, in memory, that answer what a test wrote down beforehand.
+"""Fakes for coordination and transport, in memory, with answers that the test wrote beforehand.
 
-With them a Manager runs in one process without a socket: the test is the lighthouse, the other replicas and the wire.
+With them, a Manager runs in one process without a socket. The test plays the lighthouse, the other replicas and the
+network.
 
-Law of this file: no threads, and no waiting unless the test asked for it; a stand-in that has no answer left says so.
+Law of this file: no threads, and no waiting unless the test requests it. A fake without a further answer raises.
 """
 
 from __future__ import annotations
@@ -75,16 +76,15 @@ def plan_of(
 
 @final
 class ScriptedCoordinator:
-    """Answers a Manager's questions from two lists.
+    """A coordinator that answers a Manager's questions from two lists.
 
     Args:
         answers: to its quorum requests, in order: a Plan, a QuorumKey for "unchanged", or an exception to raise.
-        verdicts: to its votes, in order; what the Manager voted, where the list has ended.
+        verdicts: to its votes, in order. After the end of the list, the verdict is the Manager's vote.
         replica_id: of the group.
-
-    `requests`, `votes` and `gathered` hold what was asked, voted and given to the other ranks of the group, who give
-    `other_ranks`, of which the first `rank` come before this one; `listener` is the Manager's, to be told of losses,
-    and `progress` to be asked where it is.
+    `requests`, `votes` and `gathered` hold the requests, the votes, and the values given to the other ranks of the
+    group. The other ranks give `other_ranks`, and the first `rank` of them come before this one. `listener` is the
+    Manager's function for news, and `progress` its function for its progress.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ScriptedCoordinator:
         self.votes: list[tuple[QuorumKey, int, bool, Purpose]] = []
         self.gathered: list[tuple[str, str]] = []
         self.left: list[tuple[str, timedelta]] = []
-        self.finished_steps: list[int | None] = []  # one for each time that it left
+        self.finished_steps: list[int | None] = []  # one entry for each leave
         self.other_ranks: tuple[str, ...] = ()
         self.rank = 0
         self.healed_bytes = 0
@@ -131,7 +131,7 @@ class ScriptedCoordinator:
         self.left.append((reason, serve))
         self.finished_steps.append(finished_step)
         if finished_step is not None:
-            self.listener(Released())  # nobody heals from it
+            self.listener(Released())  # no member heals from it
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         self.gathered.append((name, value))
@@ -157,7 +157,7 @@ class ScriptedCoordinator:
 class ManualClock:
     """A clock that stands still until the test lets time pass.
 
-    `waited_s` holds what was waited for in vain; such a wait is over at once, and time has passed.
+    `waited_s` holds the durations of waits that timed out. Such a wait ends at once, and advances the time.
     """
 
     def __init__(self) -> None:
@@ -181,11 +181,11 @@ class ManualClock:
 
     @property
     def num_alarms(self) -> int:
-        """That are set and not due."""
+        """Return the number of alarms that are set and not due."""
         return len(self._alarms)
 
     def pass_s(self, seconds: float) -> None:
-        """So many seconds pass; what is due runs, in order, on the calling thread."""
+        """Let time pass. Callbacks that are due run in order, on the calling thread."""
         self.now_s += seconds
         due = sorted((alarm for alarm in self._alarms if alarm[0] <= self.now_s), key=lambda alarm: alarm[0])
         self._alarms = [alarm for alarm in self._alarms if alarm not in due]
@@ -195,14 +195,13 @@ class ManualClock:
 
 @final
 class FakeGroup:
-    """A process group of which this process is the only one that exists; the others are a number.
+    """A process group in which only this process exists. The other members are a number.
 
     Args:
-        others: what the other members give together: a sum adds it to every element.
-
-    `calls` holds the reduced tensors as they came, `configured` what each configure was told, `num_aborts` how often it
-    was aborted. While `holds` is set, what is started waits until it is aborted, as it does for others that never come,
-    or until `come` says that they have; `waits` is set when something does.
+        others: the contribution of all other members. A sum adds it to every element.
+    `calls` holds the tensors as they arrived, `configured` the arguments of each configure, and `num_aborts` the number
+    of aborts. While `holds` is set, each operation waits for `abort`, as if the other members never came, or for
+    `come`. `waits` is set when an operation waits.
     """
 
     def __init__(self, others: float = 0.0) -> None:
@@ -295,7 +294,7 @@ class FakeGroup:
 
 @final
 class MemoryStaged(StagedCheckpoint):
-    """A state that a `MemoryTransport` has staged; `end` says what became of it: "" so far."""
+    """A state that a `MemoryTransport` has staged. `end` says what happened to it: "" so far."""
 
     def __init__(self, transport: MemoryTransport, state: Any) -> None:
         self.end = ""
@@ -312,14 +311,14 @@ class MemoryStaged(StagedCheckpoint):
 
 @final
 class MemoryTransport(CheckpointTransport[Any]):
-    """Keeps what is sent in a dictionary, and receives from it.
+    """A transport that keeps sent states in a dictionary, and receives from it.
 
-    `sent_to` holds the receivers of each sending, `received_from` of each receiving the source's rank and metadata and
-    the other sources. `receiving` is set when the first receiving begins. `staged` holds what was staged.
+    `sent_to` holds the receivers of each send. `received_from` holds, for each receive, the source's rank and metadata
+    and the other sources. `receiving` is set when the first receive begins. `staged` holds the staged states.
 
     Args:
-        shelf: by state key; the same one for sender and receiver.
-        endless: a receiving never ends, unless it is cancelled.
+        shelf: states by key, the same object for sender and receiver.
+        endless: a receive never ends, unless it is cancelled.
     """
 
     def __init__(self, shelf: dict[StateKey | None, Any] | None = None, *, endless: bool = False) -> None:
@@ -381,10 +380,10 @@ class MemoryTransport(CheckpointTransport[Any]):
         return found
 
     def disallow_checkpoint(self) -> None:
-        """Nothing: what is kept is the test's."""
+        """Do nothing, because the test owns the states."""
 
     def abort(self) -> None:
-        """Nothing runs."""
+        """Do nothing, because no operation runs."""
 
     def shutdown(self, wait: bool = True) -> None:
         self.closed = True

@@ -1,7 +1,7 @@
-"""What the replicas of a LocalSGD or DiLoCo job must hold after each inner step, computed in one process.
+"""The expected state of a LocalSGD or DiLoCo job after each inner step, computed in one process.
 
-It is written down a second time, as the papers say it, for tests to compare with: the replicas are models in a list,
-the global weights are parameters of their own, and the outer optimizer steps on those.
+This is a second implementation, as the papers describe it, for tests to compare with. The replicas are models in a
+list, the global weights are separate parameters, and the outer optimizer steps on those.
 
 Law of this file: plain torch, and nothing of `tft_algos.local_sgd`.
 """
@@ -20,16 +20,17 @@ Parameters = list[torch.nn.Parameter]
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the replicas train.
+    """The training of the replicas.
 
     Args:
-        algorithm: which.
-        fragments: splits a model; LocalSGD has one.
+        algorithm: the algorithm.
+        fragments: splits a model. LocalSGD has one fragment.
         inner: makes the optimizer of one replica.
         outer: makes an outer optimizer.
-        one_outer: for all fragments; else one for each.
-        sync_every, delay, alpha: as `DiLoCo` has them.
-        fails: which ends fail, by their number from 0; what is in flight then fails with it, and has no end.
+        one_outer: True: one outer optimizer for all fragments. False: one for each.
+        sync_every, delay, alpha: as in `DiLoCo`.
+        fails: the ends that fail, by number from 0. The syncs in flight fail with such an end, and have no end
+            themselves.
     """
 
     algorithm: Literal["diloco", "local_sgd"]
@@ -46,7 +47,7 @@ class Recipe:
 @final
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What came of it.
+    """The result.
 
     Args:
         weights: by inner step, then by replica: its parameters, in the order of the model.
@@ -63,13 +64,13 @@ def reference(
     train: Callable[[torch.nn.Module, int, int], torch.Tensor],
     inner_steps: int,
 ) -> Trajectory:
-    """Train some replicas beside each other.
+    """Train some replicas side by side.
 
     Args:
-        models: one for each replica, of equal form; they are trained. All begin with the weights of the first.
-        recipe: how.
-        train: gives the loss of (model, replica, inner step), from 0.
-        inner_steps: how many.
+        models: one model for each replica, of equal form. They are trained. All begin with the weights of the first.
+        recipe: how they are trained.
+        train: returns the loss of (model, replica, inner step). Steps count from 0.
+        inner_steps: the number of inner steps.
     """
     for model in models[1:]:
         model.load_state_dict(models[0].state_dict())

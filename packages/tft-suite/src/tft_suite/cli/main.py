@@ -1,7 +1,7 @@
 """The `tft` command: from the words of a command line to an exit code.
 
-Law of this file: parsing and exit codes. What a command does stands elsewhere and is imported when it is asked for, so
-that `tft --help` answers at once.
+Law of this file: parsing and exit codes. Each command is implemented elsewhere and imported only if it is called, so
+that `tft --help` starts fast.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tft_suite.errors import MissingExtraError, SettingError, SuiteError
 
 DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
-# The demo's replicas are its own, whatever job this shell belongs to.
+# The replicas of the demo are separate, whatever job this shell belongs to.
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TFT_TOKEN", "TFT_TOKEN_FILE")
 
 app = typer.Typer(
@@ -66,7 +66,8 @@ def demo(
     from tft_suite.demo.settings import DemoSettings
 
     settings = DemoSettings(replicas=replicas, steps=steps, kills=kills, seed=seed, out=out)
-    # Read by torch when the replicas' processes import it: replicas that share the cores compute with one thread each.
+    # Torch reads this at its import in the replicas' processes. Replicas that share the cores compute with one thread
+    # each.
     os.environ["OMP_NUM_THREADS"] = "1"
     for name in OF_LAUNCHERS:
         os.environ.pop(name, None)
@@ -80,13 +81,14 @@ def doctor(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
 ) -> int:
-    """Look at what a job needs here: versions, addresses, interfaces, the lighthouse, the time-outs in force.
+    """Check what a job needs here: versions, addresses, interfaces, the lighthouse, the time-outs in force.
 
-    Each problem is said with its remedy. Changes nothing and joins no job. Exits with 0 if there is no problem, else 1.
+    Each problem comes with its remedy. This changes nothing and joins no job. Exits with 0 if there is no problem, else
+    1.
     """
     if not 0.001 <= timeout <= 3600:
         raise SettingError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own words would stand beside ours
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own messages would appear beside ours
     from tft_suite.doctor.findings import findings
     from tft_suite.doctor.report import report
     from tft_suite.doctor.survey import survey
@@ -109,10 +111,10 @@ def drain(
     reason: Annotated[str, typer.Option(help="Why; the replica logs it, and who asked.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
 ) -> int:
-    """Ask a replica to leave its job after its running step; the others lose nothing by it, and wait for nobody."""
+    """Ask a replica to leave its job after its running step. The other replicas lose no step and do not wait."""
     if not 0.001 <= timeout <= 3600:
         raise SettingError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own words would stand beside ours
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own messages would appear beside ours
     from tft_suite import drain as draining
 
     within = timedelta(seconds=timeout)
@@ -136,7 +138,7 @@ def exit_code_of(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
-        # The usage errors of the parser, of whichever version: they have a message for users; all others are bugs.
+        # Only the parser's usage errors have a message for users, in all its versions. All other errors are bugs.
         message = getattr(error, "format_message", None)
         if message is None:
             raise
@@ -145,7 +147,7 @@ def exit_code_of(arguments: Sequence[str]) -> int:
 
 
 def complain(message: str) -> int:
-    """One sentence on stderr. Returns the exit code of a wrong call."""
-    if message:  # empty where the help has been printed instead
+    """Print one sentence on stderr. Return the exit code of a wrong call."""
+    if message:  # empty if the help was printed instead
         typer.echo(f"tft: {message}", err=True)
     return 2

@@ -1,9 +1,9 @@
-"""`tft demo`: replica groups that train on one machine, two of which are killed, heal from a peer and catch up.
+"""`tft demo`: replica groups that train on one machine. Two of them are killed, heal from a peer and catch up.
 
-Intuition: a play. The schedule is the script, the director decides from what has happened what is to happen next, the
-supervisor does it to real processes, and view, report and timeline tell what they saw.
+The schedule says which replicas are killed. The director decides the next action from the events so far, and the
+supervisor performs it on real processes. View, report and timeline show the events.
 
 Law of this folder: settings, schedule, events, story, director and report are pure (events and the time in, values
-out); supervisor, process, link and replica are the shells. Only replica, model and data import torch, so that the
-supervisor starts at once.
+out). Supervisor, process, link and replica are the shells. Only replica, model and data import torch, so that the
+supervisor starts fast.
 """

@@ -1,10 +1,11 @@
-"""The handwritten digits that come with scikit-learn, and who trains on which of them in which step.
+"""The handwritten digits of scikit-learn, and the samples of each replica in each step.
 
-Intuition: 1,797 real images of 8 x 8 pixels; a stratified fifth is kept for the test. What a replica trains on is drawn
-anew in each step from (seed, replica, step), so that a run can be repeated, and no two replicas do the same work. It is
-drawn with replacement; dealing each sample out exactly once is the business of an exact sampler, not of a demo.
+There are 1,797 real images of 8 x 8 pixels. A stratified fifth is kept for the test. The batch of a replica is drawn
+anew in each step from (seed, replica, step). So a run can be repeated, and no two replicas do the same work. The draw
+is with replacement, because a demo does not need each sample exactly once.
 
-Law of this file: functions of their arguments; the data set is read from the installed package, nothing is downloaded.
+Law of this file: functions of their arguments. The data set comes from the installed package, and nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PIXEL_MAX = 16.0
 @final
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """`images`: float32 [n, 1, 8, 8], 0 to 1. `labels`: int64 [n], 0 to 9."""
+    """Images with labels. `images`: float32 [n, 1, 8, 8], 0 to 1. `labels`: int64 [n], 0 to 9."""
 
     images: Tensor
     labels: Tensor

@@ -1,15 +1,15 @@
-"""What is to happen next in a run, from what has happened.
+"""The next actions in a run, decided from the events so far.
 
-Intuition: the director reads the script (the kills), watches the stage (the events) and calls the cues. Three rules
-need care. A replica is killed only while another one trains, because the state lives in the living alone. A replica
-that died otherwise than by kill -9 is not restarted: that would hide a bug. And nobody leaves before everybody is at
-the last step with its figures told, because who is behind heals from those that are not.
+The director knows the scheduled kills, receives the events, and returns orders. Three rules need care. A replica is
+killed only while another one trains, because the state exists only in living replicas. A replica that died for another
+reason than kill -9 is not restarted, because a restart would hide a bug. A replica does not leave before all are at the
+last step and have reported their figures, because replicas that are behind heal from the others.
 
-That last rule: a replica whose last commit failed stays at a lower step while the others are done. After a pause the
-director orders *hold*: all take further steps together, so that the one behind heals, and all spoil their own vote, so
-that nobody goes beyond the last step.
+The last rule covers this case: the last commit of a replica failed, so it stays at a lower step while the others are
+done. After a pause, the director orders *hold*. All replicas then take further steps together, so that the one behind
+heals. All vote no in these steps, so that no replica goes beyond the last step.
 
-Law of this file: pure; events and the time in, orders out.
+Law of this file: pure. Events and the time in, orders out.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StartReplica:
 @final
 @dataclass(frozen=True, slots=True)
 class KillReplica:
-    """kill -9, now; `step` is the commit that it just reported."""
+    """kill -9, now. `step` is the commit that the replica just reported."""
 
     replica: int
     step: int
@@ -59,7 +59,7 @@ class KillReplica:
 @final
 @dataclass(frozen=True, slots=True)
 class HoldReplica:
-    """Tell the replica: further steps, but no further commit."""
+    """An order to the replica: further steps, but no further commit."""
 
     replica: int
 
@@ -67,7 +67,7 @@ class HoldReplica:
 @final
 @dataclass(frozen=True, slots=True)
 class StopReplica:
-    """Tell the replica that it may end."""
+    """An order to the replica: it may end."""
 
     replica: int
 
@@ -75,7 +75,7 @@ class StopReplica:
 @final
 @dataclass(frozen=True, slots=True)
 class EndRun:
-    """End all processes. `error` says what went wrong, None if all has been done."""
+    """The end of all processes. `error` says what went wrong. None: the run is complete."""
 
     error: str | None
 
@@ -85,7 +85,7 @@ Order: TypeAlias = StartReplica | KillReplica | HoldReplica | StopReplica | EndR
 
 @final
 class Director:
-    """The state machine of one run. Feed it each event once; call `tick` now and then."""
+    """The state machine of one run. It receives each event once, and a periodic `tick`."""
 
     def __init__(self, *, replicas: int, kills: tuple[Kill, ...]) -> None:
         self.story = Story(replicas)
@@ -101,11 +101,11 @@ class Director:
         return tuple(StartReplica(who.replica) for who in self.story.replicas)
 
     def on_event(self, event: Event) -> tuple[Order, ...]:
-        """Take in what happened. Returns what is to be done now, in this order.
+        """Handle an event. Return the orders to perform now, in this order.
 
-        What follows on a kill comes as an event too (ProcessKilled, then ProcessEnded), as does each start.
+        The effects of a kill arrive as events too (ProcessKilled, then ProcessEnded), and so does each start.
         """
-        # What a replica repeats while it waits or tries again is no news.
+        # Repeated reports of a replica that waits or tries again do not count as news.
         is_repeated = isinstance(event, TrainingEnded) and self._is_done(event.replica)
         if not (is_repeated or isinstance(event, HealingStarted | StepDiscarded)):
             self._last_news_s = event.at_s
@@ -127,7 +127,7 @@ class Director:
                 return ()
 
     def tick(self, now_s: float) -> tuple[Order, ...]:
-        """Look at the time, in the same seconds as the events' `at_s`."""
+        """Handle the time, in the same seconds as the events' `at_s`."""
         if self._is_over:
             return ()
         silent_s = now_s - self._last_news_s
@@ -142,7 +142,8 @@ class Director:
         some_are_done = any(self._is_done(who.replica) for who in self.story.replicas)
         if some_are_done and not self._is_stopping and self._held_since_s is None and silent_s >= HOLD_AFTER_S:
             self._held_since_s = now_s
-            # Who is behind is told first: it may already wait for a quorum, and must find the order when that forms.
+            # The replica that is behind is told first. It may already wait for a quorum, and must see the order when
+            # that forms.
             behind_first = sorted(self.story.replicas, key=lambda who: self._is_done(who.replica))
             return tuple(HoldReplica(who.replica) for who in behind_first if who.state is not State.DEAD)
         return ()

@@ -1,8 +1,8 @@
-"""What happens in a demo run, and how a replica tells it.
+"""The events of a demo run, and their encoding.
 
-Intuition: the whole run is a list of these; everything shown, written or decided is a fold over that list.
+The whole run is a list of these events. Everything that is shown, written or decided is computed from that list.
 
-Law of this file: frozen values and their JSON; no clock (`at_s` is given by who saw it), no I/O.
+Law of this file: frozen values and their JSON. No clock (the observer gives `at_s`), no I/O.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 
 from tft_suite.errors import MessageError
 
-MESSAGE_BYTES_MAX = 3_500  # below PIPE_BUF with its frame: a replica that is killed never leaves half a message
+MESSAGE_BYTES_MAX = 3_500  # below PIPE_BUF with its frame, so a killed replica never leaves half a message
 TEXT_MAX = 500
 
 
@@ -29,7 +29,7 @@ class HealingStarted:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCommitted:
-    """The replica committed `step`; `participants` gradients entered it, its own among them if it `took_part`."""
+    """The replica committed `step` with gradients of `participants` replicas, including its own if it `took_part`."""
 
     at_s: float
     replica: int
@@ -42,7 +42,7 @@ class StepCommitted:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDiscarded:
-    """The step after `step` was not committed, for a `reason` in words."""
+    """The step after `step` was not committed. `reason` says why."""
 
     at_s: float
     replica: int
@@ -53,7 +53,7 @@ class StepDiscarded:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingEnded:
-    """The replica is at its last step, and still there to heal others from: what it holds, in figures."""
+    """The replica is at its last step, and still serves members that heal. The fields describe its state."""
 
     at_s: float
     replica: int
@@ -95,7 +95,7 @@ class ProcessKilled:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessEnded:
-    """The replica's process is gone. `exit_code` is minus the signal's number if a signal ended it."""
+    """The process of the replica has ended. `exit_code` is the negative signal number if a signal ended it."""
 
     at_s: float
     replica: int
@@ -112,7 +112,7 @@ _TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 def encode(event: ReplicaEvent) -> bytes:
-    """One line of JSON, at most MESSAGE_BYTES_MAX. Who receives it adds its own `replica` and `at_s`."""
+    """Return one line of JSON, at most MESSAGE_BYTES_MAX. The receiver adds its own `replica` and `at_s`."""
     facts = {key: value for key, value in asdict(event).items() if key not in ("at_s", "replica")}
     return json.dumps({"event": type(event).__name__, **facts}).encode()
 

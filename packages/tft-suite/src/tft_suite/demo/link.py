@@ -1,8 +1,8 @@
 """The two pipes between the supervisor and a replica: events one way, orders the other.
 
-Intuition: JSON in frames, nothing else; a replica whose supervisor is gone ends at once, so nothing is ever orphaned.
+The pipes carry JSON in frames. A replica whose supervisor is gone ends at once, so no process is orphaned.
 
-Law of this file: the pipes and the thread that listens to one of them; what is said over them stands in events.
+Law of this file: the pipes and the thread that reads one of them. The content of the messages is in events.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tft_suite.errors import MessageError
 
 @final
 class ReplicaOrder(Enum):
-    """What a supervisor tells a replica."""
+    """An order of the supervisor to a replica."""
 
     HOLD = b"hold"
     STOP = b"stop"
@@ -27,11 +27,11 @@ class ReplicaOrder(Enum):
 
 @final
 class Link:
-    """The replica's end. One per process; its thread ends with the process.
+    """The replica's end of the pipes. There is one for each process, and its thread ends with the process.
 
     Args:
-        events: written by this process alone.
-        orders: read by this object alone; its end ends this process.
+        events: only this process writes it.
+        orders: only this object reads it. Its end ends this process.
     """
 
     def __init__(self, *, events: Connection, orders: Connection) -> None:
@@ -43,18 +43,18 @@ class Link:
         threading.Thread(target=self._listen, name="tft-demo-orders", daemon=True).start()
 
     def tell(self, event: ReplicaEvent) -> None:
-        """Send one event. Its `at_s` and `replica` are filled in by the supervisor."""
+        """Send one event. The supervisor sets its `at_s` and `replica`."""
         self._events.send_bytes(encode(event))
 
     @property
     def is_held(self) -> bool:
-        """Whether this replica must not commit any more (it goes on stepping, so that others can heal)."""
+        """Return whether this replica must not commit any more. It continues its steps, so that others can heal."""
         with self._news:
             return self._is_held
 
     @property
     def is_stopped(self) -> bool:
-        """Whether this replica may end."""
+        """Return whether this replica may end."""
         with self._news:
             return self._is_stopped
 
@@ -68,7 +68,7 @@ class Link:
             try:
                 order = ReplicaOrder(self._orders.recv_bytes(MESSAGE_BYTES_MAX))
             except (EOFError, OSError, ValueError):
-                # The supervisor is gone, or is not one of ours: nobody is left who could want anything of this process.
+                # The supervisor is gone, or sent an invalid order, so no other process needs this one.
                 os._exit(1)
             with self._news:
                 self._is_held = self._is_held or order is ReplicaOrder.HOLD
@@ -77,7 +77,7 @@ class Link:
 
 
 def give(orders: Connection, order: ReplicaOrder) -> None:
-    """Send an order to a replica. One that has just died is not told: its end is reported elsewhere."""
+    """Send an order to a replica. A replica that has just died is ignored, because its end is reported elsewhere."""
     try:
         orders.send_bytes(order.value)
     except (BrokenPipeError, ConnectionResetError):

@@ -1,9 +1,9 @@
-"""A small conv net for the digits.
+"""A small convolutional net for the digits.
 
-Intuition: the net has no state that differs between replicas (no batch statistics, no dropout), so equal steps leave
-equal bits, and one digest of its state says whether they did.
+The net has no state that differs between replicas (no batch statistics, no dropout). So equal steps give equal bits,
+and one digest of the state shows whether they did.
 
-Law of this file: the net and figures about it; no process, no replica.
+Law of this file: the net and its figures. No process, no replica.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEARNING_RATE = 2e-3
 
 
 def make_net() -> nn.Sequential:
-    """float32 [n, 1, 8, 8] to logits [n, 10]; the initial weights come from torch's global dice."""
+    """Return the net: float32 [n, 1, 8, 8] to logits [n, 10]. Torch's global generator gives the initial weights."""
     return nn.Sequential(
         nn.Conv2d(1, CHANNELS, 3, padding=1),
         nn.ReLU(),

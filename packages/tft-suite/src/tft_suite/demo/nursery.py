@@ -1,10 +1,10 @@
-"""Makes the forkserver of the demo end at once.
+"""A fast exit for the forkserver of the demo.
 
-Intuition: a forkserver ends when the last process that uses it is gone, and then the interpreter takes apart, for more
-than a second, all that was imported for the replicas. Nothing of that matters to anybody, but a process that is still
-there when the command has ended does.
+A forkserver ends after the last process that uses it. The interpreter then needs more than a second to release
+everything that was imported for the replicas. The release is useless, but a process that outlives the command is
+visible.
 
-Law of this file: one statement that acts on import, in a forkserver alone: a forkserver calls nothing, it only imports.
+Law of this file: one statement that acts on import, only in a forkserver, because a forkserver only imports modules.
 """
 
 from __future__ import annotations

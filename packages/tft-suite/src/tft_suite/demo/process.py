@@ -1,8 +1,9 @@
-"""The process of a replica: what surrounds the training loop.
+"""The process of a replica, around the training loop.
 
-Intuition: whatever a replica does or prints, and however it fails, the supervisor and the log file get it.
+Whatever a replica does or prints, and however it fails, the supervisor and the log file get it.
 
-Law of this file: signals, output, and the report of an error. It imports no torch, because the supervisor imports it.
+Law of this file: signals, output, and the report of an error. It does not import torch, because the supervisor imports
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tft_suite.demo.link import Link
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaTask:
-    """What one process of the demo is told at its start."""
+    """The arguments of one process of the demo."""
 
     replica: int
     steps: int
@@ -40,11 +41,13 @@ Body: TypeAlias = Callable[[ReplicaTask, Link], None]
 
 
 def replica_main(body: str, task: ReplicaTask, events: Connection, orders: Connection) -> None:
-    """Run `body` (`module:function`) to its end. An error is logged and told, and ends the process with exit code 1."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor says what it means
+    """Run `body` (`module:function`) to its end. An error is logged and reported, and ends the process with exit code
+    1.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for output in (1, 2):  # by number: what C++ prints goes there too
+    for output in (1, 2):  # by number, so that output of C++ code goes there too
         os.dup2(log, output)
     os.close(log)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -1,9 +1,9 @@
 """One replica group of the demo: a plain training loop.
 
-Intuition: the loop is what a user would write; the demo adds only that it tells its supervisor what happened, and that
-it does not leave before everybody is done.
+The loop is what a user would write. The demo only adds reports to the supervisor, and the rule that a replica does not
+leave before all are done.
 
-Law of this file: training. The process around it stands in process, who is killed and when nobody here knows.
+Law of this file: training. The process around it is in process. The kills are not known here.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ class StuckError(Exception):
 
 @final
 class HeldError(Exception):
-    """The reason for a vote of no after the last step: this step was taken only to heal others."""
+    """The reason for a vote of no after the last step. Such a step only serves others that heal."""
 
 
 def train(task: ReplicaTask, link: Link) -> None:
-    """Train to `task.steps`, then serve those behind until stopped.
+    """Train to `task.steps`, then serve replicas that are behind, until stopped.
 
-    Raises: whatever training raises; the supervisor reports it.
+    Raises: any error of the training. The supervisor reports it.
     """
     torch.set_num_threads(1)  # the replicas share the cores
     train_part, test_part = load()
-    torch.manual_seed(task.seed * 1_000 + task.replica)  # replicas begin with different weights: the first step heals
+    # replicas begin with different weights, so the first step heals
+    torch.manual_seed(task.seed * 1_000 + task.replica)
     net = make_net()
     inner = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)
 
@@ -86,7 +87,7 @@ def train(task: ReplicaTask, link: Link) -> None:
             if participants and not took_part:
                 link.tell(HealingStarted(at_s=0, replica=task.replica))
             loss.backward()
-            is_held = link.is_held  # read once: what is voted on is what is told
+            is_held = link.is_held  # read once, so that vote and report agree
             if is_held:
                 manager.report_error(HeldError(f"replica {task.replica} is held at its last step, {task.steps}"))
             optimizer.step()

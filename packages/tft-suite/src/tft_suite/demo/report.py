@@ -1,8 +1,8 @@
-"""What a run came to: the faults and what they cost, the digests, and whether all is as it must be.
+"""The result of a run: the faults and their costs, the digests, and whether everything is correct.
 
-Intuition: everything is counted from the events, after the run, so that what is reported is what happened.
+Everything is counted from the events after the run, so the report is what happened.
 
-Law of this file: pure; events in, one report out, and the sentences that say what is wrong with it.
+Law of this file: pure. Events in, one report out, and the sentences that say what is wrong with it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Fault:
     """One kill -9.
 
     Args:
-        replica: who was killed.
-        at_step: its last commit before.
-        stall_s: from the kill until each survivor had committed the next step; None if one never did.
-        rejoin_s: from the kill until the killed replica's first commit; None if there was none.
+        replica: the killed replica.
+        at_step: its last commit before the kill.
+        stall_s: from the kill until each survivor had committed the next step. None: a survivor never did.
+        rejoin_s: from the kill until the first commit of the restarted replica. None: there was none.
     """
 
     replica: int
@@ -38,7 +38,7 @@ class Fault:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """report.json. `digests` are of parameters and optimizer state, by replica, of those that came to the end."""
+    """report.json. `digests` are of parameters and optimizer state, by replica, for replicas that reached the end."""
 
     replicas: int
     steps: int
@@ -49,12 +49,12 @@ class Report:
     wall_s: float
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, with the keys in the order of the fields."""
+        """Return the report as plain data, with the keys in the order of the fields."""
         return asdict(self)
 
 
 def make_report(events: Sequence[Event], *, replicas: int, steps: int, wall_s: float) -> Report:
-    """Count what happened."""
+    """Make the report from the events."""
     ends = final_ends(events)
     digests = tuple(ends[replica].digest for replica in sorted(ends))
     all_ended_there = len(ends) == replicas and {end.step for end in ends.values()} == {steps}
@@ -81,7 +81,7 @@ def final_ends(events: Sequence[Event]) -> dict[int, TrainingEnded]:
 
 
 def deaths(events: Sequence[Event]) -> Iterable[tuple[int, ProcessKilled]]:
-    """Each kill -9 with its index in `events`: those of the schedule, and those that came from outside."""
+    """Yield each kill -9 with its index in `events`: the scheduled kills, and kills from outside."""
     last_step: dict[int, int] = {}
     is_killed: set[int] = set()
     for index, event in enumerate(events):
@@ -114,7 +114,7 @@ def faults(events: Sequence[Event]) -> Iterable[Fault]:
 
 
 def stall(before: Sequence[Event], after: Sequence[Event], kill: ProcessKilled) -> float | None:
-    """Seconds from the kill until each survivor committed a step beyond the kill's. One killed before that is none."""
+    """Return the seconds from the kill until each survivor committed a later step. A later victim is no survivor."""
     waited_for = alive_and_trained(before) - {kill.replica}
     last_s: float | None = None
     for event in after:
@@ -129,7 +129,7 @@ def stall(before: Sequence[Event], after: Sequence[Event], kill: ProcessKilled) 
 
 
 def alive_and_trained(events: Sequence[Event]) -> set[int]:
-    """Replicas whose present process has committed."""
+    """Return the replicas whose current process has committed a step."""
     trained: set[int] = set()
     for event in events:
         if isinstance(event, StepCommitted):
@@ -173,7 +173,7 @@ def what_is_wrong(report: Report, events: Sequence[Event], *, kills: int, error:
 
 
 def came_back(after: Sequence[Event], replica: int) -> bool:
-    """Whether the replica, killed before, committed a step into whose mean its gradient and another's went."""
+    """Return whether a killed replica later committed a step to which its own and another gradient contributed."""
     return any(
         isinstance(event, StepCommitted) and event.replica == replica and event.took_part and event.participants > 1
         for event in after

@@ -1,6 +1,6 @@
 """A demo run from settings to exit code: lighthouse, supervisor, report, picture.
 
-Law of this file: the order of things, the output folder, and what is printed when it is over.
+Law of this file: the order of these, the output folder, and the final output.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tft_suite.demo.timeline import draw
 from tft_suite.demo.view import view_for
 from tft_suite.errors import SettingError
 
-# torch imports torch._dynamo, for a second, with the first optimizer.
+# torch imports torch._dynamo with the first optimizer, which takes a second.
 PRELOADED = ("__main__", "torch", "torch._dynamo", "tft_suite.demo.nursery")
 TRAIN = "tft_suite.demo.replica:train"
 
 
 def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> int:
-    """Run, report, and return the exit code: 0 good, 1 something is wrong, 128 + n ended by signal n.
+    """Run the demo and return the exit code: 0 good, 1 something is wrong, 128 + n ended by signal n.
 
     Args:
-        console: where the run is shown and its result printed.
-        body: what each replica does, as `module:function`; see Supervisor.
+        console: shows the run and its result.
+        body: the work of each replica, as `module:function`. See Supervisor.
     Raises: SettingError: the output folder can't be made or written.
     """
     prepare(settings.out, replicas=settings.replicas)
     console.print(f"{title_of(settings)}; logs in {settings.out}", highlight=False, soft_wrap=True, markup=False)
-    # A replica, a restarted one too, is up in a fraction of a second: what it imports is there when it is forked.
+    # With these imports in the forkserver, a replica starts, or restarts, in a fraction of a second.
     multiprocessing.get_context("forkserver").set_forkserver_preload([*PRELOADED, body.partition(":")[0]])
     token = secrets.token_hex(16)
     with (
@@ -70,7 +70,10 @@ def title_of(settings: DemoSettings) -> str:
 
 
 def prepare(out: Path, *, replicas: int) -> None:
-    """Make the folder, and remove what an earlier run left in it. Raises: SettingError: can't."""
+    """Make the folder, and remove the files of an earlier run.
+
+    Raises: SettingError: the folder can't be made or written.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         for old in (out / "report.json", out / "timeline.png", *out.glob("replica-*.log"), out / "lighthouse.log"):
@@ -82,7 +85,7 @@ def prepare(out: Path, *, replicas: int) -> None:
 
 @contextmanager
 def logged(path: Path, name: str) -> Iterator[None]:
-    """Inside, INFO of logger `name` goes to the file."""
+    """Write records of logger `name`, from INFO up, to the file while the context is open."""
     logger = logging.getLogger(name)
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -98,7 +101,7 @@ def logged(path: Path, name: str) -> Iterator[None]:
 
 
 def tell(outcome: Outcome, settings: DemoSettings, *, console: Console) -> int:
-    """Write report.json and timeline.png, print what came of it, and return the exit code."""
+    """Write report.json and timeline.png, print the result, and return the exit code."""
     report = make_report(outcome.events, replicas=settings.replicas, steps=settings.steps, wall_s=outcome.wall_s)
     wrong = what_is_wrong(report, outcome.events, kills=settings.kills, error=outcome.error)
     report_path, picture_path = settings.out / "report.json", settings.out / "timeline.png"

@@ -1,8 +1,8 @@
-"""Who is killed, and at which commit.
+"""The scheduled kills: which replica is killed, and at which commit.
 
-Intuition: the dice are thrown before the run, so that the same seed asks for the same faults.
+The kills are drawn before the run, so that the same seed gives the same faults.
 
-Law of this file: a function of its arguments; the only dice are seeded by the caller.
+Law of this file: a function of its arguments. The caller gives the seed of the only random numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ LAST_PERCENT = 50
 @final
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """`replica` is to be killed when it reports the commit of `step`, or the first later one at which it may be."""
+    """A kill of `replica` when it reports the commit of `step`, or the first later commit at which a kill is
+    allowed."""
 
     replica: int
     step: int
@@ -31,9 +32,9 @@ def kill_window(steps: int) -> range:
 
 
 def draw_kills(*, replicas: int, steps: int, kills: int, seed: int) -> tuple[Kill, ...]:
-    """Throw the dice: `kills` kills in the order of their steps, no two at one step, each of any replica.
+    """Draw `kills` kills in the order of their steps. All steps are different, and each kill is of any replica.
 
-    Raises: ValueError: more kills than steps in the window (DemoSettings refuses that before).
+    Raises: ValueError: there are more kills than steps in the window (DemoSettings refuses this before).
     """
     dice = random.Random(f"tft demo {seed}")
     at = sorted(dice.sample(kill_window(steps), kills))

@@ -1,6 +1,6 @@
-"""What a demo run is asked to do, checked once.
+"""The settings of a demo run, checked once.
 
-Law of this file: one frozen value; it reads and starts nothing.
+Law of this file: one frozen value. It reads and starts nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class DemoSettings:
     """One demo run.
 
     Args:
-        replicas: replica groups, each one process; 1 to 16.
+        replicas: replica groups, each one process. 1 to 16.
         steps: committed steps at which all replicas stop.
-        kills: how many times a replica is killed; needs a second replica, from which the killed one heals.
+        kills: the number of kills. A kill needs a second replica, from which the killed one heals.
         seed: of the kills, the initial weights and the samples.
-        out: folder for report.json, timeline.png and a log of each replica; made if it is not there.
-    Raises: SettingError: a number is out of its range, or the kills don't fit; one sentence.
+        out: folder for report.json, timeline.png and a log of each replica. It is made if it does not exist.
+    Raises: SettingError: a number is out of its range, or the kills don't fit. The message is one sentence.
     """
 
     replicas: int = 3

@@ -1,8 +1,8 @@
-"""What is known of a run so far: each replica's state, and a sentence for everything worth telling.
+"""The state of a run so far: each replica's state, and a sentence for each notable event.
 
-Intuition: the view model. Everything that is shown, live or in lines, is read off it; nothing shown is kept elsewhere.
+This is the view model. Everything that is shown, live or in lines, comes from it.
 
-Law of this file: a fold over events; it decides nothing and draws nothing.
+Law of this file: a fold over events. It decides nothing and draws nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REASON_SHOWN_MAX = 100
 
 @final
 class State(Enum):
-    """What a replica is doing."""
+    """The activity of a replica."""
 
     STARTING = "starting"
     HEALING = "healing"
@@ -42,17 +42,17 @@ class State(Enum):
 @final
 @dataclass(slots=True)
 class ReplicaStory:
-    """One replica. `step` and `loss` are of its last commit, None before the first of its present process."""
+    """One replica. `step` and `loss` are of its last commit. None: its current process has not committed yet."""
 
     replica: int
     state: State = State.STARTING
     step: int | None = None
     loss: float | None = None
     num_starts: int = 0
-    num_commits: int = 0  # of its present process
+    num_commits: int = 0  # of its current process
     ended: TrainingEnded | None = None
     discarded_after: int | None = None
-    is_gone: bool = False  # its process ended as it should
+    is_gone: bool = False  # its process ended normally
 
 
 @final
@@ -67,17 +67,17 @@ class Note:
 
 @final
 class Story:
-    """The run so far. Feed it each event once, in order, by `apply`."""
+    """The run so far. `apply` receives each event once, in order."""
 
     def __init__(self, replicas: int) -> None:
         self.replicas: Sequence[ReplicaStory] = tuple(ReplicaStory(replica) for replica in range(replicas))
         self.notes: list[Note] = []
-        self.step = 0  # the highest that anybody committed
+        self.step = 0  # the highest committed step of any replica
         self.participants = 0  # in that step
         self._killed_at_s: dict[int, float] = {}
 
     def apply(self, event: Event) -> None:
-        """Take in one event."""
+        """Handle one event."""
         who = self.replicas[event.replica]
         name = f"replica {event.replica}"
         match event:
@@ -92,7 +92,8 @@ class Story:
             case StepCommitted():
                 self._committed(who, event)
             case StepDiscarded():
-                if who.discarded_after != event.step:  # it tries again until it commits: told once
+                # the replica tries again until it commits, and this is noted once
+                if who.discarded_after != event.step:
                     self._note(
                         event, f"{name} discards the step after {event.step}: {shortened(event.reason)}", is_bad=True
                     )
@@ -127,7 +128,7 @@ class Story:
                 self._note(event, f"participants {self.participants} -> {event.participants} in step {event.step}")
             self.step, self.participants = event.step, event.participants
         who.state, who.step = State.TRAINING, event.step
-        if event.took_part:  # else it is the loss of what it was before it healed
+        if event.took_part:  # otherwise the loss is from before the healing
             who.loss = event.loss
         who.num_commits += 1
 
@@ -141,7 +142,7 @@ def shortened(reason: str) -> str:
 
 
 def exit_words(exit_code: int) -> str:
-    """How a process ended, in words."""
+    """Return in words how a process ended."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:

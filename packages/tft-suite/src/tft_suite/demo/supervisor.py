@@ -1,11 +1,11 @@
-"""The processes of a run: started, listened to, killed, and ended, all from one thread.
+"""The processes of a run: started, observed, killed and ended, all from one thread.
 
-Intuition: the hands of the director. One loop waits for whatever comes first (a message, the end of a process, the next
-look at the clock), tells the director, and does what it says.
+One loop waits for the next event (a message, the end of a process, the next check of the clock), gives it to the
+director, and performs the director's orders.
 
-Law of this file: processes, pipes and the clock. What is to happen is decided by the director alone. Whatever ends the
-loop, no process outlives it: replicas are killed and waited for, their manager servers end with them, and if this very
-process is killed the replicas see the end of their pipes.
+Law of this file: processes, pipes and the clock. Only the director decides the actions. However the loop ends, no
+process outlives it. Replicas are killed and waited for, and their manager servers end with them. If this process itself
+is killed, the replicas see the end of their pipes.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ JOIN_S = 10.0
 @final
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run left: its events, and how it ended.
+    """The outcome of a run: its events, and how it ended.
 
     Args:
-        error: why it was given up; None if all replicas came to their end.
-        signal_number: the signal that ended it; None if none did.
-        wall_s: seconds it took.
+        error: why the run was given up. None: all replicas came to their end.
+        signal_number: the signal that ended the run. None: no signal did.
+        wall_s: duration in seconds.
     """
 
     events: Sequence[Event]
@@ -55,25 +55,26 @@ class Outcome:
 @final
 @dataclass(slots=True)
 class Child:
-    """A living process of a replica, and our ends of its pipes."""
+    """A living process of a replica, and this process's ends of its pipes."""
 
     process: ForkServerProcess
     events: Connection
     orders: Connection
-    is_heard: bool = True  # False once it was killed, or closed its end: what it said last is of no use
+    is_heard: bool = True  # False after a kill, or after the replica closed its end, because later messages are useless
 
 
 @final
 class Supervisor:
-    """Runs the replicas of one demo. Use once: `run()`.
+    """The supervisor of one demo's replicas. Use it once, by `run()`.
 
     Args:
-        settings: what to do.
+        settings: the settings of the run.
         lighthouse_addr: of a running lighthouse.
         token: the secret of this run.
         view: shows the run while it lasts.
-        body: what each replica does: `module:function`, imported by the replicas alone; takes (ReplicaTask, Link).
-        caught: the numbers of the signals that asked this run to end, as `caught_signals` gives it.
+        body: the work of each replica: `module:function`, with the arguments (ReplicaTask, Link). Only the replicas
+            import it.
+        caught: the numbers of the signals that asked this run to end, from `caught_signals`.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Supervisor:
     def run(self) -> Outcome:
         """Run to the end, or until a signal is caught. Blocks.
 
-        Raises: OSError: a process could not be started. Nothing is left then either.
+        Raises: OSError: a process could not be started. No process is left then either.
         """
         with self._view as view:
             try:
@@ -109,7 +110,7 @@ class Supervisor:
             finally:
                 self._end_children()
         failed = self._end is not None and self._end.error is not None
-        # A signal to all processes may reach the replicas first; it was the signal then, not their end.
+        # A signal to all processes may reach the replicas first. Their end is then an effect of the signal.
         by_signal = bool(self._caught) and (self._end is None or failed)
         return Outcome(
             events=tuple(self._events),
@@ -122,7 +123,7 @@ class Supervisor:
         return time.monotonic() - self._began
 
     def _wait_for_news(self) -> None:
-        """Take what has come, for at most LOOK_EVERY_S; messages of a process always before its end."""
+        """Handle what arrives within LOOK_EVERY_S. Messages of a process are handled before its end."""
         by_pipe = {child.events: replica for replica, child in self._children.items() if child.is_heard}
         by_sentinel = {child.process.sentinel: replica for replica, child in self._children.items()}
         ready = wait([*by_pipe, *by_sentinel], timeout=LOOK_EVERY_S)
@@ -186,8 +187,8 @@ class Supervisor:
             target=replica_main, args=(self._body, task, their_events, their_orders), name=f"tft-demo-replica-{replica}"
         )
         with their_events, their_orders:
-            # The first start makes the forkserver, which Ctrl-C would reach while it imports.
-            resource_tracker.ensure_running()  # would let signals through again if it came in between
+            # The first start makes the forkserver, which Ctrl-C would interrupt during its imports.
+            resource_tracker.ensure_running()  # it would unblock the signals if it started between these calls
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 process.start()
@@ -198,9 +199,9 @@ class Supervisor:
         self._happened(ProcessStarted(at_s=self._now_s(), replica=replica, pid=process.pid))
 
     def _end_children(self) -> None:
-        """Kill what still runs and wait for it. Nothing here can be interrupted: the signals are caught."""
+        """Kill the remaining replicas and wait for their end. Signals can't interrupt this, because they are caught."""
         for child in self._children.values():
-            if child.process.is_alive():  # else its number may be another's by now: it is the forkserver's child
+            if child.process.is_alive():  # otherwise its pid may be reused, because it is a child of the forkserver
                 child.process.kill()
         for child in self._children.values():
             child.process.join(JOIN_S)
@@ -216,13 +217,13 @@ def close(child: Child) -> None:
 
 
 def log_of(folder: Path, replica: int) -> Path:
-    """Where a replica's output goes."""
+    """Return the path of a replica's output."""
     return folder / f"replica-{replica}.log"
 
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Inside, SIGINT and SIGTERM only add their number to the list that is yielded; a second one changes nothing."""
+    """Catch SIGINT and SIGTERM while the context is open. A signal only adds its number to the yielded list."""
     caught: list[int] = []
 
     def catch(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
 """timeline.png: the run as one picture.
 
-Intuition: replicas are lanes over time, coloured by what they did; below them, who took part, and the loss. A kill is a
-gap in one lane, and the picture shows at a glance that the other lanes have none.
+Replicas are lanes over time, coloured by their activity. Below are the participants and the loss. A kill is a gap in
+one lane, and the other lanes visibly have none.
 
-Law of this file: `lanes` is pure; `draw` writes one file and keeps no state behind (no pyplot).
+Law of this file: `lanes` is pure. `draw` writes one file and keeps no state (no pyplot).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SMOOTHED_OVER = 5  # steps
 @final
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`replica` was in `state` from `start_s` to `end_s`."""
+    """The time from `start_s` to `end_s`, during which `replica` was in `state`."""
 
     replica: int
     state: State
@@ -70,7 +70,7 @@ def lanes(events: Sequence[Event], *, end_s: float) -> list[Span]:
             case ProcessStarted():
                 change(event, State.STARTING)
                 if event.replica not in begun:
-                    now[event.replica] = (State.STARTING, 0.0)  # the program that starts it, starts
+                    now[event.replica] = (State.STARTING, 0.0)  # the starting program counts as starting, from time 0
                 begun.add(event.replica)
             case HealingStarted():
                 change(event, State.HEALING)
@@ -100,7 +100,7 @@ def draw(events: Sequence[Event], *, replicas: int, end_s: float, title: str, pa
         back = "never back" if fault.rejoin_s is None else f"back after {fault.rejoin_s:.1f} s"
         text = f"kill -9 at step {fault.at_step}, {back}"
         top.annotate(text, (kill.at_s, kill.replica - 0.33), (0, 3), textcoords="offset points", fontsize=9)
-        # What is dead is started again at once: a death is too short to see as a span.
+        # A dead replica is restarted at once, so a death is too short to see as a span.
         top.vlines(kill.at_s, kill.replica - 0.31, kill.replica + 0.31, color=COLORS[State.DEAD], linewidth=4)
         for axes in (top, middle, bottom):
             axes.axvline(kill.at_s, color=COLORS[State.DEAD], linewidth=1, linestyle=":", zorder=0)

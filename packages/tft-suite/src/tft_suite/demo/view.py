@@ -1,8 +1,8 @@
-"""The run as one watches it: a live picture on a terminal, lines elsewhere.
+"""The view of a running demo: a live picture on a terminal, lines elsewhere.
 
-Intuition: both draw the same story; neither knows anything of its own.
+Both views draw the same story, and keep no facts of their own.
 
-Law of this file: from a story and the time to what is shown. It starts nothing, and the run does not depend on it.
+Law of this file: from a story and the time to the output. It starts nothing, and the run does not depend on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tft_suite.demo.story import Note, ReplicaStory, State, Story
 
 NOTES_MAX, NOTES_MIN = 12, 3
 REDRAW_AFTER_S = 0.1
-LINES_AROUND = 8  # of the picture, besides replicas and notes
+LINES_AROUND = 8  # lines of the picture besides replicas and notes
 PROGRESS_LINES = 10
 
 STYLES = {
@@ -35,7 +35,7 @@ STYLES = {
 
 
 class View(Protocol):
-    """Shows a run while it lasts, inside a `with`."""
+    """A view that shows a run while it lasts, inside a `with`."""
 
     def __enter__(self) -> View: ...
 
@@ -58,7 +58,7 @@ def view_for(console: Console, *, steps: int) -> View:
 
 @final
 class LiveView:
-    """Replicas as a table, and the last notes below. Drawn at most ten times a second, and at the end."""
+    """A table of the replicas, with the last notes below. It is drawn at most ten times a second, and at the end."""
 
     def __init__(self, console: Console, *, steps: int) -> None:
         self._steps = steps
@@ -92,7 +92,7 @@ class LiveView:
 
 @final
 class LineView:
-    """Each note as a line, and a line of progress with every tenth of the steps."""
+    """A view with a line for each note, and a line of progress for every tenth of the steps."""
 
     def __init__(self, write: Callable[[str], None], *, steps: int) -> None:
         self._write = write
@@ -106,7 +106,7 @@ class LineView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is open."""
+        """Do nothing, because nothing is open."""
 
     def show(self, story: Story, now_s: float) -> None:
         for note in story.notes[self._num_notes :]:
@@ -123,7 +123,7 @@ def line_of(note: Note) -> str:
 
 
 def progress_of(story: Story, *, steps: int) -> str:
-    """One line about where the run is."""
+    """Return one line about the progress of the run."""
     losses = [who.loss for who in story.replicas if who.loss is not None]
     loss = f", loss {sum(losses) / len(losses):.4f}" if losses else ""
     return f"step {story.step} of {steps}, {participants_of(story)}{loss}"

@@ -1,6 +1,6 @@
-"""What a doctor looks at, as plain values that a test can make.
+"""The facts for a doctor, as plain values that a test can make.
 
-Law of this file: frozen values; nothing that asks a machine.
+Law of this file: frozen values. Nothing asks a machine.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tft_coord.views import LighthouseDescription
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LighthouseFacts:
-    """What was heard from one address of a lighthouse.
+    """The answer from one address of a lighthouse.
 
     Args:
         address: as it was given.
-        description: what it says of itself; None: it could not be heard.
-        trouble: why not, in one sentence that names it; "" if it was.
-        is_foreign: torchft's lighthouse answers there.
-        clock_ahead_ms: of its clock, before this machine's; less than nothing: behind.
-        answers_anybody: a secret is set here, and it answers who shows none.
-        local_address: of this machine, on the way to it; "" if unknown.
+        description: what the lighthouse says of itself. None: no answer.
+        trouble: why there is no answer, in one sentence that names the address. "": there is an answer.
+        is_foreign: the address is torchft's lighthouse.
+        clock_ahead_ms: how far its clock is ahead of this machine's. Negative: behind.
+        answers_anybody: a secret is set here, and the lighthouse answers clients without a secret.
+        local_address: this machine's address on the route to it. "": unknown.
     """
 
     address: str
@@ -39,19 +39,19 @@ class LighthouseFacts:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was found.
+    """The facts that were found.
 
     Args:
-        versions: installed version by distribution; "" if it is not installed.
-        setting_error: why the environment's settings can't work, in one sentence; "" if they can.
-        hostname: under which other machines would reach this one.
-        hostname_is_loopback: that name means the own machine to whoever reads it.
+        versions: installed version by distribution. "": not installed.
+        setting_error: why the environment's settings can't work, in one sentence. "": they can.
+        hostname: the name by which other machines would reach this one.
+        hostname_is_loopback: on every machine, that name means the machine itself.
         interfaces: addresses of each network interface, by its name.
-        environ: the variables that matter and are set; of a secret only whether it is.
-        token_is_set: a shared secret is.
-        token_file_mode: permission bits of TFT_TOKEN_FILE, or None without.
-        timeouts: in force here; None where the settings can't work.
-        lighthouses: one for each address.
+        environ: the relevant variables that are set. For a secret, only that it is set.
+        token_is_set: a shared secret is set.
+        token_file_mode: permission bits of TFT_TOKEN_FILE. None: no such file.
+        timeouts: the time-outs in force here. None: the settings can't work.
+        lighthouses: one entry for each address.
         accelerator: device type and count, or "none".
     """
 

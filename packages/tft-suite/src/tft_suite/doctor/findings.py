@@ -1,8 +1,9 @@
-"""What of the facts is wrong, and how it is mended.
+"""The problems in the facts, and their remedies.
 
-A problem keeps a job from working, or from surviving what it should; a note is what works and may surprise.
+A problem prevents a job from working, or from surviving what it should survive. A note is about something that works
+and may surprise.
 
-Law of this file: pure; each finding is one sentence: what, where, what it does, what to do.
+Law of this file: pure. Each finding is one sentence: what, where, its effect, its remedy.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ _OTHERS_MAY_READ: Final = 0o044
 @final
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence; `is_problem`: a job would not work, or not survive what it should."""
+    """One sentence. `is_problem`: a job would not work, or would not survive what it should survive."""
 
     sentence: str
     is_problem: bool = True
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """All that is to be said of the facts, problems first."""
+    """Return all findings, problems first."""
     found = [*_of_versions(facts), *_of_settings(facts), *_of_network(facts), *_of_lighthouses(facts), *_of_time(facts)]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
@@ -111,7 +112,7 @@ def _of_network(facts: Facts) -> Iterator[Finding]:
     }
     for variable in INTERFACE_VARIABLES:
         value = facts.environ.get(variable, "").strip()
-        # NCCL takes prefixes: = says that they are whole names, ^ that all others are meant.
+        # NCCL takes prefixes. A leading = means whole names, and a leading ^ means all other names.
         exact = variable == "GLOO_SOCKET_IFNAME" or value.startswith("=")
         if value.startswith("^"):
             continue
@@ -159,7 +160,7 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
                 is_problem=False,
             )
         elif each.trouble:
-            yield Finding(each.trouble)  # the words of a trainer's start, which name the lighthouse
+            yield Finding(each.trouble)  # the message of a trainer's start, which names the lighthouse
         for job in each.description.jobs if each.description is not None else ():
             for warning in job.warnings:
                 yield Finding(f"job {job.name}: {warning}")
@@ -176,7 +177,7 @@ def _of_time(facts: Facts) -> Iterator[Finding]:
     if facts.timeouts is None:
         return
     heard = [each.description for each in facts.lighthouses if each.description is not None]
-    # What a lighthouse says of itself counts; what was assumed of it does not.
+    # Only what a lighthouse says of itself is judged, not what was assumed about it.
     judged = [facts.timeouts.beside(each.heartbeat_timeout_ms, each.join_timeout_ms) for each in heard]
     for doubt in dict.fromkeys(doubt for timeouts in judged or [facts.timeouts] for doubt in timeouts.doubts()):
         yield Finding(f"time-outs: {doubt}", is_problem=False)

@@ -1,4 +1,4 @@
-"""Facts and findings as text, a line each.
+"""Facts and findings as text, one line each.
 
 Law of this file: values to text.
 """

@@ -1,6 +1,6 @@
-"""Gathers the facts: asks the environment, this machine and the lighthouses.
+"""The gathering of facts from the environment, this machine and the lighthouses.
 
-Law of this file: it looks, and changes nothing; what it can't learn is a fact as well.
+Law of this file: it reads, and changes nothing. A failed check is a fact as well.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ NAMES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *INTERFACE_V
 
 
 def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timedelta) -> Facts:
-    """Look at everything.
+    """Gather all facts.
 
     Args:
         environ: the variables that a Manager here would read.
-        lighthouse: addresses with commas between them; None: those of the environment.
+        lighthouse: addresses, separated by commas. None: those of the environment.
         timeout: for each address of a lighthouse.
     """
     hostname = own_host()
     timeouts: Timeouts | None = None
-    # Whatever else is wrong with the settings: a lighthouse that is named is asked.
+    # Even if other settings are wrong, a given lighthouse is asked.
     addresses = lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
     token, setting_error = _token(environ), ""
     try:
@@ -80,14 +80,14 @@ def _token(environ: Mapping[str, str]) -> str | None:
     try:
         return read_token(environ)
     except CoordinationSettingError:
-        return None  # the settings' own error says so
+        return None  # the settings' own error says this
 
 
 def _is_address(address: str) -> bool:
     try:
         return bool(target(address.strip()))
     except CoordinationSettingError:
-        return False  # the settings' own error says so
+        return False  # the settings' own error says this
 
 
 def _version(name: str) -> str:
@@ -138,23 +138,23 @@ def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFa
 
 
 def _answers_anybody(address: str, timeout: timedelta) -> bool:
-    """Whether it answers who shows no secret: one that has a secret refuses a call without."""
+    """Return whether a lighthouse answers without a secret. A lighthouse with a secret refuses such a call."""
     try:
         with LighthouseClient(address, timeout, waits=False) as client:
             client.describe(timeout)
     except CoordinationError:
-        return False  # refused, as it should be; or not heard this time, which tells nothing of secrets
+        return False  # refused, as it should be, or no answer this time, which says nothing about secrets
     return True
 
 
 def _way_to(address: str) -> str:
-    """Of which of this machine's addresses packets to that one come; "" where that can't be told."""
+    """Return this machine's address for packets to that address; "" if it can't be found."""
     try:
         parts = urlsplit(address if "//" in address else f"//{address}")
         found = socket.getaddrinfo(parts.hostname, parts.port or 1, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, place = found[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)  # of a datagram socket: nothing is sent
+            probe.connect(place)  # connecting a datagram socket sends nothing
             return str(probe.getsockname()[0])
     except (OSError, ValueError):
         return ""

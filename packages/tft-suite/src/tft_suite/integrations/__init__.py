@@ -1,6 +1,6 @@
 """Adapters that make the trainers of other libraries fault-tolerant.
 
-Each module needs the library that it is named after; none of them is imported by `import tft_suite`.
+Each module needs the library of the same name. `import tft_suite` imports none of them.
 
 Law of this file: nothing, so that importing one adapter never imports another library.
 """

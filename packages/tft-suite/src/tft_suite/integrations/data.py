@@ -1,6 +1,6 @@
-"""A data set that never ends, for trainers that would count its epochs.
+"""An endless data set, for trainers that would count its epochs.
 
-Law of this file: samples and their order; it imports torch and no trainer.
+Law of this file: samples and their order. It imports torch and no trainer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class _Endless(IterableDataset[Any]):
 def endless(dataset: MapDataset, *, seed: int | None = None) -> IterableDataset[Any]:
     """Repeat a data set for ever, in a new random order each time.
 
-    The Trainer runs a fixed number of epochs over a data set that has a length, so each discarded step would bring the
-    end nearer. Without a length it trains until `max_steps`.
+    The Trainer runs a fixed number of epochs over a data set with a length, so each discarded step would shorten the
+    training. Without a length it trains until `max_steps`.
 
     Args:
         dataset: this replica's share of the data. Workers of a DataLoader divide it among themselves.
-        seed: of the order; None: another order in each start of the process.
+        seed: of the order. None: another order in each start of the process.
     Raises: SettingError: the data set is empty.
     """
     if len(dataset) == 0:

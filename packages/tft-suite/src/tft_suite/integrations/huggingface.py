@@ -1,6 +1,6 @@
 """Fault tolerance for the Trainer of Hugging Face transformers: one callback.
 
-It starts a quorum before each step, averages the gradients over the replicas in the backward pass, and lets
+The callback starts a quorum before each step, averages the gradients over the replicas in the backward pass, and lets
 the optimizer step only on commit. The Trainer's `global_step` becomes the job's step.
 
     manager = Manager(pg=ProcessGroupGloo(), replica_id="replica_0", min_replica_size=1)
@@ -10,7 +10,7 @@ the optimizer step only on commit. The Trainer's `global_step` becomes the job's
     trainer.train()
     manager.shutdown()
 
-Law of this file: which event of the Trainer is which part of a step; docs/trainers.md says what can't work.
+Law of this file: which event of the Trainer is which part of a step. docs/trainers.md lists what is not supported.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ except ImportError as error:
         "pip install 'tft-suite[huggingface]'"
     ) from error
 
-_HEALED = ("best_metric", "best_global_step", "best_model_checkpoint")  # of the TrainerState
+_HEALED = ("best_metric", "best_global_step", "best_model_checkpoint")  # fields of the TrainerState
 
 
 @final
 class FaultToleranceCallback(TrainerCallback):
-    """Trains one replica of a job with an unmodified `transformers.Trainer`.
+    """A callback that trains one replica of a job with an unmodified `transformers.Trainer`.
 
     A replica is one process. All replicas evaluate, at the same steps. The participant with rank 0 logs the loss and
     saves checkpoints. `tft drain` ends `train()` after the running step. When `train()` returns, call
-    `manager.shutdown()` at once: the others wait for this replica until then.
+    `manager.shutdown()` at once, because the others wait for this replica until then.
 
     Args:
         manager: of this replica. The callback registers model, optimizer, scheduler and the best metric with it.
@@ -51,7 +51,7 @@ class FaultToleranceCallback(TrainerCallback):
         self._manager = manager
         self._optimizer: Optimizer | None = None
         self._passes = 0  # backward passes of this step
-        self._quiet = contextlib.ExitStack()  # while it is entered, backward passes reduce nothing
+        self._quiet = contextlib.ExitStack()  # while a context is entered, backward passes reduce nothing
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -61,7 +61,7 @@ class FaultToleranceCallback(TrainerCallback):
         model, optimizer, scheduler = parts["model"], parts["optimizer"], parts["lr_scheduler"]
         _check(args, state, optimizer)
         inner, manager = optimizer.optimizer, self._manager
-        if state.global_step:  # the Trainer has loaded a checkpoint; all replicas do
+        if state.global_step:  # the Trainer has loaded a checkpoint, and all replicas do this
             manager.load_state_dict({"step": state.global_step, "batches_committed": state.global_step})
         manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
         manager.register_state_dict_fn("optimizer", inner.load_state_dict, inner.state_dict)
@@ -89,7 +89,7 @@ class FaultToleranceCallback(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        # The Trainer then leaves out the scheduler's step, and adds 1 to global_step.
+        # With this, the Trainer skips the scheduler's step. It also adds 1 to global_step.
         self._accelerated._is_overflow = not self._manager.strategy.verdict
         state.global_step = self._manager.current_step() - 1
 

@@ -1,14 +1,14 @@
 """Fault tolerance for the Trainer of Lightning: one strategy.
 
-It starts a quorum before each step, averages the gradients over the replicas in the backward pass, and lets the
-optimizer step only on commit. The Trainer's `global_step` becomes the job's step.
+The strategy starts a quorum before each step, averages the gradients over the replicas in the backward pass, and lets
+the optimizer step only on commit. The Trainer's `global_step` becomes the job's step.
 
     manager = Manager(pg=ProcessGroupGloo(), replica_id="replica_0", min_replica_size=1)
     trainer = Trainer(strategy=FaultTolerantStrategy(manager), max_steps=1000)
     trainer.fit(module, loader)
     manager.shutdown()
 
-Law of this file: which event of the Trainer is which part of a step; docs/trainers.md says what can't work.
+Law of this file: which event of the Trainer is which part of a step. docs/trainers.md lists what is not supported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, final
 from tft_algos import Manager, Optimizer, PureDistributedDataParallel, SettingError, Unsupported, UsageError
 
 try:
-    # The distributions `lightning` and `pytorch-lightning` hold two copies of the same classes.
+    # The distributions `lightning` and `pytorch-lightning` contain two copies of the same classes.
     if "lightning.pytorch" in sys.modules:
         from lightning.pytorch.strategies import SingleDeviceStrategy
     else:
@@ -36,18 +36,19 @@ except ImportError as error:
 
 @final
 class FaultTolerantStrategy(SingleDeviceStrategy):
-    """Trains one replica of a job with an unmodified Lightning Trainer.
+    """A strategy that trains one replica of a job with an unmodified Lightning Trainer.
 
     A replica is one process on one device. The participant with rank 0 writes checkpoints. `tft drain` ends `fit()`
-    after the running step. When `fit()` returns, call `manager.shutdown()` at once: the others wait for this replica
-    until then. Import `lightning` or `pytorch_lightning` before this module, so that it finds the Trainer that you use.
+    after the running step. When `fit()` returns, call `manager.shutdown()` at once, because the others wait for this
+    replica until then. Import `lightning` or `pytorch_lightning` before this module, so that it finds the Trainer that
+    you use.
 
     Args:
         manager: of this replica. The strategy registers module, optimizer and schedulers with it.
-        device: that the module is trained on.
+        device: the device on which the module is trained.
         options: of SingleDeviceStrategy.
-    Raises (in `fit`): Unsupported: manual optimization, several optimizers, or a gradient scaler. SettingError: the
-        end is not given by max_steps, or a scheduler steps by epoch. UsageError: `fit` was called before.
+    Raises (in `fit`): Unsupported: manual optimization, several optimizers, or a gradient scaler. SettingError: the end
+        is not given by max_steps, or a scheduler steps by epoch. UsageError: `fit` was called before.
     """
 
     def __init__(self, manager: Manager, device: Any = "cpu", **options: Any) -> None:
@@ -55,7 +56,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self._manager = manager
         self._optimizer: Optimizer | None = None
         self._is_open = False  # a step has begun and has not been voted on
-        self._reduces = False  # the backward pass that runs is the last one of its step
+        self._reduces = False  # the running backward pass is the last one of its step
         self._leads = True
 
     def setup(self, trainer: Any) -> None:

@@ -1,6 +1,6 @@
-"""Faults on demand: fail, raise, hang, stop or kill one rank of one replica group, at one place of one step.
+"""Fault injection: fail, raise, hang, stop or kill one rank of one replica group, at one place of one step.
 
-Law of this folder: nothing here is known to the code that it strikes.
+Law of this folder: the code under test does not know it.
 """
 
 from __future__ import annotations

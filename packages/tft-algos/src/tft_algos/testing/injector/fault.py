@@ -1,6 +1,6 @@
-"""What shall go wrong, where, and for whom: a fault is a sentence that a test writes down beforehand.
+"""A fault: what goes wrong, where, and in which replica. A test writes it down beforehand.
 
-Law of this file: values, their checks and their words; nothing strikes here.
+Law of this file: values, their checks and their descriptions. No fault happens here.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from tft_algos.errors import SettingError, TrainingError
 class Action(enum.Enum):
     """What happens to the rank.
 
-    FAIL: the place fails as its own machinery reports a failure; in the user's own code it is reported to the Manager.
-    RAISE: an exception that nobody expects, an `InjectedError`, comes out of the place.
-    HANG: the thread that came there sleeps while its process lives; what it came for happens afterwards.
+    FAIL: the place fails as its own code reports a failure. In the user's own code, the failure is reported to the
+    Manager.
+    RAISE: the place raises an unexpected exception, an `InjectedError`.
+    HANG: the thread sleeps at the place while its process lives, and then continues.
     STOP: SIGSTOP to this process. KILL: SIGKILL to this process.
     """
 
@@ -29,12 +30,12 @@ class Action(enum.Enum):
 
 
 class Place(enum.Enum):
-    """Where in a step, each before it is done: the fault comes instead of it, or first.
+    """The place in a step. The fault happens before the work of the place, or instead of it.
 
-    QUORUM: the request; a replica that waits for such a fault asks in every step. CONFIGURE: of the process group.
-    FORWARD: of the module. BACKWARD: of the module, when its first gradient is there. REDUCTION: an allreduce across
-    the groups. WORD: how the step went, told to the same rank of the other groups. VOTE: on the commit. OPTIMIZER: its
-    step, after the commit. SERVING: offering live state. HEALING: fetching it.
+    QUORUM: the request. A replica that waits for such a fault makes a request in every step. CONFIGURE: of the process
+    group. FORWARD: of the module. BACKWARD: of the module, when its first gradient is ready. REDUCTION: an allreduce
+    across the groups. WORD: the result of the step, sent to the same rank of the other groups. VOTE: on the commit.
+    OPTIMIZER: its step, after the commit. SERVING: offering live state. HEALING: fetching it.
     """
 
     QUORUM = "quorum"
@@ -50,10 +51,10 @@ class Place(enum.Enum):
 
 
 class InjectedError(RuntimeError):
-    """The exception that nobody expects.
+    """The unexpected exception.
 
     Args:
-        fault: that it comes from.
+        fault: its cause.
     """
 
     def __init__(self, fault: Fault) -> None:
@@ -62,10 +63,10 @@ class InjectedError(RuntimeError):
 
 
 class NotStruck(TrainingError, AssertionError):
-    """Faults that a test asked for have not happened, so what it saw proves nothing: look where they were meant for.
+    """Requested faults have not happened, so the test proves nothing. Check the place and the step of each fault.
 
     Args:
-        faults: those, in the order in which they were asked for.
+        faults: the missing faults, in the order of the requests.
     """
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
@@ -76,18 +77,19 @@ class NotStruck(TrainingError, AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong, once in the life of a process.
+    """One fault, which happens once in the life of a process.
 
     Args:
         action: what happens.
-        place: where.
-        replica: name of the replica group, as the Manager was given it.
+        place: where it happens.
+        replica: name of the replica group, as given to the Manager.
         rank: group rank.
-        step: committed steps when it strikes; a group that heals past it is not struck. None: the first time that the
-            rank comes to the place, whatever the step.
-        hang_for: HANG: how long.
-        with_children: STOP: the processes that this one has started too; on rank 0 the manager server is one.
-    Raises: SettingError: a value can't be; one sentence names it.
+        step: committed steps at the fault. A group that heals past this step gets no fault. None: the first time that
+            the rank comes to the place, at any step.
+        hang_for: for HANG, the duration.
+        with_children: for STOP, also stop the processes that this one has started. On rank 0 the manager server is one
+            of them.
+    Raises: SettingError: a value is invalid. One sentence names it.
     """
 
     action: Action
@@ -119,7 +121,7 @@ class Fault:
             raise SettingError(f"with_children belongs to STOP and action is {self.action.name}; leave one of them out")
 
     def strikes(self, place: Place, *, replica: str, rank: int, step: int) -> bool:
-        """Whether it is meant for this rank, here, now."""
+        """Return whether the fault is due for this rank, here and now."""
         here = self.place is place and self.replica == replica and self.rank == rank
         return here and self.step in (None, step)
 

@@ -1,7 +1,7 @@
-"""The injector: it stands at every place of a rank's steps, and lets those faults happen that were asked for.
+"""The injector, which is called at every place of a rank's steps and performs the requested faults.
 
-A Manager is put together from parts, and torch's modules and optimizers have hooks; so a test wraps the parts, and the
-code under test is the code of production:
+A Manager consists of parts, and torch's modules and optimizers have hooks. So a test wraps the parts, and the code
+under test is the production code:
 
     injector = EventInjector(Fault(action=Action.KILL, place=Place.VOTE, replica="a", rank=1, step=7))
     transport = injector.transport(HTTPTransport(timedelta(seconds=60), num_chunks=0, advertise_addr="localhost"))
@@ -13,10 +13,10 @@ code under test is the code of production:
     optimizer = Optimizer(manager, injector.optimizer(torch.optim.AdamW(module.parameters())))
     injector.attach(manager)
 
-A fault that can't strike would let a test pass that proves nothing, so `attach` and `inject` refuse one whose part was
-not wrapped, and `check_all_struck` at the end of a test finds the others.
+A fault that can't happen would let a useless test pass. So `attach` and `inject` refuse a fault whose part was not
+wrapped, and `check_all_struck` at the end of a test finds other missing faults.
 
-Law of this file: which fault strikes, and what striking is. How a part fails in its own words stands in `wrappers`.
+Law of this file: which fault happens, and how. The failures in each part's own form are in `wrappers`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 TorchOptimizer = TypeVar("TorchOptimizer", bound=torch.optim.Optimizer)
 
 
-# What has to be wrapped for each place, and by which method of the injector.
+# The wrapped part for each place: the name of the injector's method.
 WRAPPED_BY: Final = {
     Place.QUORUM: "coordinator",
     Place.CONFIGURE: "group",
@@ -59,7 +59,7 @@ IN_USER_CODE: Final = (Place.FORWARD, Place.BACKWARD, Place.OPTIMIZER)
 
 
 class Steered(Protocol):
-    """What the injector asks of a Manager's `strategy`."""
+    """The interface of a Manager's `strategy` for the injector."""
 
     @property
     def config(self) -> ResolvedConfig: ...
@@ -68,7 +68,9 @@ class Steered(Protocol):
 
 
 class Attached(Protocol):
-    """What the injector asks of a Manager: who and where it is, and to be told of failures in the user's own code."""
+    """The interface of a Manager for the injector: its identity, its step, and reports of failures in the user's own
+    code.
+    """
 
     @property
     def strategy(self) -> Steered: ...
@@ -80,12 +82,13 @@ class Attached(Protocol):
 
 @final
 class EventInjector:
-    """Lets faults happen in this process.
+    """The injector of faults in this process.
 
     Args:
-        faults: that shall happen; those of other replicas and ranks are ignored, so that all may get the same.
-        on_strike: told of a fault just before it strikes, on the thread that it strikes.
-    Raises: SettingError: one of them is no Fault.
+        faults: the faults to perform. Faults of other replicas and ranks are ignored, so that all processes may get the
+            same list.
+        on_strike: called with a fault just before it happens, on the affected thread.
+    Raises: SettingError: an argument is not a Fault.
     """
 
     def __init__(self, *faults: Fault, on_strike: Callable[[Fault], object] = lambda _: None) -> None:
@@ -102,9 +105,9 @@ class EventInjector:
     # --- faults --------------------------------------------------------------------------------------------------
 
     def inject(self, fault: Fault) -> EventInjector:
-        """Ask for one more, from any thread. Returns: this injector.
+        """Request one more fault, from any thread. Return this injector.
 
-        Raises: SettingError: it is no Fault. UsageError: as `attach`.
+        Raises: SettingError: `fault` is not a Fault. UsageError: as `attach`.
         """
         if not isinstance(fault, Fault):
             raise SettingError(f"a fault is a {type(fault).__name__}; give a Fault")
@@ -115,25 +118,25 @@ class EventInjector:
         return self
 
     def fail_at(self, replica: str, step: int, *, rank: int = 0) -> EventInjector:
-        """Let a replica's user code raise in its forward pass. Returns: this injector."""
+        """Make a replica's user code raise in its forward pass. Return this injector."""
         return self.inject(Fault(action=Action.RAISE, place=Place.FORWARD, replica=replica, rank=rank, step=step))
 
     def fail_allreduce_at(self, replica: str, step: int, *, rank: int = 0) -> EventInjector:
-        """Let a replica's next reduction fail. Returns: this injector."""
+        """Make a replica's next reduction fail. Return this injector."""
         return self.inject(Fault(action=Action.FAIL, place=Place.REDUCTION, replica=replica, rank=rank, step=step))
 
     @property
     def struck(self) -> tuple[Fault, ...]:
-        """What has happened in this process, in order."""
+        """Return the faults that have happened in this process, in order."""
         with self._lock:
             return tuple(self._struck)
 
     def check_all_struck(self, *elsewhere: Fault) -> None:
-        """Demand, at the end of a test, that everything has happened that was asked for, of whatever replica.
+        """Check, at the end of a test, that every requested fault has happened, in all replicas.
 
         Args:
-            elsewhere: what has happened in other processes, as `struck` or `on_strike` told there.
-        Raises: NotStruck: some did not; the message describes them.
+            elsewhere: faults that have happened in other processes, from `struck` or `on_strike` there.
+        Raises: NotStruck: some faults have not happened. The message describes them.
         """
         with self._lock:
             left = list(self._pending)
@@ -144,11 +147,11 @@ class EventInjector:
             raise NotStruck(tuple(left))
 
     def attach(self, manager: Attached) -> None:
-        """Say whose steps these are; when all parts are wrapped, and before the first step.
+        """Set the Manager of the steps. Call this after all parts are wrapped, and before the first step.
 
         Args:
             manager: a Manager.
-        Raises: UsageError: a fault for its replica and rank names a place whose part was not wrapped. Nothing is
+        Raises: UsageError: a fault for its replica and rank names a place whose part was not wrapped. No Manager is
             attached then.
         """
         with self._lock:
@@ -165,7 +168,7 @@ class EventInjector:
             )
 
     def release(self) -> None:
-        """End what hangs, and let nothing hang any more. The Manager's shutdown does it, and the process's end."""
+        """End current hangs and prevent later ones. The Manager's shutdown and the end of the process call this."""
         self._released.set()
 
     # --- the parts -----------------------------------------------------------------------------------------------
@@ -213,7 +216,7 @@ class EventInjector:
         optimizer.register_step_pre_hook(lambda _optimizer, _args, _kwargs: self._in_user_code(Place.OPTIMIZER))
         return optimizer
 
-    # --- striking ------------------------------------------------------------------------------------------------
+    # --- performing faults -------------------------------------------------------------------------------------------
 
     def reached(self, place: Place) -> Fault | None:
         """Perform the fault that is due at a place. A wrapper calls this when its rank comes to the place.
@@ -242,7 +245,7 @@ class EventInjector:
 
     def _due(self, place: Place) -> Fault | None:
         with self._lock:
-            # Before there is a Manager the user's module may run as it likes; the parts of a Manager have steps only.
+            # Without a Manager, the user's module may run freely. The parts of a Manager only run in steps.
             if not self._pending and place in IN_USER_CODE:
                 return None
             manager = self._manager_attached()
@@ -255,7 +258,7 @@ class EventInjector:
             return due
 
     def is_awaited(self, place: Place) -> bool:
-        """Whether a fault may strike this rank at that place, in this step or in a later one."""
+        """Return whether a fault may happen to this rank at that place, in this step or in a later one."""
         with self._lock:
             manager = self._manager
             if manager is None:
@@ -283,16 +286,16 @@ class EventInjector:
         fault = self.reached(place)
         if fault is None:
             return
-        # The step is committed when the optimizer runs, so there only the state can be said to be wrong.
+        # The optimizer runs after the commit, so only the state can be reported as wrong.
         manager = self._manager_attached()
         report = manager.strategy.report_torn if place is Place.OPTIMIZER else manager.report_error
         report(InjectedError(fault))
 
     def _hang(self, seconds: float) -> None:
-        # A process that ends joins the threads of executors before it does anything that the public atexit offers.
+        # At its end, a process joins the threads of executors before it runs the public atexit functions.
         try:
             threading._register_atexit(self.release)  # type: ignore[attr-defined]
-        except RuntimeError:  # it ends already
+        except RuntimeError:  # the process is ending already
             return
         self._released.wait(seconds)
 
@@ -302,9 +305,9 @@ def _children() -> list[int]:
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name, in parentheses, may hold anything; after it come the state and the parent.
+            # The name, in parentheses, may contain anything. The state and the parent follow it.
             fields = stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if int(fields[1]) == os.getpid() and fields[0] != "Z":
             found.append(int(stat.parent.name))

@@ -1,7 +1,7 @@
-"""The parts of a Manager, each with an injector at its door.
+"""The parts of a Manager, each wrapped with an injector.
 
-Law of this file: one wrapper, one part; each asks the injector at its places, fails in the part's own words, and
-passes everything else on.
+Law of this file: one wrapper for each part. A wrapper asks the injector at its places, fails in the part's own form,
+and forwards everything else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tft_pg.work import PendingWork
 
 
 class Injector(Protocol):
-    """What a wrapper asks of the injector."""
+    """The interface of the injector for a wrapper."""
 
     def reached(self, place: Place) -> Fault | None: ...
 
@@ -42,8 +42,11 @@ class Injector(Protocol):
 
 @final
 class StruckGroup:
-    """A process group. FAIL: configure raises ConfigureFailed; a reduction's Work fails and its connections break, and
-    so do those of a word."""
+    """A wrapped process group.
+
+    FAIL: configure raises ConfigureFailed. The Work of a reduction fails, and its connections break. The same holds for
+    a word.
+    """
 
     def __init__(self, inside: Group, injector: Injector) -> None:
         self._inside = inside
@@ -51,7 +54,7 @@ class StruckGroup:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inside, name)
-        # A group that can't exchange a word has no such method, and then this one has none either.
+        # If the wrapped group can't exchange a word, neither group has this method.
         return update_wrapper(partial(self._exchange_word, found), found) if name == "exchange_word" else found
 
     def _exchange_word(
@@ -93,7 +96,8 @@ class StruckGroup:
         fault = self._injector.reached(Place.REDUCTION)
         if fault is None:
             return self._inside.allreduce(tensors, opts)
-        # As when a connection ends: the peers notice too, and the group is of no use until it is configured again.
+        # The effect is that of a broken connection: the peers notice it, and the group is unusable until the next
+        # configure.
         self._inside.abort()
         work = PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=timedelta(seconds=1))
         work.fail(PeerFailed(fault.describe()))
@@ -114,7 +118,7 @@ class StruckGroup:
 
 
 class StruckCoordinator:
-    """A coordinator. FAIL: nobody answers in time, a DeadlinePassed. Only votes on a commit are votes here."""
+    """A wrapped coordinator. FAIL: a time-out, DeadlinePassed. Only votes on a commit count as VOTE."""
 
     def __init__(self, inside: Coordinator, injector: Injector) -> None:
         self._inside = inside
@@ -165,14 +169,17 @@ class StruckCoordinator:
 
 @final
 class StruckStandingCoordinator(StruckCoordinator):
-    """One whose quorums may stand. As long as a fault may strike at a request, the job asks in every step: this rank is
-    told that its quorum is recalled, and says a lease of zero with its requests."""
+    """A wrapped coordinator whose quorums may stand.
+
+    While a fault may happen at a request, the job makes a request in every step. For this, the rank is told that its
+    quorum is recalled, and its requests have a lease of zero.
+    """
 
     def __init__(self, inside: StandingCoordinator, injector: Injector) -> None:
         super().__init__(inside, injector)
         self._standing = inside
         self._listener: Callable[[News], None] = lambda _: None
-        self._key: QuorumKey | None = None  # that was given last
+        self._key: QuorumKey | None = None  # of the last plan
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
         self._answered(Place.QUORUM)
@@ -203,7 +210,8 @@ class StruckStandingCoordinator(StruckCoordinator):
 
     def number_beats(self, number: Callable[[], int]) -> None:
         def numbered() -> int:
-            # With each beat, because a fault is asked for at any time, and a recall counts for one quorum.
+            # This is repeated with each beat, because a fault may be requested at any time, and a recall counts for one
+            # quorum.
             if self._key is not None and self._injector.is_awaited(Place.QUORUM):
                 self._listener(QuorumNews(self._key, recalled=True))
             return number()
@@ -215,14 +223,14 @@ class StruckStandingCoordinator(StruckCoordinator):
 
 
 def struck_coordinator(inside: Coordinator, injector: Injector) -> StruckCoordinator:
-    """Wrap a coordinator; its quorums may stand where those of the one inside may."""
+    """Wrap a coordinator. Quorums of the wrapper may stand if the quorums of the wrapped coordinator may stand."""
     standing = standing_coordinator(inside)
     return StruckCoordinator(inside, injector) if standing is None else StruckStandingCoordinator(standing, injector)
 
 
 @final
 class StruckTransport(CheckpointTransport[Any]):
-    """A transport. FAIL: the state can't travel, which those who wait for it are told; or nobody can give it."""
+    """A wrapped transport. FAIL: the state can't be sent and waiting receivers are told, or no source can give it."""
 
     def __init__(self, inside: CheckpointTransport[Any], injector: Injector) -> None:
         self._inside = inside
@@ -232,7 +240,7 @@ class StruckTransport(CheckpointTransport[Any]):
         return getattr(self._inside, name)
 
     def metadata(self) -> str:
-        self._injector.check_attached()  # a step begins by asking this, on the thread of the user
+        self._injector.check_attached()  # a step first calls this, on the user's thread
         return self._inside.metadata()
 
     def send_checkpoint(
@@ -242,7 +250,8 @@ class StruckTransport(CheckpointTransport[Any]):
         if fault is None:
             self._inside.send_checkpoint(dst_ranks, step, state_dict, timeout, key=key)
             return
-        # An object of a class that no transport knows: it refuses, and tells those who wait.
+        # The transport does not know the class of this object, so it refuses the state, and tells the waiting
+        # receivers.
         self._inside.send_checkpoint(dst_ranks, step, {fault.describe(): _CantTravel()}, timeout, key=key)
         raise StateUnavailable(fault.describe(), source=self._inside.metadata(), key=key)
 
@@ -301,4 +310,4 @@ class StruckTransport(CheckpointTransport[Any]):
 
 @final
 class _CantTravel:
-    """Nothing, of a type of its own."""
+    """An object of a type that no transport can send."""
