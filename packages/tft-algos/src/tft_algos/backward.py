@@ -50,15 +50,17 @@ class Model(Protocol):
     """A model that makes reductions in backward passes."""
 
     def is_in_pass(self) -> bool:
-        """Return whether a backward pass has begun to reduce and has not ended. Outside a pass, True means that it
-        raised.
+        """Return whether a backward pass has begun to reduce and has not ended.
+
+        Outside a pass, True means that it raised.
         """
         ...
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call a function at the end of the running backward pass. Several functions are called in the order of
-    registration.
+    """Call a function at the end of the running backward pass.
+
+    Several functions are called in the order of registration.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -132,8 +134,9 @@ class Frozen:
 
 @final
 class BackwardReductions:
-    """The ordered reductions of one Manager. They start in the order of the calls, and the end of the backward pass
-    waits.
+    """The ordered reductions of one Manager.
+
+    They start in the order of the calls, and the end of the backward pass waits.
     """
 
     def __init__(self) -> None:
@@ -152,8 +155,9 @@ class BackwardReductions:
         return len(self._models) > 0
 
     def pass_has_raised(self) -> bool:
-        """Return whether the last backward pass of a model has left out reductions. Call this outside of backward
-        passes.
+        """Return whether the last backward pass of a model has left out reductions.
+
+        Call this outside of backward passes.
         """
         return any(model.is_in_pass() for model in self._models)
 
@@ -203,8 +207,9 @@ class BackwardReductions:
             self.end()
 
     def pass_on(self, manager: Manager) -> None:
-        """Start all waiting reductions across groups, so that the manager's next reduction follows them on every
-        replica.
+        """Start all waiting reductions across groups.
+
+        The manager's next reduction then follows them on every replica.
         """
         self._forget_others(manager)
         while self._inside:
@@ -221,8 +226,9 @@ class BackwardReductions:
                 done(succeeded)
 
     def _forget_others(self, manager: Manager) -> None:
-        """Discard what is left of an earlier attempt, in which a backward pass raised. That attempt is over on all
-        replicas.
+        """Discard what is left of an earlier attempt, in which a backward pass raised.
+
+        That attempt is over on all replicas.
         """
         if manager.strategy.attempt != self._attempt:
             self._attempt = manager.strategy.attempt

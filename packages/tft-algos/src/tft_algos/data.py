@@ -1,9 +1,10 @@
 """A sampler that divides a dataset among all processes of all replica groups.
 
-The division is fixed when the sampler is made: each process has its own share for good, whoever is present. That is
-simple and needs no communication, and it loses samples when replica groups come and go: see `DistributedSampler`.
+The division is fixed when the sampler is made. Each process has its own share for good, even while replica groups are
+absent. This is simple and needs no communication, but it loses samples when replica groups come and go. See
+`DistributedSampler`.
 
-Law of this file: which sample belongs to which process; no Manager, no communication.
+Law of this file: the process of each sample. No Manager, no communication.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from tft_algos.errors import SettingError
 
 @final
 class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
-    """Give each process of each replica group its own share of a dataset.
+    """A sampler that gives each process of each replica group its own share of a dataset.
 
     This sampler is lossy. It keeps no record of what was trained:
 
-    - While a replica group is absent, nobody trains its share. Its samples of that time are skipped.
+    - While a replica group is absent, its share is not trained. Its samples of that time are skipped.
     - A step that does not commit has consumed its batch. The samples of that batch are skipped in this epoch.
-    - A replica group that restarts begins its share from the start of the epoch that `set_epoch` names. It trains
-      some samples twice.
+    - A replica group that restarts begins its share from the start of the epoch that `set_epoch` names. It trains some
+      samples twice.
     - Replica groups can be at different places of an epoch, and in different epochs.
 
     Shuffling makes the loss harmless for most training runs of many epochs. Do not use it where each sample must count
     exactly once. A batch that is a function of the committed step has none of these losses: see "Which data" in
     docs/training-loops.md.
 
-    Call `set_epoch` before each epoch with a number that all replica groups share. One that follows from
-    `manager.current_step()` is the same for a newcomer as for the others; a counter of the loop is not.
+    Call `set_epoch` before each epoch with a number that all replica groups share. A number that follows from
+    `manager.current_step()` is the same for a newcomer as for the others. A counter of the loop is not.
 
     Args:
         dataset: has a length.
-        replica_rank: which replica group this is, 0-based and fixed, such as REPLICA_GROUP_ID. Not the replica rank in
-            a quorum, which changes.
+        replica_rank: the number of this replica group, 0-based and fixed, such as REPLICA_GROUP_ID. This is not the
+            replica rank in a quorum, which changes.
         num_replica_groups: how many replica groups the job has when all are present.
         group_rank: of this process in its replica group. None: its rank in torch's default group, or 0 without one.
         num_replicas: processes in each replica group. None: the size of torch's default group, or 1 without one.

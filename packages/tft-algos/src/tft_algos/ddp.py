@@ -122,8 +122,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._knows_graph = not static
         self._manager = manager
         self._used_in = 0, 0  # attempt and step of the last forward pass or bucket, whichever came later
-        # True while a bucket is given to a reduction that may be refused; stays True after a refusal
-        self._refused = False
+        self._refused = False  # True while a bucket goes to a reduction that may be refused. A refusal leaves it True.
         self._awaited: _AwaitedPass | None = None  # None: torch reduces nothing in the next backward pass
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
@@ -134,8 +133,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         row = reductions_of(manager)
 
         def reduce(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-            """Reduce a bucket. The future completes at once, because the end of the pass waits before torch reads the
-            bucket.
+            """Reduce a bucket.
+
+            The future completes at once, because the end of the pass waits before torch reads the bucket.
             """
             buffer = bucket.buffer()
             self._knows_graph = True
@@ -290,8 +290,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return True
         return False
 
-    # --- parts of torch's class that are not supported
-    # -----------------------------------------------------------------
+    # --- parts of torch's class that are not supported ---------------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         """Refuse the hook, because the hook that reduces across replicas already uses this place.

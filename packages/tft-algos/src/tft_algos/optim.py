@@ -164,12 +164,13 @@ class Optimizer(torch.optim.Optimizer):
                 raise
 
     def _vote_and_step(self, scaler: torch.amp.GradScaler | None) -> bool:
-        """Vote, and step the wrapped optimizer if the step commits. An error between the verdict and the end is a torn
-        state.
+        """Vote, and step the wrapped optimizer if the step commits.
+
+        An error between the verdict and the end is a torn state.
         """
         manager = self.manager
-        # The scale is read only on a rank that does not participate (for example, one that heals), because reading it
-        # waits for the device.
+        # Reading the scale waits for the device. So only a rank that does not participate reads it, because only such a
+        # rank may heal to another scale.
         scale = None if scaler is None or manager.is_participating() else scaler.get_scale()
         verdict = manager.strategy.verdict
         if verdict is None:

@@ -56,8 +56,9 @@ class PureDistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate the gradients of backward passes inside without reductions. The first pass outside reduces the
-        sum.
+        """Accumulate the gradients of backward passes inside without reductions.
+
+        The first pass outside reduces the sum.
         """
         before, self._pass.reduces = self._pass.reduces, False
         try:
@@ -97,8 +98,9 @@ class _Pass:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def _accumulated(self, parameter: torch.nn.Parameter) -> None:
-        """Reduce the gradients that are ready, in order. Autograd calls this within the backward pass for each
-        gradient.
+        """Reduce the gradients that are ready, in order.
+
+        Autograd calls this within the backward pass for each gradient.
         """
         if not self.reduces:
             return

@@ -33,8 +33,9 @@ def drain(
     reason: str,
     timeout: timedelta,
 ) -> str:
-    """Ask a replica to leave. The job may be at any lighthouse of the list, so the first one that knows it takes the
-    request.
+    """Ask a replica to leave.
+
+    The job may be at any lighthouse of the list. The first lighthouse that knows the replica takes the request.
 
     Returns: a sentence that confirms the request.
     Raises: SettingError: no lighthouse is known, or all refused.

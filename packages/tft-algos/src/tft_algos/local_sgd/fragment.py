@@ -140,8 +140,7 @@ class Fragment:
         """Return the data to reduce, or the result, in the order and the local shapes of the parameters."""
         return self._sent.views
 
-    # --- the data to send
-    # ------------------------------------------------------------------------------------------------
+    # --- the data to send ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def capture_difference(self) -> None:

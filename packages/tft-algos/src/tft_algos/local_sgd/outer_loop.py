@@ -141,8 +141,9 @@ class OuterLoop:
         self._synchronizer.sync_now()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the global weights and the outer update's state by fragment, for a durable checkpoint. Nothing is
-        copied.
+        """Return the global weights and the outer update's state by fragment, for a durable checkpoint.
+
+        Nothing is copied.
         """
         return {key: state.take() for key, state in self._states.items()}
 

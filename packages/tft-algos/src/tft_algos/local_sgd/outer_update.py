@@ -66,8 +66,7 @@ class OuterFragment(Protocol):
 
 
 class OuterUpdate(abc.ABC):
-    """The update that decides what a fragment sends at the start of a sync, and makes new weights of the mean at its
-    end.
+    """The update that decides what a fragment sends at the start of a sync, and makes its new weights at the end.
 
     Every replica computes the same. So an update may depend on the mean, the global weights and its own state (see
     `state_dict`), but on nothing that differs between replicas. Both methods run on the training thread, without
@@ -94,8 +93,9 @@ class OuterUpdate(abc.ABC):
 
     @property
     def name(self) -> str:
-        """Return the name of the algorithm, by default the class name. It is used in messages and compared between
-        replicas.
+        """Return the name of the algorithm, by default the class name.
+
+        It is used in messages and compared between replicas.
         """
         return type(self).__name__
 

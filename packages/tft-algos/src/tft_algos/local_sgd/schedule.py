@@ -82,8 +82,9 @@ class Schedule:
 
     @property
     def num_overlapping(self) -> int:
-        """Return the number of syncs that begin between another sync's start and its end. All members share this
-        number.
+        """Return the number of syncs that begin between another sync's start and its end.
+
+        All members share this number.
         """
         return max(-(-self._delay // self._period) - 1, 0)
 

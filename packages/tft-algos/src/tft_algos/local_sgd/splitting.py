@@ -223,7 +223,7 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-# --- the tree of a fragment -------------------------------------------------------------------------------------------
+# --- the tree of a fragment ------------------------------------------------------------------------------------------
 
 
 def _part_of(model: nn.Module, index: int, owners: dict[int, int]) -> ModelFragment:

@@ -94,8 +94,7 @@ class Synchronizer:
         # they begin at a fixed number of inner steps, which is the same on all ranks.
         self._begins_at_age = max(schedule.delay // 2, 1) if self._control.config.world_size > 1 else None
 
-    # --- the public methods
-    # --------------------------------------------------------------------------------------------
+    # --- the public methods ----------------------------------------------------------------------------------------
 
     def enter(self) -> None:
         """Open the job, or join it, and then follow the inner optimizer.
@@ -186,8 +185,7 @@ class Synchronizer:
             self._restore(self._flight)
             raise
 
-    # --- the parts of a sync
-    # ---------------------------------------------------------------------------------------------
+    # --- the parts of a sync ---------------------------------------------------------------------------------------
 
     def _end_leftovers(self) -> None:
         """Wait until no operation of an interrupted or abandoned sync writes into the buffers any more."""
@@ -327,8 +325,9 @@ class Synchronizer:
             fragment.merge(self._alpha)
 
     def _conclude(self, sync: Sync) -> bool:
-        """End a sync with its vote, or without one if it was abandoned. Afterwards no operation writes into its
-        buffers.
+        """End a sync with its vote, or without one if it was abandoned.
+
+        Afterwards no operation writes into its buffers.
         """
         return (sync.deferred or self._manager).should_commit()
 

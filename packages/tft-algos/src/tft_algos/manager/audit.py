@@ -119,8 +119,9 @@ class StateAudit:
             ) from error
 
     def _check_coverage(self, state: Mapping[str, Any]) -> None:
-        """Warn of missing parts of the state. An error of a user's class does not end the step, which does not depend
-        on it.
+        """Warn of missing parts of the state.
+
+        An error of a user's class does not end the step, which does not depend on it.
         """
         looks = [self._check_tensors]
         if self._shared.step.status.name.attempt > 0:
@@ -174,8 +175,9 @@ class StateAudit:
     # --- after a recovery ---------------------------------------------------------------------------------------------
 
     def received(self, state: Mapping[str, Any]) -> Leaves:
-        """Return the leaves to compare after the load. A load function may change the containers, so this is a new
-        dict.
+        """Return the leaves to compare after the load.
+
+        A load function may change the containers, so this is a new dict.
         """
         return dict(leaves(self._shared.user_state.compared(state)))
 

@@ -5,7 +5,7 @@ group of that quorum is aborted, during a rendezvous as well as during a reducti
 notice, so that a reduction that has its data can end. In that moment, the group may have been rebuilt for the next
 quorum. A rebuilt group is not aborted.
 
-Law of this file: the current quorum of the group, and its abort. Whether a quorum is broken is decided elsewhere.
+Law of this file: the current quorum of the group, and its abort. Broken quorums are detected elsewhere.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The communication of a replica group with the lighthouse and among its ranks.
 
 Rank 0 runs the manager server in a child process. Every rank has a client and a session to it. In a group of one, a new
-server replaces one that ended or was stopped. A larger group is lost with its server, and reports this.
+server replaces a server that ended or was stopped. A larger group is lost with its server, and reports this.
 
 Law of this file: translation between the Manager and tft_coord. Nothing is decided about steps.
 """
@@ -171,7 +171,7 @@ class GroupCoordinator:
             self._listener = listener
 
     def follow(self, progress: Callable[[], Progress]) -> None:
-        with self._lock:  # the lock prevents that a client under construction misses this function
+        with self._lock:  # without the lock, a client under construction could miss this function
             self._progress = progress
             client = self._client
         if client is not None:
@@ -317,7 +317,8 @@ class GroupCoordinator:
     def _serve(self, server: ManagerServer) -> None:
         """Run the manager server until this coordinator closes. This is the main function of a thread on rank 0.
 
-        In a group of one, another server replaces one that has ended or hangs. A larger group is lost with its server.
+        In a group of one, another server replaces a server that has ended or hangs. A larger group is lost with its
+        server.
         """
         client = self._start(server)
         while client is not None and self._wait_for_end(client):

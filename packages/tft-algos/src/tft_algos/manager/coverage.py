@@ -105,9 +105,9 @@ def held_by_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iter
 def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors that training changes and a state lacks.
 
-    A tensor is covered if a leaf uses the same memory. A state may hold copies, so a missing tensor is also covered by
-    a leaf of the same shape in memory that no model or optimizer here uses. A long vector, or bytes, may hold all
-    missing tensors. So a copy never causes a false warning, but an averaged copy may hide a forgotten original.
+    A tensor is covered if a leaf uses the same memory. A state may hold copies. So a leaf of the same shape also covers
+    a tensor, if no model or optimizer here uses the leaf's memory. A long vector, or bytes, may hold all missing
+    tensors. So a copy never causes a false warning, but an averaged copy may hide a forgotten original.
 
     Raises: tft_algos.errors.StateUnavailable: the state is nested too deep.
     """

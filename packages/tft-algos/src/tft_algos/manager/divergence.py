@@ -207,8 +207,9 @@ def _plain(leaf: Any, path: str) -> str:
 
 
 def difference(own: Any, other: Any, path: str, *, sampled: bool = False) -> str:
-    """Return the difference of two leaves as text; "" if there is none. `sampled`: compare some elements of long
-    tensors.
+    """Return the difference of two leaves as text; "" if there is none.
+
+    `sampled`: compare some elements of long tensors.
 
     Raises: StateUnavailable: a leaf can't be compared.
     """

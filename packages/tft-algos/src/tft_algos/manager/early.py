@@ -116,8 +116,9 @@ class EarlyState:
         return True
 
     def take(self, own: Mapping[str, Any]) -> None:
-        """Copy the state, and offer it if the plan has arrived. The training thread calls this during the quorum
-        request.
+        """Copy the state, and offer it if the plan has arrived.
+
+        The training thread calls this during the quorum request.
 
         Args:
             own: the Manager's part of the state.

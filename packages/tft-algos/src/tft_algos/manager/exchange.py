@@ -101,8 +101,9 @@ class StateExchange:
             self.source_lost(notice)
 
     def source_lost(self, notice: LossNotice) -> None:
-        """Record the loss of a quorum member, which may be a source. A living member still serves. Any thread may call
-        this.
+        """Record the loss of a quorum member, which may be a source.
+
+        A living member still serves. Any thread may call this.
         """
         fetch = self._fetch
         if fetch is not None and fetch.plan.key == notice.key and not notice.lives:
@@ -184,7 +185,7 @@ class StateExchange:
                 f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self._coordinator.replica_id}, "
                 "whose state was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
-            # the members continue without it, because no thread knows when reading is allowed again
+            # the members continue without this state, because the time of the next allowed read is unknown
             self.refuse(plan, sentence)
             raise StateUnavailable(sentence)
         begun = self._clock.monotonic()

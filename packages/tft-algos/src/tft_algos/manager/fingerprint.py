@@ -3,7 +3,7 @@
 It contains settings that all replicas of a job must share, the parameters of the models, and values of the user. The
 first request for a quorum carries it, and so does the next request after each addition.
 
-Law of this file: the names and values of the parts. Whether a replica is refused is decided elsewhere.
+Law of this file: the names and values of the parts. The refusal of replicas is decided elsewhere.
 """
 
 from __future__ import annotations

@@ -78,8 +78,7 @@ class Lifecycle:
     def _replica_id(self) -> str:
         return self._parts.shared.coordinator.replica_id
 
-    # --- news, on threads of the coordinator, without waits
-    # ---------------------------------------------------------------
+    # --- news, on threads of the coordinator, without waits -----------------------------------------------------------
 
     def hear(self, news: News) -> None:
         """Handle news: a loss in a quorum or of this group, a newcomer, or an order for this process."""

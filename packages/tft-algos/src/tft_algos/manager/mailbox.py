@@ -43,8 +43,9 @@ class StepMailbox:
         let_go_in_child(self)
 
     def performs(self, performers: Mapping[type, Perform]) -> None:
-        """Set the performers of effects, for any thread that delivers an event. Call this once, before other threads
-        start.
+        """Set the performers of effects, for any thread that delivers an event.
+
+        Call this once, before other threads start.
 
         Args:
             performers: by type of effect. Effects of all other types are returned to the thread that delivers the
@@ -59,8 +60,9 @@ class StepMailbox:
 
     @property
     def status(self) -> StepStatus:
-        """Return the status of the step. In a signal handler that interrupts an event, this is the status before the
-        event.
+        """Return the status of the step.
+
+        In a signal handler that interrupts an event, this is the status before the event.
         """
         status = self._status
         return status if status is not None and not self._posted else self._read()

@@ -19,8 +19,9 @@ STEPS_KEPT: Final = 5  # the median of these is reported, so that one slow step 
 
 @final
 class OwnTime:
-    """The own part of one rank's steps. Any thread may set marks, because hooks of a backward pass run on other
-    threads.
+    """The own part of one rank's steps.
+
+    Any thread may set marks, because hooks of a backward pass run on other threads.
 
     Args:
         monotonic: returns the time in seconds.

@@ -61,8 +61,9 @@ class Group(Protocol):
 
 
 class ServerRestarted(Exception):
-    """The error of a group of one whose manager server ended and was replaced. Calls open at the old server count as
-    no.
+    """The error of a group of one whose manager server ended and was replaced.
+
+    Calls open at the old server count as no.
     """
 
 

@@ -363,8 +363,9 @@ class Reduction(dist.Work):
         return self._clock.after(limit.total_seconds(), lambda: self._too_late(limit))
 
     def _too_late(self, limit: timedelta) -> None:
-        """Report a time-out and abort. Runs on the clock's thread. Waiting callers continue after the abort, without a
-        result.
+        """Report a time-out and abort.
+
+        Runs on the clock's thread. Waiting callers continue after the abort, without a result.
         """
         with self._lock:
             if self._late or all(work.is_completed() for work in self._works):

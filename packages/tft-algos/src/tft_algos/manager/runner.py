@@ -340,8 +340,8 @@ class StepRunner:
     def _exchange(self) -> None:
         """Give or take state before the step ends.
 
-        A replica that recovers first sends its word of the round, so that the others do not wait for its transfer at
-        the end of the step.
+        A replica that recovers first sends its word of the round. So the others do not wait for its transfer at the end
+        of the step.
         """
         if self._step.status.speaks_first:
             self._wait_for(self._reducer.finish)

@@ -178,8 +178,9 @@ class _Cutter(_Walker):
         return cut_like(value.detach(), own)
 
     def _like(self, value: torch.Tensor, path: Path) -> DTensor | None:
-        """Return a tensor that shows how to shard a tensor that this process does not have. None: the tensor stays
-        whole.
+        """Return a tensor that shows how to shard a tensor that this process does not have.
+
+        None: the tensor stays whole.
         """
         alike = [(own_path, leaf) for own_path, leaf in self._own if leaf.shape == value.shape]
         # A whole tensor of the same shape as a sharded parameter is usually a buffer, and has no moments.

@@ -1,8 +1,8 @@
 """The interface of a Manager for strategies: `manager.strategy`.
 
 A plain training loop does not need it. `DistributedDataParallel`, `Optimizer`, `LocalSGD` and `DiLoCo` are built on it,
-and so is a strategy of your own. A strategy says what it trains, whether its steps are syncs that run beside the
-training, when state may be exchanged, and whether it could apply a committed step.
+and so is a strategy of your own. A strategy declares what it trains, and whether its steps are syncs that run beside
+the training. It also decides when state may be exchanged, and reports whether it could apply a committed step.
 
 Law of this file: the interface for strategies. Each call is one line to the part that does the work.
 """
@@ -98,8 +98,9 @@ class StepControl:
         self._parts.audit.optimizer_wrapped(optimizer)
 
     def add_to_fingerprint(self, name: str, value: str) -> None:
-        """Add a value that all replicas of the job must share. A replica that differs is refused, and the error names
-        the value.
+        """Add a value that all replicas of the job must share.
+
+        A replica that differs is refused, and the error names the value.
 
         The next request for a quorum carries the value, so it is compared before the reductions of that step. A value
         that another replica lacks is not compared. Values that are known at the start belong in
@@ -157,8 +158,9 @@ class StepControl:
     # --- syncs beside the training ------------------------------------------------------------------------------------
 
     def reduce_in_sync(self, tensor: torch.Tensor) -> dist.Work:
-        """Reduce a tensor to its mean over the participants, in the open step of an attached strategy. Waits for the
-        quorum.
+        """Reduce a tensor to its mean over the participants, in the open step of an attached strategy.
+
+        Waits for the quorum.
         """
         self._runner.await_plan()
         return self._parts.reducer.reduce(tensor, dist.ReduceOp.AVG, weight=None, limit=None)

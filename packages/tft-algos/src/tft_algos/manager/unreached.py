@@ -130,8 +130,9 @@ class UnreachedPeers:
         return f"{said}; {_CHECK}"
 
     def sources_failed(self, found: Mapping[str, str]) -> None:
-        """Record the sources of live state that did not answer. `found`: the reason for each replica id, in a few
-        words.
+        """Record the sources of live state that did not answer.
+
+        `found`: the reason for each replica id, in a few words.
         """
         with self._lock:
             self._keep(Unreached(name, Via.STATE, _plain(why)) for name, why in found.items())

@@ -1,8 +1,8 @@
 """The position of this rank in its step, as its beats report it, to detect a trainer that hangs.
 
-The training thread reports nothing. Its position follows from facts that the Manager has: whether a step is open, its
-plan is here, a reduction is under way, the thread waits in the vote or for state, or the optimizer steps. So a step has
-no extra cost. A thread that checks ten times a second sees every phase that lasts.
+The training thread reports nothing. Its position follows from facts that the Manager has. A step is open or not, its
+plan is here or not, and a reduction is under way or not. The thread waits in the vote or for state, or the optimizer
+steps. So a step has no extra cost. A thread that checks ten times a second sees every phase that lasts.
 
 During a reduction, it is unknown whether the training thread waits for it. The thread is assumed to wait. A strategy
 whose trainer continues meanwhile reports each inner step. The trainer then counts as busy until it waits for the end of

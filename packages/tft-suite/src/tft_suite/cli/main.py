@@ -54,8 +54,8 @@ def demo(
 ) -> int:
     """Train a small net with several replica groups, kill some, and watch them heal from a peer.
 
-    Exits with 0 only if all replicas end at the same step with the same parameters and optimizer state, and the net
-    reads at least 95 % of the test digits.
+    Exits with 0 only if all replicas end at the same step with the same parameters and optimizer state. The net must
+    also read at least 95 % of the test digits.
     """
     missing = tuple(name for module, name in DEMO_NEEDS.items() if importlib.util.find_spec(module) is None)
     if missing:

@@ -3,7 +3,7 @@
 The director knows the scheduled kills, receives the events, and returns orders. Three rules need care. A replica is
 killed only while another one trains, because the state exists only in living replicas. A replica that died for another
 reason than kill -9 is not restarted, because a restart would hide a bug. A replica does not leave before all are at the
-last step and have reported their figures, because replicas that are behind heal from the others.
+last step and have reported their figures. Until then, replicas that are behind heal from the others.
 
 The last rule covers this case: the last commit of a replica failed, so it stays at a lower step while the others are
 done. After a pause, the director orders *hold*. All replicas then take further steps together, so that the one behind

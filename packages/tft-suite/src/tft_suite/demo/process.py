@@ -41,8 +41,9 @@ Body: TypeAlias = Callable[[ReplicaTask, Link], None]
 
 
 def replica_main(body: str, task: ReplicaTask, events: Connection, orders: Connection) -> None:
-    """Run `body` (`module:function`) to its end. An error is logged and reported, and ends the process with exit code
-    1.
+    """Run `body` (`module:function`) to its end.
+
+    An error is logged and reported, and ends the process with exit code 1.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the supervisor decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

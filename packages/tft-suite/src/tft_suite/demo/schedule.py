@@ -18,8 +18,7 @@ LAST_PERCENT = 50
 @final
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A kill of `replica` when it reports the commit of `step`, or the first later commit at which a kill is
-    allowed."""
+    """A kill of `replica` when it reports the commit of `step`, or the first later commit that allows a kill."""
 
     replica: int
     step: int

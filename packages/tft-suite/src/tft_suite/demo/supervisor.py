@@ -1,7 +1,7 @@
 """The processes of a run: started, observed, killed and ended, all from one thread.
 
-One loop waits for the next event (a message, the end of a process, the next check of the clock), gives it to the
-director, and performs the director's orders.
+One loop waits for the next event: a message, the end of a process, or the next check of the clock. It gives the event
+to the director, and performs the director's orders.
 
 Law of this file: processes, pipes and the clock. Only the director decides the actions. However the loop ends, no
 process outlives it. Replicas are killed and waited for, and their manager servers end with them. If this process itself

@@ -44,8 +44,9 @@ class View(Protocol):
     ) -> None: ...
 
     def show(self, story: Story, now_s: float) -> None:
-        """Show the run. The supervisor calls this after each batch of events, and some ten times a second without
-        events.
+        """Show the run.
+
+        The supervisor calls this after each batch of events, and some ten times a second without events.
         """
 
 

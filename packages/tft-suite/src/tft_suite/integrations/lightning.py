@@ -1,7 +1,7 @@
 """Fault tolerance for the Trainer of Lightning: one strategy.
 
-The strategy starts a quorum before each step, averages the gradients over the replicas in the backward pass, and lets
-the optimizer step only on commit. The Trainer's `global_step` becomes the job's step.
+The strategy starts a quorum before each step, and averages the gradients over the replicas in the backward pass. The
+optimizer steps only on commit. The Trainer's `global_step` becomes the job's step.
 
     manager = Manager(pg=ProcessGroupGloo(), replica_id="replica_0", min_replica_size=1)
     trainer = Trainer(strategy=FaultTolerantStrategy(manager), max_steps=1000)

@@ -68,8 +68,9 @@ class Steered(Protocol):
 
 
 class Attached(Protocol):
-    """The interface of a Manager for the injector: its identity, its step, and reports of failures in the user's own
-    code.
+    """The interface of a Manager for the injector.
+
+    The injector needs the Manager's identity and step, and reports failures in the user's own code to it.
     """
 
     @property
@@ -179,8 +180,9 @@ class EventInjector:
         return StruckGroup(pg, self)
 
     def coordinator(self, of: ResolvedConfig | Coordinator) -> Coordinator:
-        """Wrap the coordinator for the Manager: `Manager(..., coordinator=injector.coordinator)`. Places: QUORUM and
-        VOTE.
+        """Wrap the coordinator for the Manager: `Manager(..., coordinator=injector.coordinator)`.
+
+        Places: QUORUM and VOTE.
 
         Quorums of the wrapper may stand if the quorums of the wrapped coordinator may stand.
 
@@ -216,7 +218,7 @@ class EventInjector:
         optimizer.register_step_pre_hook(lambda _optimizer, _args, _kwargs: self._in_user_code(Place.OPTIMIZER))
         return optimizer
 
-    # --- performing faults -------------------------------------------------------------------------------------------
+    # --- performing faults ---------------------------------------------------------------------------------------
 
     def reached(self, place: Place) -> Fault | None:
         """Perform the fault that is due at a place. A wrapper calls this when its rank comes to the place.
