@@ -144,7 +144,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 self._refused = True
                 row.start(manager, buffer, group=process_group)
                 self._refused = False
-            # with a map of used parameters, torch reduces the map after the last bucket
+            # With a map of used parameters, torch reduces the map after the last bucket.
             if bucket.is_last() and maps is None:
                 self._end_pass()
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

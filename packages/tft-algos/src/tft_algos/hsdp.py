@@ -181,7 +181,7 @@ class _Part:
 def _parts_of(model: torch.nn.Module) -> Iterator[_Part]:
     if not isinstance(model, torch.nn.Module):
         raise SettingError(f"reduce_across was given a {type(model).__name__}; give modules")
-    # the import takes half a second, which only jobs that shard should pay
+    # The import takes half a second, which only jobs that shard should pay.
     from torch.distributed.fsdp import FSDPModule
 
     for name, module in model.named_modules():

@@ -86,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
         self._has_stepped = False
         self._inside: str | None = None  # the running method of the wrapped optimizer
         self._initialized_state = False
-        # a Manager class of the user may lack it
+        # A Manager class of the user may lack it.
         describe = getattr(getattr(manager, "strategy", None), "describe_optimizer", None)
         if describe is not None:
             describe(optim)

@@ -48,7 +48,7 @@ class Follower:
         self._patience = max(patience, LEAST_PATIENCE)
         self._handle: RemovableHandle | None = None
         self._parameters: set[torch.nn.Parameter] = set()
-        # steps of other optimizers since the last followed step, by id of the optimizer
+        # Steps of other optimizers since the last followed step, by id of the optimizer.
         self._others: Counter[int] = Counter()
 
     @property

@@ -118,7 +118,7 @@ def _owners_by_layer(model: nn.Module, num_fragments: int) -> dict[int, int]:
 def _cuts(sizes: Sequence[int], parts: int) -> tuple[int, ...]:
     """Return the ends of contiguous parts whose largest is smallest. Ties prefer equal sizes, then early cuts."""
     starts = list(itertools.accumulate(sizes, initial=0))
-    # the best division of each prefix of `sizes` into `part` parts
+    # The best division of each prefix of `sizes` into `part` parts.
     best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
     for part in range(parts):
         options: dict[int, tuple[int, int, tuple[int, ...]]] = {}

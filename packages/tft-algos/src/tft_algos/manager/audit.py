@@ -82,7 +82,7 @@ class StateAudit:
             return
         if self._wrapped and not user.names:
             if core.name.attempt == 0:
-                return  # state may be registered until the end of the first step, see `Manager.register_state_dict_fn`
+                return  # state may still be registered after the first step, see `Manager.register_state_dict_fn`
             raise SettingError(
                 f"replica {self._shared.coordinator.replica_id}, rank {self._shared.config.rank}, trains "
                 f"{shortened(self._wrapped)}, and no state is registered at its Manager, so a replica that joins would "
@@ -125,7 +125,7 @@ class StateAudit:
         """
         looks = [self._check_tensors]
         if self._shared.step.status.name.attempt > 0:
-            looks.append(self._check_schedulers)  # a scheduler may be registered until the end of the first step
+            looks.append(self._check_schedulers)  # a scheduler may still be registered after the first step
         for look in looks:
             try:
                 look(state)

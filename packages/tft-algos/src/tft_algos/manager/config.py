@@ -80,7 +80,7 @@ class ManagerConfig:
         replica_id: a name for this replica group. Its full id is `name:uuid4`.
         port: port of the manager server. Env TORCHFT_MANAGER_PORT. Default 0, a free port.
         hostname: the name or address by which other replicas reach this machine. Default: its host name if it does not
-            resolve to loopback, otherwise its address.
+            resolve to loopback, otherwise its address. Without a token and without `insecure`: localhost.
         heartbeat_interval: time between heartbeats, on a lighthouse without streams.
         checkpoint_transport: moves live state. Default: an HTTPTransport with these time-outs.
         init_sync: at step 0 all replicas take the weights of one replica.
@@ -516,7 +516,7 @@ def _milliseconds(variable: str, text: str, *, zero: str) -> int:
         seconds = -1.0
     if zero and seconds == 0:
         return 0
-    # a shorter time would round to 0, which means "no limit" for some settings
+    # A shorter time would round to 0, which means "no limit" for some settings.
     if not 0.001 <= seconds <= 7 * 24 * 3_600:
         or_any = f", or 0 {zero}" if zero else ""
         raise SettingError(f"{variable} is {text[:64]!r}; give seconds, for example 60 or 1.5{or_any}")

@@ -175,7 +175,7 @@ class GroupCoordinator:
             self._progress = progress
             client = self._client
         if client is not None:
-            # sends a beat now, so that a rank that soon holds its interpreter's lock is judged by this progress
+            # Sends a beat now, so that a rank that soon holds its interpreter's lock is judged by this progress.
             client.beat()
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
@@ -382,7 +382,7 @@ class GroupCoordinator:
                 raise self._gone()
             self._stage = _Stage.CONNECTING
         self._own_name = unknown_name(self._config.hostname)
-        # not an error yet, because a name service may learn of a host after its processes have started
+        # Not an error yet, because a name service may learn of a host after its processes have started.
         if self._own_name:
             logger.warning("[%s/0] %s", self.replica_id, self._own_name)
         client = self._new_client(address)

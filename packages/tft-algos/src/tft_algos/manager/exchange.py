@@ -76,7 +76,7 @@ class StateExchange:
         self._staged: Mapping[str, Any] = {}  # the fetched state, until it is loaded
         self._received: Mapping[str, Any] = {}  # the state to load, by path, until it is compared
         self._healed_bytes = 0
-        # sources whose manager server did not answer: the reason and the time
+        # Sources whose manager server did not answer: the reason and the time.
         self._silent: dict[str, tuple[str, float]] = {}
         self._metadata: dict[str, str] = {}  # metadata of the sources that were asked, by replica id
         self._poor: frozenset[str] = frozenset()
@@ -185,7 +185,7 @@ class StateExchange:
                 f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self._coordinator.replica_id}, "
                 "whose state was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
-            # the members continue without this state, because the time of the next allowed read is unknown
+            # The members continue without this state, because the time of the next allowed read is unknown.
             self.refuse(plan, sentence)
             raise StateUnavailable(sentence)
         begun = self._clock.monotonic()

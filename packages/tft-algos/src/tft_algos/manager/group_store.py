@@ -46,7 +46,7 @@ RETRY_S = 0.1
 BACKLOG: Final = 1024  # a whole job may connect to one store at once
 _PROC: Final = "/proc"
 _ENDED: Final = (b"Z", b"X", b"x")  # states of a process that has ended and was not reaped by its parent
-# documentation addresses, which belong to no machine
+# Documentation addresses, which belong to no machine.
 _OUTSIDE = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 

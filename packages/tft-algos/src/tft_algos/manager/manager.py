@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @final
 class Manager:
-    """The coordinator of one replica group with the other groups, across joins, failures and losses.
+    """The manager of one replica group, which keeps it in step with the others across joins, failures and losses.
 
     Args:
         pg: the process group across replica groups. The Manager configures it, and shuts it down at the end.
@@ -104,9 +104,9 @@ class Manager:
     ) -> None:
         """Add a part of the user's state that a healing member takes from its source.
 
-        A part may be added until the end of the first step. A replica that healed in the first step heals once more,
-        because it did not get this part. A part that is added later is not made equal on the replicas. If such a part
-        is compared, a warning says so.
+        A part may be added before the second step. A replica that healed in the first step heals once more, because it
+        did not get this part. A part that is added later is not made equal on the replicas. If such a part is compared,
+        a warning says so.
 
         Args:
             key: the name of the part, the same on every replica.
@@ -303,7 +303,7 @@ class Manager:
         """End a step: wait for its reductions, heal or serve, and vote.
 
         Args:
-            timeout: maximum wait for the verdict. None: the Manager's timeout.
+            timeout: for the vote. None: the Manager's timeout.
         Returns: True: the optimizer steps now, on every rank of this group. False: the optimizer must not step.
         Raises:
             tft_coord.errors.GroupLost, Refused: this process can't continue. The message says why.
@@ -374,8 +374,8 @@ class Manager:
         step.
 
         Args:
-            deadline: maximum time from now until this replica ends. Until then it waits for a quorum if no other
-                replica holds the state, and serves members that heal. None: heal_timeout.
+            deadline: from now on. For this long at most, this replica stays if no other replica holds the state, waits
+                for a quorum, and serves the members that heal. None: heal_timeout.
             reason: the reason, which the lighthouse logs.
         Raises: SettingError: deadline is not a timedelta above zero and of at most a week, or reason is not a text.
         """

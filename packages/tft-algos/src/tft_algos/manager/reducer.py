@@ -239,7 +239,7 @@ class Reducer:
         return denominator
 
     def _alone(self, tensor: torch.Tensor, weight: float | None, name: StepName) -> dist.Work:
-        # a tensor that fails with other members must also fail without them
+        # A tensor that fails with other members must also fail without them.
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "on the meta device" if tensor.is_meta else f"{tensor.layout}"
             self._report(Unsupported(f"a tensor that is {kind} can't be reduced; give a dense one with memory"), name)

@@ -67,7 +67,7 @@ class Reports:
         ] = {}  # the last quorums that a notice has broken; True: a member was lost, or left out
         self._group_is_lost = False
         self._plan: Plan | None = None  # the newest plan
-        # the replicas of the previous plan that are not in the newest one
+        # The replicas of the previous plan that are not in the newest one.
         self._gone: tuple[QuorumKey, tuple[str, ...]] | None = None
         self._held: tuple[StepName, str] | None = None  # a failure that the loss of a member may explain
         self._looks = 0  # checks since that failure

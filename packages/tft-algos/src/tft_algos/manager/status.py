@@ -25,7 +25,7 @@ class ManagerPhase(enum.Enum):
     COMPUTING = "computing"  # forward, backward, data
     REDUCING = "in a reduction"
     RECOVERING = "receiving live state"
-    # serving live state, or waiting for the other replicas' words or for the vote of the group
+    # Serving live state, or waiting for the other replicas' words or for the vote of the group.
     VOTING = "ending the step"
     APPLYING = "applying a committed step"
     CLOSED = "shut down"

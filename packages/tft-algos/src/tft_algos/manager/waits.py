@@ -30,7 +30,7 @@ REDUCTION: Final = "a reduction"
 STATE: Final = "live state"
 VOTE: Final = "the vote of its group"
 WORD: Final = "the end of the step at the other replicas"
-# validity of the lighthouse's message, which is sent once a second unless another message replaces it
+# Validity of the lighthouse's message, which is sent once a second unless another message replaces it.
 LEFT_OUT_FOR_S: Final = 5.0
 
 

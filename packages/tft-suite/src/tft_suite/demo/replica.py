@@ -45,7 +45,7 @@ def train(task: ReplicaTask, link: Link) -> None:
     """
     torch.set_num_threads(1)  # the replicas share the cores
     train_part, test_part = load()
-    # replicas begin with different weights, so the first step heals
+    # Replicas begin with different weights, so the first step heals.
     torch.manual_seed(task.seed * 1_000 + task.replica)
     net = make_net()
     inner = torch.optim.Adam(net.parameters(), lr=LEARNING_RATE)

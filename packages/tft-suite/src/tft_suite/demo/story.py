@@ -92,7 +92,7 @@ class Story:
             case StepCommitted():
                 self._committed(who, event)
             case StepDiscarded():
-                # the replica tries again until it commits, and this is noted once
+                # The replica tries again until it commits, and this is noted once.
                 if who.discarded_after != event.step:
                     self._note(
                         event, f"{name} discards the step after {event.step}: {shortened(event.reason)}", is_bad=True
