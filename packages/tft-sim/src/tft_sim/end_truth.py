@@ -1,10 +1,10 @@
-"""The watch over ends: which trainer ends itself, and whether it has to.
+"""The watch over ends: each trainer that ends itself must have a reason.
 
-A trainer may end because of what happened to it, to its group, or to the job that it is in. It may not end because the
-lighthouse died, slept or could not be reached, nor because a core takes a sound one for one that is dead, that is there
-twice or that differs. So each end is held against what the cluster knows to have happened.
+A trainer may end because of an event in itself, its group or its job. It may not end because the lighthouse died, slept
+or could not be reached. It may not end because a core takes a healthy replica for dead, duplicated or different. So the
+watch compares each end with the events that the cluster knows of.
 
-Law of this file: looking on, as in `invariants.py`; it needs the cluster to know what has happened to whom.
+Law of this file: observe only, as in `invariants.py`. It needs the cluster to know the events of each process.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ if TYPE_CHECKING:
 
 
 class EndTruth:
-    """Whether a trainer that ends itself has a reason to, I8, and has heard it by name, I9 (design.md section 10).
+    """The checks I8 and I9: a trainer that ends itself has a reason, and the answer names it (design.md section 10).
 
     Args:
-        cluster: that it watches.
+        cluster: the watched cluster.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._deaths: set[str] = set()  # replica ids of groups whose end was reported
         self._lost: set[str] = set()  # hosts whose manager server has found that a rank is gone
-        self._away_ms: dict[ManagerProcess, dict[int, int]] = {}  # since when each rank's stream is
-        self._torn: set[str] = set()  # hosts that were given a quorum in which nobody has a whole state
-        self._asked: dict[str, RankRequest] = {}  # by each rank, what it has said of its state last
-        self._refused: set[tuple[str, str]] = set()  # ranks that were refused something with a reason, and the code
-        self._keys: dict[str, set[QuorumKey]] = {}  # of the quorums that the manager servers of each host were given
+        self._away_ms: dict[ManagerProcess, dict[int, int]] = {}  # start of the absence of each rank's stream
+        self._torn: set[str] = set()  # hosts that were given a quorum without a whole state
+        self._asked: dict[str, RankRequest] = {}  # newest request of each rank, with what it said of its state
+        self._refused: set[tuple[str, str]] = set()  # ranks that were refused something for a reason, and the code
+        self._keys: dict[str, set[QuorumKey]] = {}  # quorums that the manager servers of each host were given
 
     def rank_went(self, manager: ManagerProcess, rank: int) -> None:
-        """A manager server has heard that a rank's newest stream is gone."""
+        """Record that a manager server has noticed the end of a rank's newest stream."""
         self._away_ms.setdefault(manager, {})[rank] = self._cluster.clock.now_ms
 
     def rank_came(self, manager: ManagerProcess, rank: int) -> None:
-        """That rank has another stream."""
+        """Record that the rank has another stream."""
         self._away_ms.get(manager, {}).pop(rank, None)
 
     def given(self, manager: ManagerProcess, quorum: Quorum) -> None:
-        """A manager server has got a quorum."""
+        """Record that a manager server has received a quorum."""
         if all(self._may_be_torn(each) for each in quorum.replica_ids):
             self._torn.add(manager.replica.host)
         self._keys.setdefault(manager.replica.host, set()).add(quorum.key)
 
     def asks(self, trainer: Trainer, request: RankRequest) -> None:
-        """A rank asks its manager server for a quorum."""
+        """Record a rank's request to its manager server for a quorum."""
         self._asked[trainer.name] = request
 
     def death_reported(self, manager: ManagerProcess, reason: str) -> None:
-        """A manager server takes its group for lost: a rank has ended, or was away for a grace."""
+        """Check that a manager server reports its group as lost only if a rank has ended, or was away for a grace."""
         replica, now_ms = manager.replica, self._cluster.clock.now_ms
         grace_ms = self._cluster.timeouts.reconnect_grace_ms
         away = any(now_ms - since_ms >= grace_ms for since_ms in self._away_ms.get(manager, {}).values())
@@ -74,14 +74,15 @@ class EndTruth:
         self._lost.add(replica.host)
 
     def gave_up(self, replica: Replica, trainer: Trainer, answer: Refused, deadline_ms: int) -> None:
-        """A rank's request has failed: the time that it was given is not cut short."""
+        """Check that a rank's failed request was not cut short of its deadline."""
         if self._has_to(replica, answer.code):
             self._refused.add((trainer.name, answer.code))
         if answer.code == "deadline" and self._cluster.clock.now_ms < deadline_ms:
             raise InvariantBroken("I8", f"{trainer.name} is told that it has no more time, until {deadline_ms} ms")
 
     def no_verdict(self, replica: Replica, trainer: Trainer, since_ms: int) -> None:
-        """A rank has got no verdict in time, and ends with its group: nothing came through, or nobody answered."""
+        """Check a rank that received no verdict in time, and ends with its group: its manager server was out of
+        reach."""
         manager = replica.manager
         if manager is None or manager.state is not State.RUNNING or replica.ended:
             return
@@ -90,16 +91,16 @@ class EndTruth:
             raise InvariantBroken("I5", f"{trainer.name} votes since {since_ms} ms, within reach, and gets no verdict")
 
     def refused(self, hello: Hello, refusal: Refusal, message: str) -> None:
-        """A lighthouse refuses a session; for some reasons that is not the end yet."""
+        """Check that a refused session has a sound reason. After some refusals the replica does not end yet."""
         lives = self._lives_of(hello.replica_id)
         replica = next(each for each in lives if hello.address.startswith(f"{each.host}/"))
         match refusal:
             case Refusal.OLD_LIGHTHOUSE:
                 sound = self._cluster.standby is not None
             case Refusal.STALE if replica.manager is not None and replica.manager.session.session > hello.session:
-                sound = True  # said on a stream that it has given up since, it was late: a newer one stands
+                sound = True  # the refusal was late, because the replica has a newer stream
             case Refusal.DUPLICATE | Refusal.STALE:
-                # The manager server that it had before may be taken to live for a while.
+                # The lighthouse may take the replica's previous manager server for live for a while.
                 sound = replica.num_managers > 1 or self._has_to(replica, Refusal.DUPLICATE.value)
             case Refusal.MALFORMED:
                 sound = False
@@ -111,8 +112,8 @@ class EndTruth:
             raise InvariantBroken("I9", f"{replica.host} is refused ({refusal.value}), and nothing is wrong: {message}")
 
     def ended(self, replica: Replica, trainer: Trainer, reason: str, answer: Refused) -> None:
-        """A trainer ends itself, because it was refused something."""
-        # Its training loop comes to that a while after the answer.
+        """Check that a trainer ends itself only for a reason, and that the answer names it."""
+        # The training loop reaches its end a while after the answer.
         if (trainer.name, answer.code) not in self._refused and not self._has_to(replica, answer.code):
             raise InvariantBroken("I8", f"{trainer.name} ends ({reason}), and has no reason to: {answer.message}")
         keys = self._keys.get(replica.host, set())
@@ -127,7 +128,7 @@ class EndTruth:
             case "manager_died":
                 return replica.world_size > 1 and (replica.manager is None or not replica.manager.alive)
             case "no_verdict":
-                return True  # looked at when the time was over
+                return True  # checked when the deadline passed
             case "unloadable":
                 return any(trainer.recovery.failed_loads > 1 for trainer in replica.trainers)
             case "diverged":
@@ -156,17 +157,18 @@ class EndTruth:
         return (each for each in self._cluster.lives if each.replica_id == replica_id)
 
     def _turns_out(self, other: Replica, replica: Replica) -> bool:
-        """Whether that one differs, and what it says weighs as much: who has trained yields to none that has not."""
+        """Return whether the other replica differs, and its claim has equal weight: training outweighs a fresh
+        start."""
         if other.job != replica.job or _fingerprint(other) == _fingerprint(replica):
             return False
-        # A member may not have heard of its quorum.
+        # A member may not have received its quorum yet.
         stands = _has_trained(other) or self._cluster.our_lighthouse.attendance_of(other.job).is_member(
             other.replica_id
         )
         return not _has_trained(replica) or stands
 
     def _is_behind(self, other: Replica, replica: Replica) -> bool:
-        """Whether that one has a state of this job's own, and this one is ahead of it with one loaded from outside."""
+        """Return whether the other replica has the job's own state, and this one is ahead with a state from outside."""
         if other.job != replica.job or other.replica_id == replica.replica_id:
             return False
         loaded = not all(trainer.live for trainer in replica.trainers)
@@ -174,7 +176,10 @@ class EndTruth:
         return loaded and live and _step(replica) > _step(other)
 
     def _may_be_torn(self, replica_id: str) -> bool:
-        """Whether its ranks hold different states, or half of one: as they said, for it may be another one by now."""
+        """Return whether the replica's ranks hold different or incomplete states, by their newest requests.
+
+        The live state of a rank may differ from its request by now.
+        """
         for replica in self._lives_of(replica_id):
             said = [self._asked[each.name] for each in replica.trainers if each.name in self._asked]
             if len({(each.step, each.lineage) for each in said}) > 1 or any(each.torn for each in said):

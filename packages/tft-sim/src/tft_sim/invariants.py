@@ -1,9 +1,9 @@
 """The invariants of the protocol, checked on everything that a simulated cluster does.
 
-Weights are digests: the digest after a commit is that of the weights before and of all gradients that went into the
-mean. So two members with equal digests have applied the same gradients in the same order, each exactly once.
+Weights are digests. The digest after a commit covers the weights before it and all gradients that went into the mean.
+So two members with equal digests have applied the same gradients in the same order, each exactly once.
 
-Law of this file: looking on. Nothing here changes what it looks at; the first thing that is wrong is raised.
+Law of this file: observe only. Nothing here changes what it observes. The first violation is raised.
 Source: design.md section 10.
 """
 
@@ -22,15 +22,25 @@ from tft_sim.reach_truth import ReachTruth
 
 
 class InvariantBroken(AssertionError):
-    """An invariant does not hold. `invariant` is its number in design.md section 10, as `I3`; or `P3`, the bar on how
-    soon the survivors of a loss go on; or `P1`: one is lost that should not be, or late (section 1 of protocol.md); or
-    `P2`: a quorum does not wait for whom it should, or waits though it need not (its section 2); or `P4`: a group does
-    not heal as a whole (its section 4); or `P5`: one is lost by a second of silence that should not be, or is not that
-    should (its section 1); or `P6`: members differ that must not (its section 6); or `L1`: leaving costs
-    the others something; or `H1`: nobody is taken to hang who does not; or `H2`: who hangs is lost; or `F1`:
-    syncs in flight together were started in one quorum, are committed in that order, and fail with it, and with the
-    first of them that does (protocol.md section 5); or `W1`: the word of a round means the same for all; or `W2`: no
-    two quorums of a job make progress at once (protocol.md, "Standing quorums")."""
+    """A violated invariant. `invariant` is its code.
+
+    - `I1` to `I9`: the number in design.md section 10.
+    - `P1`: a replica is lost without cause, or too late (protocol.md section 1).
+    - `P2`: a quorum leaves out a replica that it must wait for, or waits without need (section 2).
+    - `P3`: the survivors of a loss take too long to go on.
+    - `P4`: a group does not heal as a whole (section 4).
+    - `P5`: a replica is lost for a second of silence without cause, or is not lost and must be (section 1).
+    - `P6`: members differ in a setting that must be equal (section 6).
+    - `L1`: a graceful leave costs the other members something.
+    - `E1`: the end of a job is reported wrongly, or a replica trains on after it.
+    - `H1`: a replica is taken to hang and does not. `H2`: a replica hangs and is not lost.
+    - `F1`: syncs in flight break their rules. They start in one quorum and commit in that order. They fail with that
+      quorum, and with the first of them that fails (section 5).
+    - `R1`, `R2`: bad links delay a quorum for too long, or a quorum leaves out a replica without need.
+    - `S1` to `S5`: stragglers are judged or treated wrongly (section 7).
+    - `W1`: the word of a round means different things to different members.
+    - `W2`: two quorums of a job make progress at once (protocol.md, "Standing quorums").
+    """
 
     def __init__(self, invariant: str, message: str) -> None:
         super().__init__(f"{invariant}: {message}")
@@ -48,8 +58,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a group agrees on. The lineage tells a step from the same step after a state was loaded by hand; the attempt
-    tells one recovery from the next under the same key, and is 0 of a commit."""
+    """A vote or a recovery that a group agrees on.
+
+    The lineage distinguishes a step from the same step after a state was loaded by hand. The attempt distinguishes one
+    recovery from the next under the same key. The attempt of a commit is 0.
+    """
 
     key: QuorumKey
     step: int
@@ -60,16 +73,16 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one member put into a reduction.
+    """The input of one member to a reduction.
 
     Args:
         replica_id: of the member.
-        before: its state.
-        gradient: None: zeros.
-        part: of what it is: a bucket, a fragment.
-        factor: by which its tensor is multiplied before the sum.
-        divide_by: what it divides the sum by; of a mean without weights.
-        weight: that it enters into the sum of the weights, which divides; None: the mean has none.
+        before: state of the member before the reduction.
+        gradient: digest of its gradient, or None for zeros.
+        part: name of the reduced part, such as a bucket or a fragment.
+        factor: multiplies the member's tensor before the sum.
+        divide_by: divides the sum, in a mean without weights.
+        weight: the member's share in the sum of weights, which divides the mean. None: the mean has no weights.
     """
 
     replica_id: str
@@ -83,7 +96,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What one or several reductions gave to every member that saw them end."""
+    """The result of one or several reductions, equal for every member that saw them end."""
 
     key: QuorumKey
     group_rank: int
@@ -92,18 +105,20 @@ class Reduced:
 
 
 class Attendance:
-    """What one life of a lighthouse says of who lives, and whether its quorums fit that (protocol.md sections 1, 2).
+    """The observed liveness of one job's replicas during one life of a lighthouse.
 
-    It looks at messages alone and knows nothing of the core that it checks.
+    It checks that quorums fit that liveness (protocol.md sections 1, 2). It sees messages alone and knows nothing of
+    the core that it checks.
 
     Args:
         min_replicas: smallest quorum.
-        on_broken: told when a member of the newest quorum is lost, or has a successor: that quorum's key, and who.
-        on_left: told when a member of the newest quorum asks for the next: the key, who, and whether that breaks it for
-            sure, because it says that it can't go on in it. (Who has not got it may be given it again.)
-        timeouts: for so long those who live are waited for, and those who heal, and a state that nobody holds but one
-            that is lost and may live.
-        lost_state_ms: for so long a state is waited for whose holders fell silent.
+        on_broken: called with the newest quorum's key and a replica id when that member is lost, or has a successor.
+        on_left: called with the newest quorum's key, a replica id and a flag when that member asks for the next quorum.
+            The flag is True if the request certainly breaks the quorum, because the member can't go on in it. (A member
+            without the quorum may be given it again.)
+        timeouts: bounds on the waits for live replicas, for healing replicas, and for a state whose only holder is lost
+            and may come back.
+        lost_state_ms: bound on the wait for a state whose holders fell silent.
     """
 
     def __init__(
@@ -115,13 +130,13 @@ class Attendance:
         lost_state_ms: int = 0,
     ) -> None:
         self._lost_state_ms = max(lost_state_ms, timeouts.heartbeat_timeout_ms)
-        self._broke: set[str] = set()  # who was lost by its stream
+        self._broke: set[str] = set()  # replicas that were lost because their stream broke
         self._min_replicas = min_replicas
         self.timeouts = timeouts
         self._on_broken = on_broken
         self._on_left = on_left
         self._newest: Quorum | None = None
-        self._sessions: dict[str, int] = {}  # of those who were welcomed, or are presumed to live
+        self._sessions: dict[str, int] = {}  # of replicas that were welcomed, or are presumed to live
         self._ready: set[str] = set()
         self._lost: dict[str, int] = {}
         self._lost_ms: dict[str, int] = {}
@@ -129,26 +144,30 @@ class Attendance:
         self._special: set[str] = set()
         self._streams: dict[str, int] = {}
         self._presumed: set[str] = set()
-        self._strangers: set[str] = set()  # whose parameters or settings are not those of the job
+        self._strangers: set[str] = set()  # replicas whose parameters or settings are not those of the job
         self._replaced: set[str] = set()
-        self._asking: dict[str, int] = {}  # on which stream
-        self._said: dict[str, tuple[Member, QuorumKey | None]] = {}  # with its newest request
-        self._fingerprints: dict[str, Fingerprint] = {}  # as each has said last
-        self._gone: dict[str, int] = {}  # who has left the job, and in which session
-        self._finished: dict[str, int] = {}  # who has left because its training is over, and at which step
-        self._knew: set[str] = set()  # who was known when the first finished since the newest quorum
-        self._ended: tuple[int, set[str], QuorumKey | None] | None = None  # step, who was of that run, its last quorum
-        self._released: set[str] = set()  # and is not needed any more
-        self._asked_ms: dict[str, int] = {}  # when each asked first since its last answer
-        self._heals_ms: dict[str, int] = {}  # since when each heals that does
-        self._may_heal_ms: dict[str, int] = {}  # the same of those that may, because states differ in their quorum
-        self._left_out: set[str] = set()  # as stragglers: they are waited for by nobody
+        self._asking: dict[str, int] = {}  # stream of each pending request
+        # newest request of each replica, with the quorum that it held
+        self._said: dict[str, tuple[Member, QuorumKey | None]] = {}
+        self._fingerprints: dict[str, Fingerprint] = {}  # newest fingerprint of each replica
+        self._gone: dict[str, int] = {}  # session of each replica that has left the job
+        self._finished: dict[str, int] = {}  # step of each replica that left because its training finished
+        self._knew: set[str] = set()  # replicas known at the first finish since the newest quorum
+        # end step, replicas of the ended run, its last quorum
+        self._ended: tuple[int, set[str], QuorumKey | None] | None = None
+        self._released: set[str] = set()  # replicas that were told that no peer heals from them any more
+        self._asked_ms: dict[str, int] = {}  # time of each replica's first request since its last answer
+        self._heals_ms: dict[str, int] = {}  # start time of each replica that heals
+        # the same for replicas that may heal, because states differ in their quorum
+        self._may_heal_ms: dict[str, int] = {}
+        self._left_out: set[str] = set()  # stragglers that are left out, so no quorum waits for them
         self._reach = ReachTruth()
-        self._skips_the_late = False  # the newest quorum was broken for a member that is late
-        self._healed: dict[str, tuple[int, int]] = {}  # bytes that it had received, and when it said so first
+        self._skips_the_late = False  # the newest quorum was broken for a late member
+        # bytes that each replica had received, and the time of its first report of that number
+        self._healed: dict[str, tuple[int, int]] = {}
 
     def welcomed(self, hello: Hello, stream: int) -> None:
-        """A session stands, on that stream from now on."""
+        """Record that a session is established on that stream."""
         replica_id, session = hello.replica_id, hello.session
         self._presumed.discard(replica_id)
         self._replaced.add(hello.replaces)
@@ -162,7 +181,7 @@ class Attendance:
             raise InvariantBroken("I2", f"{replica_id} session {session} is older than another that stands")
         self._lost.pop(replica_id, None)
         if session > self._sessions.get(replica_id, -1):
-            # What it healed in was broken with the session before, and its bytes are counted anew.
+            # A new session breaks the heal of the session before, and its byte count starts at zero.
             self._heals_ms.pop(replica_id, None)
             self._healed.pop(replica_id, None)
         self._sessions[replica_id] = session
@@ -176,42 +195,44 @@ class Attendance:
             self.left(stream)
 
     def takes_place(self, newer: Hello, older: Hello) -> None:
-        """A stream is closed because another says hello as the same replica: of one process, or the first is lost."""
+        """Check a stream that is closed for a newer hello: both hellos are of one process, or the older session is
+        lost."""
         if older.replica_id in self._sessions and newer.address != older.address:
             who, first = older.replica_id, older.address
             raise InvariantBroken("I2", f"{who} lives at {first}, and another at {newer.address} takes its place")
 
     def left(self, stream: int) -> None:
-        """Whoever has that stream has left: nobody waits for it, and the quorum that it was in goes on to its end."""
+        """Record that the replica on that stream has left: quorums stop waiting for it, and its own quorum runs to its
+        end."""
         for replica_id, newest in self._streams.items():
             if newest == stream and replica_id in self._sessions:
                 self._gone[replica_id] = self._sessions.pop(replica_id)
                 self._asking.pop(replica_id, None)
 
     def finished(self, stream: int, step: int) -> None:
-        """Whoever has that stream leaves because its training is over."""
+        """Record that the replica on that stream leaves because its training finished."""
         self._finished |= {each: step for each, newest in self._streams.items() if newest == stream}
         if not self._knew:
             self._knew = self._sessions.keys() | self._lost.keys() | self._gone.keys()
 
     def pace_changed(self, news: StragglerNews) -> None:
-        """A replica is left out as a straggler, or let back."""
+        """Record that a straggler is left out, or let back."""
         if news.kind is PaceKind.LEFT_OUT:
             self._left_out.add(news.replica_id)
         elif news.kind is PaceKind.LET_BACK:
             self._left_out.discard(news.replica_id)
 
     def _out_of(self, newest: Quorum | None) -> set[str]:
-        """Who is left out; nobody, where no other member of the newest quorum lives."""
+        """Return the replicas that are left out, or none if no other member of the newest quorum lives."""
         members = set(newest.replica_ids) if newest is not None else set()
         return self._left_out if (members - self._left_out) & self._sessions.keys() else set()
 
     def num_ready(self) -> int:
-        """How many healthy replicas count for a quorum."""
+        """Return the number of healthy replicas that count for a quorum."""
         return len(self._sessions.keys() & self._ready)
 
     def ended(self, step: int, now_ms: int) -> None:
-        """The job is said to have ended at that step: a member of its last quorum finished there, none can go on."""
+        """Check that the job has ended at that step: a member of its last quorum finished there, and none can go on."""
         members = self._newest.replica_ids if self._newest is not None else ()
         trains = sorted(each for each in members if each in self._sessions or self._may_come_back(each, now_ms))
         if trains:
@@ -224,12 +245,15 @@ class Attendance:
         self._ready &= self._asking.keys()
 
     def late(self, stream: int) -> None:
-        """Whoever asked there is behind a job that has ended, and counts nowhere."""
+        """Record that the replica on that stream is behind a job that has ended, so it no longer counts."""
         self._ready -= {replica_id for replica_id, each in self._streams.items() if each == stream}
 
     def _look_who_is_late(self, quorum: Quorum, previous: Quorum | None) -> None:
-        """Nobody of the run that ended trains on from before its end: nobody at all before the next run has begun, and
-        then nobody with a state of the old run, until another has a state of the end."""
+        """Check that no replica of the ended run trains on from before its end.
+
+        Until the next run begins, no known replica may train on. After that, no known replica with a state of the old
+        run may train on, until a member has a state of the end.
+        """
         self._knew = set()
         if self._ended is None:
             return
@@ -242,10 +266,11 @@ class Attendance:
         if old:
             late = [each.replica_id for each in old]
             raise InvariantBroken("E1", f"the job has ended at step {step}, and {late} train on in {quorum.key}")
-        self._ended = step, known.difference(quorum.replica_ids), last  # who takes part in the next run is of that one
+        self._ended = step, known.difference(quorum.replica_ids), last  # members of the next run belong to that run
 
     def released(self, stream: int) -> None:
-        """It is told that nobody heals from it any more: its end is no loss."""
+        """Record that the replica on that stream was told that no peer heals from it any more. Its end is then no
+        loss."""
         self._released |= {each for each, newest in self._streams.items() if newest == stream}
 
     def asked(
@@ -256,7 +281,7 @@ class Attendance:
         fingerprint: Fingerprint = (),
         now_ms: int = 0,
     ) -> None:
-        """It has asked for a quorum; what comes late on an older stream, or of a lost session, is ignored."""
+        """Record a request for a quorum. A late request on an older stream, or of a lost session, is ignored."""
         if self._streams.get(member.replica_id) != stream or member.replica_id not in self._sessions:
             return
         self._asked_ms.setdefault(member.replica_id, now_ms)
@@ -266,7 +291,8 @@ class Attendance:
         self._strangers.discard(member.replica_id)
         self._ready.add(member.replica_id)
         self._asking[member.replica_id] = stream
-        # Who fails to heal again and again is not counted for a while; who wants no newcomers doesn't count them.
+        # A replica that fails to heal repeatedly is not counted for a while. A replica with shrink_only does not count
+        # newcomers.
         self._special.discard(member.replica_id)
         if member.failed_heals > 1 or member.shrink_only:
             self._special.add(member.replica_id)
@@ -275,21 +301,24 @@ class Attendance:
         self._look_if_left(member.replica_id)
 
     def _look_if_left(self, replica_id: str) -> None:
-        """It asks for the next quorum: can it go on in the newest, if it is in it?"""
+        """Report a member of the newest quorum that asks for the next one, and whether it can go on in the newest."""
         member, held = self._said[replica_id]
         before = self._newest.member(replica_id) if self._newest is not None else None
         if self._newest is not None and before is not None and before.session == self._sessions[replica_id]:
             self._on_left(self._newest.key, replica_id, member.needs_configure and held == self._newest.key)
 
     def differs(self, stream: int) -> None:
-        """Whoever asked there does not belong to the job, and counts nowhere."""
+        """Record that the replica on that stream does not belong to the job, so it does not count."""
         names = {replica_id for replica_id, each in self._streams.items() if each == stream}
         self._strangers |= names
         self._ready -= names
 
     def turned_out(self, stream: int) -> None:
-        """Members of another kind stand over those who are here: whoever is on that stream is forgotten, and all that
-        have none, because those who are here named them, or because it broke a moment ago."""
+        """Forget the replica on that stream, because members of another kind take precedence over this kind.
+
+        Sessions without a stream are forgotten too. Either these replicas named them, or their streams broke a moment
+        ago.
+        """
         for replica_id in [replica_id for replica_id, each in self._streams.items() if each == stream]:
             for each in {replica_id} | (self._sessions.keys() - self._streams.keys()):
                 self._sessions.pop(each, None)
@@ -299,13 +328,13 @@ class Attendance:
             self._newest = None
 
     def healed(self, stream: int, num_bytes: int, now_ms: int) -> None:
-        """Whoever has that stream has received so many bytes of state."""
+        """Record the number of bytes of state that the replica on that stream has received."""
         for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
             if num_bytes > self._healed.get(replica_id, (0, 0))[0]:
                 self._healed[replica_id] = num_bytes, now_ms
 
     def answered(self, stream: int, quorum: Quorum | None, now_ms: int = 0) -> None:
-        """Whoever asked there is given the newest quorum as it is now; None: it goes on in it from what it said."""
+        """Record the answer on that stream: the newest quorum in its present form. None: the replica goes on in it."""
         newest = self._newest
         for replica_id in [each for each, asked in self._asking.items() if asked == stream]:
             self._asked_ms.pop(replica_id, None)
@@ -314,7 +343,7 @@ class Attendance:
                 self._heals_ms[replica_id] = now_ms
             self._may_heal_ms.pop(replica_id, None)
             states = {(each.step, each.lineage) for each in quorum.members} if quorum is not None else set()
-            # At step 0 all but the first may heal, with init_sync; and states that know no lineage are never equal.
+            # With init_sync, every member but the first may heal at step 0. States without a lineage are never equal.
             if own is not None and (own.torn or own.step == 0 or own.lineage is None or len(states) > 1):
                 self._may_heal_ms[replica_id] = now_ms
         if quorum is not None:
@@ -333,20 +362,21 @@ class Attendance:
             )
 
     def other_kind_trains(self, quorum: Quorum) -> None:
-        """Members of torchft's are given a quorum: then none of ours lives."""
+        """Check that no replica of this kind lives when torchft members are given a quorum."""
         ours = sorted(each for each in self._sessions if each in self._streams)
         if ours:
             raise InvariantBroken("P6", f"{', '.join(quorum.replica_ids)} of torchft's train, and {ours} of ours live")
 
     def asks_no_more(self, stream: int) -> None:
-        """Whoever asked there was answered, gave its request up, or has lost the stream."""
+        """Forget the request on that stream: it was answered or withdrawn, or its stream ended."""
         self._asking = {replica_id: asked for replica_id, asked in self._asking.items() if asked != stream}
 
     def reported(self, quorum: Quorum) -> None:
-        """The newest quorum from before this life: its members are presumed to live, those of an older one no more."""
+        """Take over the newest quorum from before this life: presume its members to live, and those of an older one no
+        more."""
         for replica_id in self._presumed:
             self._sessions.pop(replica_id, None)
-            self._ready.discard(replica_id)  # that it has ever asked was known by the older quorum alone
+            self._ready.discard(replica_id)  # only the older quorum showed that this replica had ever asked
         self._presumed.clear()
         for member in quorum.members:
             name = member.replica_id
@@ -359,15 +389,15 @@ class Attendance:
         self._newest = quorum
         for member in quorum.members:
             self._look_at(member.replica_id)
-            if member.replica_id in self._asking:  # who asked before this one knew of the quorum
+            if member.replica_id in self._asking:  # the request came before this lighthouse knew of the quorum
                 self._look_if_left(member.replica_id)
 
     def closed(self, stream: int) -> None:
-        """A stream has ended."""
+        """Record that a stream has ended."""
         self._streams = {replica_id: each for replica_id, each in self._streams.items() if each != stream}
 
     def lost(self, replica_id: str, session: int, *, dead: bool, broke: bool = False, now_ms: int = 0) -> None:
-        """It was taken for lost, because its stream broke or for another reason."""
+        """Record that the lighthouse took a replica for lost, because its stream broke or for another reason."""
         if replica_id in self._released:
             raise InvariantBroken(
                 "L1", f"{replica_id} session {session} had left, nobody healed from it, and it is lost"
@@ -386,27 +416,32 @@ class Attendance:
         self._look_at(replica_id)
 
     def death_reported(self, stream: int) -> None:
-        """The end of a trainer is reported; of one that lives the lighthouse says that it is lost by it."""
+        """Record a reported end of a trainer. For a replica that still lives, the lighthouse declares the loss
+        itself."""
         self._dead |= {each for each, newest in self._streams.items() if newest == stream and each in self._lost}
 
     def shrinks_to_few(self) -> bool:
-        """Enough have asked, and one of them wants no newcomers."""
+        """Return whether enough replicas have asked, and one of them has shrink_only set."""
         before = self._newest.replica_ids if self._newest is not None else ()
         asking = [self._said[each][0] for each in self._asking if each in self._said]
         shrinks = any(member.shrink_only and member.replica_id in before for member in asking)
         return shrinks and len(asking) >= self._min_replicas
 
     def lives(self, replica_id: str) -> bool:
-        """Whether a session of it stands."""
+        """Return whether the replica has a session."""
         return replica_id in self._sessions
 
     def is_last_holder(self, replica_id: str, step_now: int = 0) -> bool:
-        """Whether nobody else that lives holds the newest quorum's state. `step_now`: of that replica, which may have
-        gone on in a quorum that stands."""
+        """Return whether no other live replica holds the newest quorum's state.
+
+        Args:
+            replica_id: the replica in question.
+            step_now: its present step. The replica may have gone on in a standing quorum.
+        """
         whole = [member for member in self._newest.members if not member.torn] if self._newest is not None else []
         step = max((member.step for member in whole), default=0)
         if step_now > step and {each.replica_id for each in whole if each.replica_id in self._sessions} == {replica_id}:
-            return True  # all of them have gone on with it
+            return True  # all live holders have gone on with it
         if step_now > step + 1:
             return False
         held = [member for member in whole if member.step == step]
@@ -415,20 +450,20 @@ class Attendance:
         return step > 0 and living == {replica_id}
 
     def is_member(self, replica_id: str) -> bool:
-        """Whether it is one of the newest quorum."""
+        """Return whether the replica is a member of the newest quorum."""
         return self._newest is not None and self._newest.member(replica_id) is not None
 
     def is_dead(self, replica_id: str) -> bool:
-        """Whether its end was reported, or another has taken its place for good."""
+        """Return whether the replica's end was reported, or another replica has replaced it."""
         return replica_id in self._dead
 
     def _look_at(self, replica_id: str) -> None:
-        """Is the newest quorum broken by what is known of that replica?"""
+        """Report that the newest quorum is broken, if the state of that replica breaks it."""
         for member in self._newest.members if self._newest is not None else ():
             if member.replica_id != replica_id:
                 continue
             assert self._newest is not None
-            # One that is dead can't come back as any session, older or newer than the one that was lost.
+            # A dead replica can't come back as any session, older or newer than the lost one.
             lost = self._lost.get(replica_id, -1) >= (0 if self.is_dead(replica_id) else member.session)
             newest = self._sessions.get(replica_id, self._gone.get(replica_id, member.session))
             followed = newest > member.session
@@ -436,13 +471,13 @@ class Attendance:
                 self._on_broken(self._newest.key, replica_id)
 
     def goes_on_without(self, *, late: bool) -> None:
-        """The newest quorum is broken because members wait in it for one that is late, or that has asked."""
+        """Record that the newest quorum is broken because members wait in it for a late or asking member."""
         self._skips_the_late = self._skips_the_late or late
 
     def nobody_else_is_waited_for(self, waits: str, now_ms: int = 0) -> None:
-        """No quorum was formed just now: then somebody who lives has not asked, or they are too few."""
+        """Check a moment without a new quorum: a live replica has not asked, or too few have."""
         if self._waits_for_links(waits, now_ms) or LIVES in waits:
-            return  # that a step commits within the bound is looked at in the end
+            return  # the simulator checks at the end that a step commits within the bound
         out = self._out_of(self._newest)
         living = {each for each in self._sessions if each in self._ready and each not in out}
         asking = living & self._asking.keys()
@@ -451,7 +486,7 @@ class Attendance:
             before = self._newest.members if self._newest is not None else ()
             away = any(self._may_come_back(member.replica_id, now_ms) for member in before)
             if away and waits.startswith("the state of step"):
-                return  # that a quorum is not formed too early is looked at where one is formed
+                return  # `formed` checks that a quorum is not formed too early
             raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
         before_ids = {member.replica_id for member in self._newest.members} if self._newest is not None else set()
         before_ids -= self._gone.keys() | out
@@ -461,17 +496,17 @@ class Attendance:
             raise InvariantBroken("P2", f"all of the last quorum have asked, {sorted(asking)}, and none forms: {waits}")
 
     def tries(self, stream: int, number: int) -> None:
-        """Whoever has that stream is asked to try its peers."""
+        """Record that the replica on that stream is asked to try its peers."""
         for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
             self._reach.tries(replica_id, number)
 
     def tried(self, stream: int, number: int, unreached: Collection[str]) -> None:
-        """It has, and has not reached these."""
+        """Record that the replica on that stream has tried its peers, and which of them it could not reach."""
         for replica_id in [each for each, newest in self._streams.items() if newest == stream]:
             self._reach.tried(replica_id, number, unreached)
 
     def _waits_for_links(self, waits: str, now_ms: int) -> bool:
-        """Whether it waits because of bad links, as it may. (R1 is the bound on that.)"""
+        """Return whether the lighthouse may wait because of bad links. (R1 is the bound on that wait.)"""
         if waits.startswith("the report of"):
             return self._reach.waits_for_both_ends(now_ms, self.timeouts.quorum_tick_ms)
         if waits.startswith("the trial of"):
@@ -479,10 +514,11 @@ class Attendance:
         return waits.startswith(("a set of at least", "a replica that all others reach"))
 
     def _look_who_is_left_out(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> None:
-        """R2: nobody is left out by a bad link whose removal isn't needed, and never all that hold the newest state."""
+        """Check R2: a quorum leaves out no replica for a bad link without need, and never all holders of the newest
+        state."""
         ids, before = set(quorum.replica_ids), previous.members if previous is not None else ()
         living = {each for each in self._sessions if each in self._ready}
-        slow = self._out_of(previous)  # who is left out as a straggler is so for another reason
+        slow = self._out_of(previous)  # stragglers are left out for another reason
         waiting = {each: self._said[each][0] for each in self._asking if each in living and each not in slow}
         if self._special & living:
             return
@@ -499,7 +535,7 @@ class Attendance:
             raise InvariantBroken("R2", f"quorum {quorum.key} goes on from step {step} without {hold}, which hold more")
 
     def _may_come_back(self, replica_id: str, now_ms: int) -> bool:
-        """Whether it is lost, nobody has reported its death, and it has not been away for long."""
+        """Return whether the replica is lost, its death is not reported, and its absence is still short."""
         if replica_id not in self._lost or self.is_dead(replica_id) or replica_id in self._gone:
             return False
         broke = replica_id in self._broke
@@ -507,7 +543,7 @@ class Attendance:
         return now_ms - self._lost_ms[replica_id] < patience_ms
 
     def _look_who_starts_over(self, quorum: Quorum, previous: Quorum, now_ms: int) -> None:
-        """Nobody goes on from an older state while one that held the last quorum's may come back."""
+        """Check that no quorum goes on from an older state while a holder of the last quorum's state may come back."""
         whole = [member for member in previous.members if not member.torn]
         step = max((member.step for member in whole), default=0)
         held = [member for member in whole if member.step == step]
@@ -520,12 +556,12 @@ class Attendance:
             raise InvariantBroken("I3", f"quorum {quorum.key} goes on from before step {step}, which {away} held")
 
     def _differs_from(self, replica_id: str, others: Collection[str]) -> bool:
-        """Whether what it has said it is made of is not what one of those has said."""
+        """Return whether the replica's fingerprint differs from that of one of the others."""
         own = self._fingerprints.get(replica_id, ())
         return any(differences(dict(self._fingerprints.get(other, ())), own) for other in others)
 
     def formed(self, quorum: Quorum, previous: Quorum | None, now_ms: int = 0) -> None:
-        """A quorum with a new id: its members live, are enough, and don't leave all survivors or their state out."""
+        """Check a quorum with a new id: its members live, are enough, and include survivors and their state."""
         self._newest = quorum
         skips_the_late, self._skips_the_late = self._skips_the_late, False
         self._look_who_is_ahead(quorum)
@@ -553,7 +589,7 @@ class Attendance:
         living = {each for each in self._sessions if each in self._ready}
         if before & living and not before & ids:
             raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
-        # Who differs from those in it counts nowhere. It is told so when it asks, or if it asks just now.
+        # A replica that differs from the members does not count. It learns so when it asks, or if it asks just now.
         living = {each for each in living - excused - out if not self._differs_from(each, ids)}
         if self._special & living:
             return
@@ -564,7 +600,8 @@ class Attendance:
             self._look_who_was_not_waited_for(quorum, living - ids, now_ms)
 
     def _may_be_stalled(self, replica_id: str, formed: Collection[str], now_ms: int) -> bool:
-        """Whether it may wait for a state of which no byte has come: then it is waited for by nobody."""
+        """Return whether the replica may wait for a state without having received a byte. No quorum waits for it
+        then."""
         since_ms = self._may_heal_ms.get(replica_id)
         if since_ms is None or self._healed.get(replica_id, (0, -1))[1] >= since_ms:
             return False
@@ -572,14 +609,15 @@ class Attendance:
         return now_ms - max(since_ms, asked_ms) >= self.timeouts.first_byte_ms
 
     def _look_who_is_ahead(self, quorum: Quorum) -> None:
-        """A state that was loaded from outside does not overtake the job's own."""
+        """Check that a state loaded from outside does not overtake the job's own."""
         live = max((member.step for member in quorum.members if member.live), default=None)
         for member in quorum.members:
             if live is not None and member.step > live and not member.live:
                 raise InvariantBroken("I3", f"{member.replica_id} takes quorum {quorum.key} to a step from outside")
 
     def _look_who_was_not_waited_for(self, quorum: Quorum, late: Collection[str], now_ms: int) -> None:
-        """Who lives is waited for until join_timeout, and who heals for as long as bytes arrive."""
+        """Check that live replicas are waited for until join_timeout, and healing replicas for as long as bytes
+        arrive."""
         waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in quorum.replica_ids)
         if late and waited_ms < self.timeouts.join_timeout_ms:
             raise InvariantBroken("P2", f"quorum {quorum.key} has waited {waited_ms} ms at most for {sorted(late)}")
@@ -592,36 +630,37 @@ class Attendance:
 
 
 class Attendances:
-    """The attendance of each job, as one life of a lighthouse hears and says it.
+    """The `Attendance` of each job, built from all messages of one life of a lighthouse.
 
     Args:
-        new: makes one for a job that has not been heard of.
+        new: makes an `Attendance` for an unknown job.
     """
 
     def __init__(self, new: Callable[[], Attendance]) -> None:
         self._new = new
         self._of_job: dict[str, Attendance] = {}
         self._hellos: dict[int, Hello] = {}
-        self._said_hello_last = 0  # on which stream
-        self._asked: dict[str, tuple[int, QuorumKey, int]] = {}  # on which stream, for which quorum, and when
+        self._said_hello_last = 0  # stream of the newest hello
+        # stream, quorum key and time of the question to each job
+        self._asked: dict[str, tuple[int, QuorumKey, int]] = {}
 
     def of(self, job: str) -> Attendance:
-        """That job's."""
+        """Return the attendance of that job."""
         if job not in self._of_job:
             self._of_job[job] = self._new()
         return self._of_job[job]
 
     def job_of(self, stream: int) -> str:
-        """As its hello said; before that a stream says nothing that counts."""
+        """Return the job that the stream's hello named, or "" before the hello."""
         hello = self._hellos.get(stream)
         return hello.job if hello is not None else ""
 
     def hello_of(self, stream: int) -> Hello:
-        """What came first on a stream that is welcomed."""
+        """Return the first message of a welcomed stream."""
         return self._hellos[stream]
 
     def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
-        """It hears something."""
+        """Record an event that the lighthouse receives."""
         if isinstance(event, events.HelloReceived):
             self._hellos[event.stream] = event.hello
             self._said_hello_last = event.stream
@@ -650,12 +689,13 @@ class Attendances:
                     attendance.reported(event.quorum)
 
     def _is_asked(self, job: str, stream: int, key: QuorumKey, now_ms: int) -> bool:
-        """Whether it waits for what is told there of that quorum; it gives that up after a heartbeat_timeout."""
+        """Return whether the lighthouse awaits news of that quorum on that stream. It gives up after a
+        heartbeat_timeout."""
         *asked, since_ms = self._asked.get(job, (None, None, 0))
         return asked == [stream, key] and now_ms - since_ms < self.of(job).timeouts.heartbeat_timeout_ms
 
     def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
-        """It decides something."""
+        """Record and check an effect that the lighthouse decides."""
         match order:
             case effects.QuorumFormed():
                 self.of(order.job).formed(order.quorum, order.previous, now_ms)
@@ -692,11 +732,12 @@ class Attendances:
 
 
 class Invariants:
-    """I1 to I5 of one job, over its whole life. (I6 is the simulator's: it has to stop the faults.)
+    """The invariants I1 to I5 of one job, over its whole life. (I6 belongs to the simulator, which has to stop the
+    faults.)
 
     Args:
-        initial_step: at which the job's replicas start; their states are not compared before its first commit.
-        several_lighthouses: two may form quorums at once, until all have followed to the newer.
+        initial_step: step at which the job's replicas start. Their states are not compared before its first commit.
+        several_lighthouses: two lighthouses may form quorums at once, until all replicas have followed to the newer.
     """
 
     def __init__(self, *, initial_step: int = 0, several_lighthouses: bool = False) -> None:
@@ -719,19 +760,23 @@ class Invariants:
         self._held_by: dict[str, QuorumKey] = {}
         self._left_with: dict[str, tuple[int, int | None]] = {}
         self._delivered: set[tuple[str, int, QuorumKey, int]] = set()
-        self._flights: dict[tuple[str, int], list[tuple[QuorumKey, int]]] = {}  # of each rank, its syncs, oldest first
-        self._words: dict[tuple[QuorumKey, int, int], bool] = {}  # of each round and group rank: what its word means
-        self._without_word: set[tuple[str, int, QuorumKey, int]] = set()  # ranks for which it did not complete
-        self._last_rounds: dict[QuorumKey, set[int]] = {}  # that were agreed on after a newer quorum had committed
+        # syncs in flight of each rank, oldest first
+        self._flights: dict[tuple[str, int], list[tuple[QuorumKey, int]]] = {}
+        self._words: dict[tuple[QuorumKey, int, int], bool] = {}  # meaning of the word, by round and group rank
+        self._without_word: set[tuple[str, int, QuorumKey, int]] = set()  # ranks for which the word did not complete
+        self._last_rounds: dict[QuorumKey, set[int]] = {}  # rounds agreed on after a newer quorum had committed
         self._newest_committed: QuorumKey | None = None
         self._twins: set[str] = set()
-        self._unknown: frozenset[QuorumKey] = frozenset()  # that a lighthouse could not know of when it started over
+        self._unknown: frozenset[QuorumKey] = frozenset()  # quorums that a restarted lighthouse could not know of
 
     def started_at(self, wall_ms: int) -> bool:
-        """Another lighthouse starts, at that time by the clock on the wall.
+        """Record that another lighthouse starts.
 
-        Returns: whether the clock was set back so far that its first id may be below one that was given. Then I1 holds
-        from here on anew, and for what each replica is given as ever, because it says what it holds.
+        Args:
+            wall_ms: start time by the wall clock.
+        Returns: whether the clock was set back so far that its first id may be below an id given before. I1 then starts
+            afresh for the job. For the quorums of each replica it still holds, because each replica reports what it
+            holds.
         """
         if wall_ms >= self._highest_id:
             return False
@@ -742,11 +787,12 @@ class Invariants:
     # --- I1, I2 ---------------------------------------------------------------------------------------------------
 
     def formed(self, quorum: Quorum) -> None:
-        """A lighthouse says that a new quorum was formed."""
+        """Check a quorum that a lighthouse reports as formed."""
         kinds = {(each.world_size, *each.settings[1:-1]) for each in quorum.members}
         if len(kinds) > 1:
             raise InvariantBroken("P6", f"quorum {quorum.key} has members of different settings: {kinds}")
-        # Two lighthouses know nothing of each other's; who goes from one to the other sees ids rise (`received`).
+        # Two lighthouses don't know each other's quorums. A replica that moves between them still sees ids rise
+        # (`received`).
         if quorum.key.quorum_id <= self._highest_id and not self._several_lighthouses:
             raise InvariantBroken("I1", f"quorum {quorum.key} was formed after one with id {self._highest_id}")
         if quorum.key in self._formed:
@@ -755,7 +801,7 @@ class Invariants:
         self._formed.add(quorum.key)
 
     def answered(self, replica_id: str, quorum: Quorum) -> None:
-        """A lighthouse gives that replica a quorum."""
+        """Check a quorum that a lighthouse gives to a replica."""
         if quorum.key not in self._formed:
             raise InvariantBroken("I1", f"{replica_id} is given quorum {quorum.key}, which was never formed")
         ids = quorum.replica_ids
@@ -768,27 +814,31 @@ class Invariants:
             raise InvariantBroken("I2", f"quorum {quorum.key} has members {known} for one and {ids} for another")
 
     def received(self, replica_id: str, key: QuorumKey) -> None:
-        """An answer has reached that replica. (One that was lost with its lighthouse is known to nobody.)"""
+        """Check an answer that has reached a replica. (An answer that was lost with its lighthouse reached no
+        replica.)"""
         before = self._held_by.get(replica_id)
         if before is not None and key < before:
             raise InvariantBroken("I1", f"{replica_id} is given quorum {key} after {before}")
         self._held_by[replica_id] = key
 
     def started_anew(self, replica_id: str, held: QuorumKey | None) -> None:
-        """That replica's manager server was: what its ranks have not heard of the last one nobody knows any more."""
+        """Record that the replica's manager server was restarted: its ranks' last quorum counts only if they report
+        it."""
         self._held_by.pop(replica_id, None)
         if held is not None:
             self._held_by[replica_id] = held
 
     def planned_from(self, plan: Plan, quorum: Quorum) -> None:
-        """A manager server makes a plan of a quorum: all go on from the highest step that a whole member holds."""
+        """Check the plan that a manager server makes of a quorum: it starts at the highest step of a whole member."""
         highest = max(member.step for member in quorum.members if not member.torn)
         if plan.step != highest:
             raise InvariantBroken("I3", f"{plan.replica_id} goes on from step {plan.step} in {plan.key}, not {highest}")
 
     def planned(self, plan: Plan, group_rank: int, in_flight: int = 0) -> None:
-        """A rank is given a plan: its common part is the same for all. Several may be of one step, if so many syncs of
-        the same quorum are in flight."""
+        """Check a plan that a rank is given: its common part is equal for all members.
+
+        Several plans may be of one step, if that many syncs of the same quorum are in flight.
+        """
         common = (plan.replica_ids, plan.up_to_date, plan.participants, plan.min_replica_size)
         known = self._plans.setdefault((plan.key, plan.step, plan.lineage, in_flight), common)
         if known != common:
@@ -801,7 +851,7 @@ class Invariants:
     # --- I4 -------------------------------------------------------------------------------------------------------
 
     def joined_group(self, plan: Plan, group_rank: int) -> None:
-        """A rank meets the others of its quorum at a store, under a prefix made of the key and its group rank."""
+        """Check that ranks meet at one store per quorum, under a prefix made of the key and the group rank."""
         place = (plan.key, group_rank)
         claims = (plan.store_address, plan.replica_ids)
         known = self._groups.setdefault(place, claims)
@@ -817,7 +867,7 @@ class Invariants:
     # --- I3 -------------------------------------------------------------------------------------------------------
 
     def reduced(self, key: QuorumKey, group_rank: int, given: Mapping[str, Contribution]) -> None:
-        """All members have reached a reduction: those who gave gradients stood at one state."""
+        """Check a reduction that all members have reached: all members with gradients have the same state."""
         counted = [contribution for contribution in given.values() if contribution.gradient is not None]
         states = {contribution.before for contribution in counted}
         if len(states) > 1:
@@ -831,7 +881,7 @@ class Invariants:
 
     @staticmethod
     def _look_at_mean(key: QuorumKey, group_rank: int, given: Collection[Contribution]) -> None:
-        """The shares of those who gave add up to one, for every member."""
+        """Check that the shares of the contributors add up to one, for every member."""
         where = f"one mean in quorum {key}, rank {group_rank}"
         weights = [each.weight for each in given if each.weight is not None]
         if len(weights) not in (0, len(given)):
@@ -843,12 +893,12 @@ class Invariants:
                 raise InvariantBroken("I3", f"{where}: {each.replica_id} divides {total:g} by {divides:g}")
 
     def delivered(self, replica_id: str, reduced: Reduced) -> None:
-        """A rank has learned what came out of a reduction."""
+        """Record that a rank has received the result of a reduction."""
         for number in reduced.numbers:
             self._delivered.add((replica_id, reduced.group_rank, reduced.key, number))
 
     def holds(self, replica_id: str, group_rank: int, held: Held) -> None:
-        """A rank has a state: the same step and lineage are the same weights, whoever has them and whenever."""
+        """Check a rank's state: equal step and lineage mean equal weights, on every rank and at every time."""
         if held.lineage is None or held.step <= self._initial_step:
             return
         name = (group_rank, held.step, held.lineage)
@@ -860,7 +910,7 @@ class Invariants:
             )
 
     def committed(self, replica_id: str, group_rank: int, vote: Round, num_members: int, after: Held) -> None:
-        """A rank's optimizer has stepped."""
+        """Check and record that a rank's optimizer has stepped."""
         name = (replica_id, group_rank, vote)
         if name in self._committed:
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps twice for {vote}")
@@ -879,7 +929,7 @@ class Invariants:
         self.newest_commit = (vote.step, num_members)
 
     def applied(self, replica_id: str, group_rank: int, vote: Round, reduced: Reduced) -> None:
-        """What a rank's optimizer has stepped with."""
+        """Check the reductions that a rank's optimizer has stepped with."""
         known = [(replica_id, group_rank, reduced.key, number) in self._delivered for number in reduced.numbers]
         if (replica_id, group_rank, vote.key, vote.step) in self._without_word:
             raise InvariantBroken("W1", f"{replica_id} rank {group_rank} commits {vote} without the word of the others")
@@ -887,13 +937,17 @@ class Invariants:
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
 
     def has_twin(self, replica_id: str) -> None:
-        """Two processes run under that id by mistake. Who replaces one of them says that it has ended, and the other
-        goes on until it hears of it."""
+        """Record that two processes run under that id by mistake.
+
+        A replacement for one of them reports its end, and the other goes on until it hears of that.
+        """
         self._twins.add(replica_id)
 
     def started_over(self, quorum: Quorum) -> None:
-        """A lighthouse without memory and without a durable counter, to which nobody names a quorum, forms its first:
-        members of an earlier one that can't reach it go on until their lease is over."""
+        """Record the first quorum of a lighthouse without memory, durable counter or reported quorum.
+
+        Members of an earlier quorum that can't reach this lighthouse go on until their lease expires.
+        """
         self._unknown = frozenset(self._formed - {quorum.key})
         if self._newest_committed in self._unknown:
             self._newest_committed = None
@@ -901,15 +955,21 @@ class Invariants:
     # --- standing quorums -----------------------------------------------------------------------------------------
 
     def worded(self, replica_id: str, group_rank: int, vote: Round, yes: bool | None) -> None:
-        """The word of a round has completed for a rank: it means the same for all for whom it does. None: it has not.
+        """Check that the word of a round means the same for all ranks for which it has completed.
 
-        No two quorums of a job make progress at once: when a newer one has committed, an older one may end the round
-        that ran, and begins no other.
+        No two quorums of a job make progress at once. After a newer quorum has committed, an older one may end the
+        current round, and begins no other.
+
+        Args:
+            replica_id: of the rank.
+            group_rank: of the rank.
+            vote: the round.
+            yes: meaning of the word. None: it did not complete for this rank.
         """
         if yes is None:
             self._without_word.add((replica_id, group_rank, vote.key, vote.step))
             return
-        # A member that was alone may have gone back to an earlier step by hand.
+        # A lone member may have gone back to an earlier step by hand.
         self._without_word.discard((replica_id, group_rank, vote.key, vote.step))
         known = self._words.setdefault((vote.key, vote.step, group_rank), yes)
         if known != yes:
@@ -930,24 +990,25 @@ class Invariants:
     # --- syncs in flight ------------------------------------------------------------------------------------------
 
     def started(self, host: str, group_rank: int, key: QuorumKey, fragment: int) -> None:
-        """A rank starts a sync, of that fragment."""
+        """Record that a rank starts a sync of that fragment."""
         flight = self._flights.setdefault((host, group_rank), [])
         if (key, fragment) in flight:
             raise InvariantBroken("F1", f"{host} rank {group_rank} has fragment {fragment} in flight twice in {key}")
         flight.append((key, fragment))
 
     def quorum_known(self, host: str, group_rank: int, key: QuorumKey) -> None:
-        """A rank is given a plan: in another quorum than that of its syncs in flight these have failed."""
+        """Record that a rank is given a plan. Its syncs in flight of another quorum have failed then."""
         flight = self._flights.get((host, group_rank), [])
         if any(of != key for of, _ in flight):
             flight.clear()
 
     def fell(self, host: str, group_rank: int) -> None:
-        """The verdict on a rank's oldest sync is no, or it dropped all: none of them can be committed any more."""
+        """Record that all syncs in flight of a rank are discarded: the oldest one's verdict is no, or the rank dropped
+        all."""
         self._flights.pop((host, group_rank), None)
 
     def landed(self, host: str, group_rank: int, key: QuorumKey, fragment: int) -> None:
-        """A rank commits a sync."""
+        """Check that a rank commits its oldest sync in flight."""
         flight = self._flights.get((host, group_rank), [])
         if flight[:1] != [(key, fragment)]:
             raise InvariantBroken(
@@ -956,15 +1017,15 @@ class Invariants:
         del flight[0]
 
     def was_committed(self, vote: Round, group_rank: int) -> bool:
-        """Whether some member has committed that reduction."""
+        """Return whether a member has committed that reduction."""
         return (vote, group_rank) in self._after
 
     def num_lineages(self, group_rank: int, step: int) -> int:
-        """How many different states have been held at that step."""
+        """Return the number of different states that have been held at that step."""
         return len(self._lineages.get((group_rank, step), ()))
 
     def loads(self, host: str, group_rank: int, staged: Round) -> None:
-        """A rank loads the state that it has fetched: all of its group have theirs."""
+        """Check that a rank loads a fetched state only if all ranks of its group have fetched theirs."""
         verdict = self._verdicts.get((host, staged))
         if verdict is None or not verdict.yes:
             raise InvariantBroken("P4", f"{host} rank {group_rank} loads a state that not all of its group have")
@@ -972,16 +1033,16 @@ class Invariants:
     # --- I5 -------------------------------------------------------------------------------------------------------
 
     def voted(self, replica_id: str, group_rank: int, vote: Round, yes: bool) -> None:
-        """A rank casts its vote, or says it again."""
+        """Check that a rank never changes its vote."""
         votes = self._votes.setdefault((replica_id, vote), {})
         if votes.setdefault(group_rank, yes) != yes:
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote for {vote}")
 
     def left(self, replica_id: str, group_rank: int, held: Held, *, torn: bool) -> None:
-        """A rank leaves: all ranks of a group do after the same step, unless they were torn before.
+        """Check that all ranks of a group leave after the same step, unless their states are torn.
 
-        One that was never told its lineage, because it loaded its state by hand and there was no quorum since, may
-        leave beside others that know theirs.
+        A rank may not know its lineage, because it loaded its state by hand and no quorum came since. It may leave
+        beside ranks that know theirs.
         """
         if torn or held.lineage is None:
             return
@@ -991,7 +1052,7 @@ class Invariants:
             raise InvariantBroken("L1", f"{replica_id} rank {group_rank} leaves with {state}, others with {known}")
 
     def decided(self, replica_id: str, world_size: int, vote: Round, verdict: Verdict) -> None:
-        """A rank is given a verdict: yes only if all voted yes, and the same for all."""
+        """Check a verdict that a rank is given: yes only if all voted yes, and the same for all."""
         votes = self._votes.get((replica_id, vote), {})
         if verdict.yes and not (len(votes) == world_size and all(votes.values())):
             raise InvariantBroken("I5", f"{replica_id} gets a yes of votes {votes} for {vote}")

@@ -1,9 +1,9 @@
-"""The watch over stragglers: whose pace is judged, and how it is in truth.
+"""The watch over stragglers: it compares each reported pace with the real one.
 
-Each trainer notes for itself how long its own part of each step took. What the lighthouse says of its pace is held
-against that.
+Each trainer records the duration of its own part of each step. The watch compares what the lighthouse says of its pace
+with these records.
 
-Law of this file: looking on, as in `invariants.py`; it needs the cluster to know who trains.
+Law of this file: observe only, as in `invariants.py`. It needs the cluster to know the replicas that train.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tft_sim.invariants import InvariantBroken
 if TYPE_CHECKING:
     from tft_sim.cluster import Cluster
 
-FIRST = "lighthouse"  # a standby knows nothing of whom this one has left out
+FIRST = "lighthouse"  # a standby does not know which replicas this lighthouse has left out
 STEPS_KEPT = 5
 STEPS_LOOKED_AT = 40
 
 
 class OwnTime:
-    """How long a trainer's own part of its steps takes, without its waits for others."""
+    """The duration of a trainer's own part of its steps, without its waits for others."""
 
     def __init__(self) -> None:
-        self.running_ms = 0  # of the step that runs, up to the last change of phase
+        self.running_ms = 0  # of the current step, up to the last change of phase
         self._last: deque[int] = deque(maxlen=STEPS_KEPT)
-        self.all_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # also of steps that do not count
+        self.all_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # includes steps that do not count
         self.counted_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)
 
     def passed(self, own_ms: int) -> None:
-        """It was busy with its own part for so long."""
+        """Add busy time of the trainer's own part."""
         self.running_ms += own_ms
 
     def step_ended(self, *, counts: bool) -> None:
-        """The step that ran is over; an excused or a failed one does not count."""
+        """End the current step. An excused or a failed step does not count."""
         if counts:
             self._last.append(self.running_ms)
             self.counted_ms.append(self.running_ms)
@@ -45,35 +45,40 @@ class OwnTime:
         self.running_ms = 0
 
     def forget(self) -> None:
-        """What was measured before a reconfiguration does not count any more."""
+        """Discard what was measured before a reconfiguration."""
         self._last.clear()
 
     @property
     def median_ms(self) -> int:
-        """Of the last few steps that count; 0: there is none."""
+        """Return the median of the last few steps that count, or 0 if there is none."""
         return sorted(self._last)[len(self._last) // 2] if self._last else 0
 
 
 class PaceTruth:
-    """Whether stragglers are slow, S1; a minority that can be spared, S2; absent while they are left out, S3, and for
-    as long as was said, S4; and are let back where they alone hold the job's state, S5 (protocol.md section 7).
+    """The checks S1 to S5 on stragglers (protocol.md section 7).
+
+    - S1: stragglers are slow.
+    - S2: stragglers are a minority that the job can spare.
+    - S3: stragglers that are left out are in no quorum.
+    - S4: a straggler stays left out for the announced pause.
+    - S5: stragglers are let back if they alone hold the job's state.
 
     Args:
-        cluster: that it watches.
+        cluster: the watched cluster.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._out: dict[str, tuple[int, int]] = {}  # who is left out: since when, and for how long
-        self._pauses: dict[str, int] = {}  # the last one of each
+        self._out: dict[str, tuple[int, int]] = {}  # replicas that are left out: start and duration
+        self._pauses: dict[str, int] = {}  # the last pause of each replica
 
     def forget(self) -> None:
-        """Another lighthouse serves, which knows of nobody that was left out."""
+        """Forget all, because another lighthouse serves that knows no replica as left out."""
         self._out.clear()
         self._pauses.clear()
 
     def decided(self, job: str, news: StragglerNews, quorum: Quorum | None, healthy: int) -> None:
-        """A lighthouse says that a replica's pace has changed."""
+        """Check a change of a replica's pace that a lighthouse reports."""
         cluster = self._cluster
         cluster.marks.hit(f"pace: {news.kind.name}")
         if cluster.decides != FIRST:
@@ -92,7 +97,8 @@ class PaceTruth:
                 raise InvariantBroken("S4", f"{news.replica_id} is let back before its pause of {pause_ms} ms is over")
 
     def _look_whether_slow(self, news: StragglerNews, quorum: Quorum | None) -> None:
-        """Its own time is above all that another one has needed lately, by the ratio; as the trainers have noted it."""
+        """Check that the replica's own time exceeds the fastest other member's by the ratio, as the trainers recorded
+        it."""
         members = quorum.replica_ids if quorum is not None else ()
         own_ms = self._slowest_ms(news.replica_id)
         others = [self._fastest_ms(each) for each in members if each != news.replica_id]
@@ -123,7 +129,7 @@ class PaceTruth:
         self._pauses[news.replica_id] = news.pause_ms
 
     def formed(self, job: str, quorum: Quorum, previous: Quorum | None) -> None:
-        """A lighthouse forms a quorum."""
+        """Check that a new quorum has no replica that is left out."""
         if self._cluster.decides != FIRST:
             return
         before = previous.replica_ids if previous is not None else ()
@@ -136,7 +142,7 @@ class PaceTruth:
             raise InvariantBroken("S3", f"{inside} are left out, and are in quorum {quorum.key} of job {job}")
 
     def _look_who_is_ahead(self, job: str, quorum: Quorum) -> None:
-        """Nobody starts over while a replica that is left out holds the state."""
+        """Check that no quorum starts over while a replica that is left out holds the state."""
         step = max(member.step for member in quorum.members)
         attendance = self._cluster.our_lighthouse.attendance_of(job)
         for life in [each for each in self._cluster.lives if each.replica_id in self._out and each.alive]:

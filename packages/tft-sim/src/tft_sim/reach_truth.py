@@ -1,8 +1,8 @@
-"""Whom the members of a job say that they can't reach, and whether its quorums fit that (R2).
+"""The bad links that members of a job report, and the check that its quorums fit them (R2).
 
-It looks at messages alone, and tries all sets of members where the core searches.
+The check sees messages alone. It tries all sets of members, and the core searches.
 
-Law of this file: one life of a lighthouse; nothing of the core that it checks.
+Law of this file: one life of a lighthouse. Nothing here comes from the core that it checks.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from typing import Final, final
 
 from tft_coord.core.types import Member, Quorum, QuorumKey, Via
 
-COUNTS_MS: Final = 300_000  # no report counts for longer
+COUNTS_MS: Final = 300_000  # the longest time for which a report counts
 BOTH_ENDS_MS: Final = 1_000
-ALL_SETS_MOST: Final = 10  # of so many members all sets are tried
+ALL_SETS_MOST: Final = 10  # for up to this many members all sets are tried
 
 
 @final
 class ReachTruth:
-    """What was said of bad links. A report may count for less long in the core, and never for longer."""
+    """The reported bad links. A report may count for less time in the core, and never for more."""
 
     def __init__(self) -> None:
-        self._said: dict[frozenset[str], tuple[int, QuorumKey | None]] = {}  # when last, and of which quorum
-        self._built: tuple[QuorumKey | None, set[str]] = (None, set())  # whose members have said so
-        self._trials: dict[str, int] = {}  # of newcomers: the number of one that has not been answered
-        self._failed: dict[str, set[str]] = {}  # whom a newcomer did not reach in its last trial
+        self._said: dict[frozenset[str], tuple[int, QuorumKey | None]] = {}  # time of the last report, and its quorum
+        # members that reported no bad link in this quorum
+        self._built: tuple[QuorumKey | None, set[str]] = (None, set())
+        self._trials: dict[str, int] = {}  # number of each newcomer's unanswered trial
+        self._failed: dict[str, set[str]] = {}  # peers that a newcomer did not reach in its last trial
 
     def asked(self, member: Member, held: QuorumKey | None, newest: Quorum | None, now_ms: int) -> None:
-        """A request came in."""
+        """Record a request and the bad links that it reports."""
         for report in member.unreached:
             if report.via is not Via.STATE:
                 self._said[frozenset((member.replica_id, report.replica_id))] = now_ms, held
@@ -42,41 +43,43 @@ class ReachTruth:
             self._said = {pair: said for pair, said in self._said.items() if said[1] == held or not pair <= built}
 
     def tries(self, replica_id: str, number: int) -> None:
-        """A newcomer is asked to try its peers."""
+        """Record that a newcomer is asked to try its peers."""
         self._trials[replica_id] = number
 
     def tried(self, replica_id: str, number: int, unreached: Collection[str]) -> None:
-        """It has."""
+        """Record the result of a newcomer's trial. A stale result is ignored."""
         if self._trials.get(replica_id) == number:
             del self._trials[replica_id]
             self._failed[replica_id] = set(unreached)
 
     def lost(self, replica_id: str) -> None:
-        """What it has found counts no more when it comes again."""
+        """Forget the trial of a lost replica. Its result does not count when it comes back."""
         self._trials.pop(replica_id, None)
         self._failed.pop(replica_id, None)
 
     def formed(self, ids: Collection[str]) -> None:
-        """Who is in a quorum is no newcomer any more."""
+        """Record a new quorum. Its members are no newcomers any more."""
         for name in ids:
             self._trials.pop(name, None)
             self._failed.pop(name, None)
 
     def in_trial(self) -> set[str]:
-        """Who is asked to try its peers, and has not answered."""
+        """Return the replicas that are asked to try their peers, and have not answered."""
         return set(self._trials)
 
     def waits_for_both_ends(self, now_ms: int, tick_ms: int) -> bool:
-        """Whether a bad link was named just now."""
+        """Return whether a bad link was reported just now."""
         return any(now_ms - at_ms <= BOTH_ENDS_MS + tick_ms for at_ms, _ in self._said.values())
 
     def is_torn_apart(self, ids: Collection[str]) -> bool:
-        """Whether two of these were said not to reach each other: no quorum has all of them."""
+        """Return whether a bad link between two of these is reported. Then no quorum has all of them."""
         return any(pair <= set(ids) for pair in self._said)
 
     def excused(self, ids: Collection[str], now_ms: int) -> set[str]:
-        """Who need not be in a quorum of these, nor be waited for: it has a bad link to one of them, or has not shown
-        that it has none. A newcomer that holds the newest state may have been taken in place of whom it did not reach.
+        """Return the replicas that may be left out of a quorum of `ids`, and need not be waited for.
+
+        Each of them has a bad link to a member, or has not yet shown that it has none. A newcomer with the newest state
+        may replace a member that it did not reach.
         """
         tried = {name for name, unreached in self._failed.items() if unreached.intersection(ids)} | self.in_trial()
         tried.update(*(unreached for name, unreached in self._failed.items() if name in ids))
@@ -88,7 +91,7 @@ class ReachTruth:
         }
 
     def num_outside(self, living: Collection[str], ids: Collection[str], now_ms: int) -> int:
-        """How many bad links are between two that live and are in no quorum of these: of each, one may not count."""
+        """Return the number of bad links between live replicas outside `ids`. For each, one replica may not count."""
         outside = set(living).difference(ids)
         said = {pair for pair, (at_ms, _) in self._said.items() if now_ms - at_ms <= COUNTS_MS}
         said.update(frozenset((name, other)) for name, unreached in self._failed.items() for other in unreached)
@@ -102,7 +105,7 @@ class ReachTruth:
         min_replicas: int,
         now_ms: int,
     ) -> str | None:
-        """Why those of the waiting that are in no quorum of `ids` should not all have been left out, or None."""
+        """Return why a waiting replica outside `ids` is left out without need, or None."""
         left_out = set(waiting).difference(ids)
         for_nothing = left_out - self.excused(ids, now_ms)
         if for_nothing:
@@ -117,10 +120,10 @@ class ReachTruth:
         rest = set(ids) - newcomers
         if newcomers and not pairs and len(rest) >= min_replicas and all(each & rest for each in needed):
             return f"{sorted(newcomers)} did not reach all of {sorted(rest)}, and could have been left out"
-        # Who has not passed its trial is left out before any other one is.
+        # A newcomer that has not passed its trial is left out before any other replica.
         free = {name for name in left_out if name in self._trials or self._failed.get(name)}
-        # One that is in the quorum all the same holds the newest state, and whom it did not reach goes in its place:
-        # never where it could have gone itself.
+        # A newcomer in the quorum despite a failed trial holds the newest state. The peers that it did not reach are
+        # left out instead of it, but never if the newcomer itself could be left out.
         came = sorted(name for name in ids if self._failed.get(name))
         pairs += [frozenset((name, other)) for name in came for other in self._failed[name].intersection(waiting)]
         left_out -= free

@@ -1,11 +1,11 @@
-"""The simulator: a cluster, a seed, faults at random, and the invariants looked at all the time.
+"""The simulator: a cluster, a seed, random faults, and constant checks of the invariants.
 
-First faults of every kind fall for a while; then they stop, everything that was stopped goes on, and the job must
-commit a step within a bound, with all replicas in it. A seed says everything that happens, so one that fails is run
-again as often as one likes: `python -m tft_sim --seed 17 --trace`.
+First, faults of every kind occur for a while. Then they stop, and all stopped processes go on. The job must then commit
+a step within a bound, with all replicas in it. A seed determines the whole run, so a failure can be repeated:
+`python -m tft_sim --seed 17 --trace`.
 
-Law of this file: choosing by chance, from one seed that is split per concern, so that another fault does not change
-the network's delays. Source: design.md sections 4 and 10.
+Law of this file: random choice, from one seed that is split per concern. So an additional fault does not change the
+network's delays. Source: design.md sections 4 and 10.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tft_sim.network import Fate, Rule
 from tft_sim.process import Process, State
 from tft_sim.trainer import TrainerSettings
 
-PAUSE_FIRST_MS = 5_000  # before one that could not be reached is tried again
+PAUSE_FIRST_MS = 5_000  # pause before an unreachable replica is tried again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """How long, how many, how bad.
+    """The length, size and severity of a simulation.
 
     Args:
-        faults_ms: how long faults fall.
+        faults_ms: duration of the faults.
         fault_every_ms: bounds of the time between two faults.
         most_replicas: largest cluster.
-        foreign: whether the lighthouse is torchft's; None: in one job of ten.
-        standby: whether there is a second lighthouse of the same cluster; None: in one job of ten.
-        stragglers: replicas become slow for a while, and the lighthouse does something about it.
-        links: whether links between members fail; None: in one job of eight.
-        lost_state_ms: how long the lighthouse waits for a state whose holders fell silent; None: in one job of four
+        foreign: whether the lighthouse is torchft's. None: in one job of ten.
+        standby: whether the cluster has a second lighthouse. None: in one job of ten.
+        stragglers: replicas become slow for a while, and the lighthouse acts on it.
+        links: whether links between members fail. None: in one job of eight.
+        lost_state_ms: how long the lighthouse waits for a state whose holders fell silent. None: in one job of four
             longer than heartbeat_timeout.
-        probes: whether manager servers answer probes; None: all but in one job of ten, where they are older ones.
-        speaks: trainers exchange a word at the end of each round. In most jobs quorums stand for a while, in some they
-            ask in every step, and in some one replica is an older one that speaks no word.
-        syncs: whether trainers synchronize now and then; None: in one job of five.
-        checks: whether states are compared now and then; None: in one job of five.
-        verbose_lines: lines of the trace that a failure shows.
+        probes: whether manager servers answer probes. None: in nine jobs of ten. In the others they are older versions.
+        speaks: trainers exchange a word at the end of each round. In most jobs quorums stand for a while. In some jobs
+            trainers ask in every step. In some jobs one replica is an older version that speaks no word.
+        syncs: whether trainers synchronize now and then. None: in one job of five.
+        checks: whether states are compared now and then. None: in one job of five.
+        verbose_lines: number of trace lines that a failure shows.
     """
 
     faults_ms: int = 12_000
@@ -67,7 +67,7 @@ class SimulationConfig:
     verbose_lines: int = 60
 
 
-# Paces are what changes most, and long enough to be seen.
+# Paces change most often here, and for long enough to be detected.
 STRAGGLERS = SimulationConfig(
     stragglers=True, foreign=False, standby=False, faults_ms=30_000, fault_every_ms=(1_500, 12_000)
 )
@@ -77,16 +77,16 @@ STANDING = SimulationConfig(speaks=True)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one seed did.
+    """The result of one seed.
 
     Args:
         seed: of the run.
         num_commits: of all ranks.
         calm_to_commit_ms: virtual time from the last fault to the first commit after it.
-        calm_to_whole_ms: until all replicas committed one step together.
+        calm_to_whole_ms: virtual time from the last fault until all replicas committed one step together.
         num_events: of the run.
-        trace_digest: of every event and effect: the same for the same seed, always.
-        marks: what it came by.
+        trace_digest: of every event and effect. Equal seeds give equal digests.
+        marks: coverage marks that the run has hit.
     """
 
     seed: int
@@ -99,24 +99,24 @@ class Report:
 
 
 FOREIGN_SHARE = 0.1  # of the jobs run on torchft's lighthouse
-STANDBY_SHARE = 0.1  # have two lighthouses
-LINKS_SHARE = 0.125  # have bad links
-LONG_WAIT_SHARE = 0.25  # wait long for a state whose holders fell silent
-WITHOUT_PROBES_SHARE = 0.1  # have manager servers that answer no probes
-TRIALS_SHARE = 0.5  # of those with bad links, have managers that try their peers
-LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several
-SYNCS_SHARE = 0.2  # synchronize now and then
-CHECKS_SHARE = 0.2  # compare their states now and then
-WEIGHTED_SHARE = 0.25  # have weighted means
-OVERLAPS_SHARE = 0.5  # compute while the quorum is asked for, in half of their steps
-TAKE_ERRORS = 0.02  # of the calls of a function that gives a rank's state
-TWIN = "twin"  # whoever was started a second time under one replica id
-STRANGER = "stranger"  # whoever was started with other settings than the rest
-TORCHFT = "torchft"  # a group of torchft's kind
+STANDBY_SHARE = 0.1  # of the jobs have two lighthouses
+LINKS_SHARE = 0.125  # of the jobs have bad links
+LONG_WAIT_SHARE = 0.25  # of the jobs wait long for a state whose holders fell silent
+WITHOUT_PROBES_SHARE = 0.1  # of the jobs have manager servers that answer no probes
+TRIALS_SHARE = 0.5  # of the jobs with bad links have managers that try their peers
+LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several ranks fail
+SYNCS_SHARE = 0.2  # of the jobs synchronize now and then
+CHECKS_SHARE = 0.2  # of the jobs compare their states now and then
+WEIGHTED_SHARE = 0.25  # of the jobs have weighted means
+OVERLAPS_SHARE = 0.5  # of the jobs compute while the quorum request is pending, in half of their steps
+TAKE_ERRORS = 0.02  # of the calls of a function that gives a rank's state fail
+TWIN = "twin"  # name of a replica that was started a second time under one replica id
+STRANGER = "stranger"  # name of a replica that was started with other settings than the rest
+TORCHFT = "torchft"  # name of a torchft group
 
 
 class SimulationFailed(AssertionError):
-    """A seed failed; the message says how to run it again and what happened last."""
+    """A failed seed. The message shows how to repeat the run, and the last events."""
 
     def __init__(self, seed: int, cause: Exception, log: list[str], with_what: str = "") -> None:
         lines = "\n".join(log)
@@ -129,12 +129,12 @@ class SimulationFailed(AssertionError):
 
 
 def commit_bound_ms(timeouts: Timeouts) -> int:
-    """I6: within this after the last fault a step commits; twice that, and all replicas commit one together.
+    """Return the bound of I6: a step commits within this time after the last fault.
 
-    A trainer may just have entered a rendezvous, a transfer or a reduction that can't end, and a vote after it: each
-    ends by `timeout_ms`. Or it asks on behalf of a group whose other rank does not: by `quorum_timeout_ms`. Then the
-    quorum waits for the silent until they are lost, for the state that they held for as long again, and for the late
-    until `join_timeout_ms`.
+    Within twice this time all replicas commit a step together. A trainer may just have entered a rendezvous, a transfer
+    or a reduction that can't end, and a vote after it. Each of them ends by `timeout_ms`. Or a rank asks for its group
+    while another rank does not. That ends by `quorum_timeout_ms`. Then the quorum waits in turn: for silent replicas
+    until they are lost, for the state that they held for as long again, and for late replicas until `join_timeout_ms`.
     """
     stuck_ms = 2 * timeouts.timeout_ms + timeouts.quorum_timeout_ms
     return stuck_ms + 2 * timeouts.heartbeat_timeout_ms + timeouts.join_timeout_ms
@@ -146,22 +146,22 @@ def simulate(
     """Run one seed.
 
     Args:
-        seed: says everything.
-        config: how long and how bad.
-        on_line: given every line of the trace.
-    Returns: what it did.
-    Raises: SimulationFailed: an invariant broke, a core or the model raised, or somebody went round in circles.
+        seed: determines the whole run.
+        config: length, size and severity.
+        on_line: called with every line of the trace.
+    Returns: the report of the run.
+    Raises: SimulationFailed: an invariant broke, a core or the model raised, or a process ran in a livelock.
     """
     simulation = Simulation(seed, config or SimulationConfig(), on_line=on_line)
     try:
         return simulation.run()
-    except Exception as error:  # whatever it is, the seed must be told
+    except Exception as error:  # the message must name the seed, whatever the error is
         with_what = " --stragglers" if config == STRAGGLERS else " --standing" if config == STANDING else ""
         raise SimulationFailed(seed, error, list(simulation.cluster.log), with_what) from error
 
 
 class Simulation:
-    """One seed's cluster and faults."""
+    """The cluster and the faults of one seed."""
 
     def __init__(self, seed: int, config: SimulationConfig, *, on_line: Callable[[str], None] | None = None) -> None:
         self._seed = seed
@@ -175,14 +175,14 @@ class Simulation:
         words = self._rng("words")
         jitter = self._rng("jitter")
         groups = self._rng("groups")
-        # In one job of eight transfers are slow, in another one a process is started twice, in a third a link flaps;
-        # while faults fall.
+        # These occur while faults fall, each in one job of eight: slow transfers, a process that is started twice, a
+        # flapping link.
         rare = self._rng("rare")
         slow_chunk_ms = 1_400 if rare.random() < 0.125 else 120
         self._twin_after_ms = rare.randint(2_000, 9_000) if rare.random() < 0.125 else None
         self._flaps_always = rare.random() < 0.125
         self._rare = rare
-        # And in one of eight, a replica with other settings comes, and in another one a member of torchft's.
+        # Each in one job of eight: a replica with other settings comes, and a torchft member comes.
         others = self._rng("others")
         self._stranger_after_ms = others.randint(0, 9_000) if others.random() < 0.125 else None
         self._stranger_is_larger = others.random() < 0.5
@@ -190,7 +190,7 @@ class Simulation:
         size = self._rng("size")
         num_replicas = size.randint(2, config.most_replicas)
         world_size = size.choice((1, 1, 1, 2, 2, 3))
-        # One job in five goes on from a checkpoint, one in four is synchronous, a few have spares.
+        # One job in five continues from a checkpoint. One in four is synchronous. A few have spares.
         settings = TrainerSettings(
             use_async_quorum=size.random() < 0.75,
             init_sync=size.random() < 0.8,
@@ -200,10 +200,11 @@ class Simulation:
         )
         kind = self._rng("kind").random()
         foreign = kind < FOREIGN_SHARE if config.foreign is None else config.foreign
-        # torchft's knows no clusters: where it serves there is one address.
+        # torchft's lighthouse knows no clusters, so with it there is one address.
         standby = not foreign and (kind > 1 - STANDBY_SHARE if config.standby is None else config.standby)
         if foreign or standby:
-            # torchft's has one job, of one kind, and compares nothing; two lighthouses may each know another one.
+            # torchft's lighthouse has one job, of one kind, and compares nothing. Two lighthouses may each know another
+            # replica.
             self._stranger_after_ms = self._torchft_after_ms = None
         cluster_config = ClusterConfig(
             names=tuple("abcdefgh"[:num_replicas]),
@@ -215,7 +216,8 @@ class Simulation:
             trainers=settings,
             wall_start_ms=1_000_000_000,  # so that there is room to set the clock back
         )
-        # One job in five synchronizes now and then, with one sync in flight or several. It asks in the background.
+        # One job in five synchronizes now and then, with one or several syncs in flight. Such a job asks in the
+        # background.
         syncs = self._rng("syncs")
         if syncs.random() < SYNCS_SHARE if config.syncs is None else config.syncs:
             num_fragments = syncs.choice((1, 2, 4))
@@ -235,14 +237,14 @@ class Simulation:
         )
         cluster_config = replace(cluster_config, trainers=settings)
         overlaps = user.random() < OVERLAPS_SHARE
-        # One job in ten has older manager servers, which answer no probes; one in two has all ranks of a group on one
+        # One job in ten has older manager servers, which answer no probes. One in two has all ranks of a group on one
         # host.
         silence = self._rng("silence")
         has_probes = silence.random() > WITHOUT_PROBES_SHARE if config.probes is None else config.probes
         cluster_config = replace(cluster_config, probes=has_probes, ranks_together=silence.random() < 0.5)
         links = self._rng("links")
         has_links = links.random() < LINKS_SHARE if config.links is None else config.links
-        # In half of those with bad links newcomers are tried first.
+        # In half of the jobs with bad links newcomers are tried first.
         cluster_config = replace(cluster_config, trials=has_links and self._rng("trials").random() < TRIALS_SHARE)
         waits_ms = silence.randint(3_000, 9_000) if silence.random() < LONG_WAIT_SHARE else 0
         lost_state_ms = waits_ms if config.lost_state_ms is None else config.lost_state_ms
@@ -253,11 +255,11 @@ class Simulation:
             cluster_config, settings = self._let_speak(cluster_config, settings)
         self._raising = False
         self._paces = self._rng("paces")
-        self._slower_ms: dict[str, int] = {}  # a replica's own part of a step, for a while
+        self._slower_ms: dict[str, int] = {}  # extra time of a replica's own part of a step, for a while
         if config.stragglers:
             cluster_config = replace(cluster_config, stragglers=self._straggler_policy())
-        # One job in seven has another beside it on its lighthouse. In half of those that go on from a checkpoint each
-        # group has that of a run of its own.
+        # One job in seven shares its lighthouse with another job. In half of the jobs that continue from a checkpoint,
+        # each group has the checkpoint of its own run.
         beside = self._rng("beside")
         num_others = max(beside.randint(1, 2), settings.min_replica_size) if beside.random() < 0.14 else 0
         self._of_other_runs = beside.random() < 0.5
@@ -282,11 +284,11 @@ class Simulation:
         )
         self._calm = False
         self._num_faults = 0
-        # torchft's lighthouse knows no reports.
+        # torchft's lighthouse knows no link reports.
         self._links = LinkFaults(self.cluster, links, lambda: self._calm) if has_links and not foreign else None
 
     def run(self) -> Report:
-        """All of it."""
+        """Run the seed to its end and return the report."""
         cluster, clock = self.cluster, self.cluster.clock
         for name in itertools.chain(*cluster.jobs.values()):
             clock.after(self._faults.randint(0, 1_500), partial(self._appear, name))
@@ -316,7 +318,7 @@ class Simulation:
         )
 
     def _let_speak(self, cluster: ClusterConfig, settings: TrainerSettings) -> tuple[ClusterConfig, TrainerSettings]:
-        """Trainers speak the word of a round. In one job of four they ask in every step all the same."""
+        """Configure trainers to speak the word of a round. In one job of four they ask in every step all the same."""
         chance = self._standing
         timeouts = replace(cluster.timeouts, lease_ms=chance.choice((0, 2_500, 4_000, 8_000)))
         if chance.random() < 0.1:
@@ -368,9 +370,9 @@ class Simulation:
         calm_ms = clock.now_ms
         bound_ms = commit_bound_ms(cluster.timeouts) + cluster.config.lost_state_ms
         if cluster.config.trainers.speaks:
-            # Members that were cut off may still train; and who waits in their quorum has its lease.
+            # Members that were cut off may still train. A replica that waits in their quorum has its lease.
             bound_ms += cluster.timeouts.silence_after_lease_ms(2 * cluster.timeouts.lease_ms)
-        # R3: who could not be reached is tried again after a pause, which is as long as it was away at most.
+        # R3: an unreachable replica is tried again after a pause, which is at most as long as its absence.
         pause_ms = self._links.lasted_ms() + PAUSE_FIRST_MS if self._links is not None else 0
         watched = [cluster.invariants_of(job) for job in cluster.jobs]
         before = [each.num_commits for each in watched]
@@ -379,8 +381,8 @@ class Simulation:
             return all(each.num_commits > num for each, num in zip(watched, before, strict=True))
 
         if cluster.config.foreign:
-            # On torchft's lighthouse the end of one that leaves costs the others what a loss does, and who was told to
-            # leave while faults fell does so when its step ends: that is the last fault.
+            # On torchft's lighthouse a leaving replica costs the others as much as a loss. A replica that was told to
+            # leave during the faults leaves when its step ends, and that is the last fault.
             clock.run_until(calm_ms + bound_ms, lambda: all_commit() or not self._somebody_leaves())
         over_ms = clock.now_ms
         if not all_commit() and not clock.run_until(over_ms + bound_ms, all_commit):
@@ -394,7 +396,7 @@ class Simulation:
         return to_commit_ms, clock.now_ms - calm_ms
 
     def _demand_progress_of_the_connected(self) -> None:
-        """R1: a few links stay bad, and all else is well: those go on that reach one another."""
+        """Check R1: while a few links stay bad and all else is healthy, the connected replicas make progress."""
         clock, watched = self.cluster.clock, self.cluster.invariants_of(JOB)
         bound_ms = commit_bound_ms(self.cluster.timeouts)
         before = watched.num_commits
@@ -403,12 +405,12 @@ class Simulation:
             raise InvariantBroken("R1", f"no step within {bound_ms} ms while {', '.join(bad)} are bad; {self._why()}")
 
     def _somebody_leaves(self) -> bool:
-        """Whether one that was told to leave is still there."""
+        """Return whether a replica that was told to leave is still there."""
         trainers = itertools.chain(*(replica.trainers for replica in self.cluster.replicas.values() if replica.alive))
         return any(trainer.wishes_to_leave for trainer in trainers)
 
     def _whole(self) -> bool:
-        """In each job all replica groups have committed the newest step, in one quorum, and hold one state."""
+        """Return whether all groups of each job have committed the newest step in one quorum, and hold one state."""
         return all(self._is_whole(job, names) for job, names in self.cluster.jobs.items())
 
     def _is_whole(self, job: str, names: tuple[str, ...]) -> bool:
@@ -437,7 +439,7 @@ class Simulation:
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def _ended(self, replica: Replica) -> None:
-        """A life is over; the supervisor starts the next, with fresh or loaded state."""
+        """Schedule the next life of a replica, as its supervisor does, with fresh or loaded state."""
         if replica.name in (TWIN, STRANGER):
             return
         delay_ms = self._faults.randint(300, 3_000)
@@ -457,7 +459,7 @@ class Simulation:
         self.cluster.clock.after(delay_ms, again)
 
     def _start_twin(self) -> None:
-        """A group's processes are started a second time, elsewhere; the first live, or their host has just gone."""
+        """Start a group's processes a second time, elsewhere. The first ones live, or their host has just vanished."""
         living = [replica for replica in self.cluster.replicas.values() if replica.alive]
         if living and not self._calm:
             first = self._rare.choice(living)
@@ -467,7 +469,7 @@ class Simulation:
             self.cluster.start(TWIN, twin_of=first.name)
 
     def _start_stranger(self) -> None:
-        """A replica is started with another setting or another world size than the others have."""
+        """Start a replica with a setting or a world size that differs from the others'."""
         if self._calm:
             return
         if self._stranger_is_larger:
@@ -480,13 +482,13 @@ class Simulation:
             self.cluster.start(STRANGER, settings=other)
 
     def _start_torchft(self) -> None:
-        """A group of torchft's comes to the same lighthouse."""
+        """Start a torchft group on the same lighthouse."""
         if not self._calm:
             self.cluster.marks.hit("a member of torchft's came")
             self.cluster.start_torchft(TORCHFT)
 
     def _flap_on(self) -> None:
-        """The link of the first group breaks every two seconds, most often for longer than the grace."""
+        """Break the link of the first group every two seconds, most often for longer than the grace."""
         replica = self.cluster.replicas.get(self.cluster.config.names[0])
         if self._calm:
             return
@@ -501,7 +503,7 @@ class Simulation:
         )
 
     def _change_pace(self) -> None:
-        """A replica becomes slow, or keeps up again."""
+        """Make a replica slow, or let it keep up again."""
         if self._calm:
             return
         name = self._paces.choice(self.cluster.config.names)
@@ -510,7 +512,7 @@ class Simulation:
         self.cluster.clock.after(self._paces.randint(500, 12_000), self._change_pace)
 
     def _compile_ms(self, name: str) -> int:
-        """In a few lives the first step takes longer than any other may."""
+        """Return extra time for the first step: in a few lives it exceeds the limit of a step."""
         replica = self.cluster.replicas[name]
         first = all(trainer.num_requests == 1 for trainer in replica.trainers)
         if not first or self._calm or self._compiles.random() > 0.1:
@@ -529,7 +531,7 @@ class Simulation:
         self.cluster.trace("fault", fault.__name__)
         self.cluster.marks.hit(f"fault: {fault.__name__.strip('_')}")
         fault(self)
-        # Faults come in bursts: what breaks a protocol is most often the second one.
+        # Faults come in bursts, because the second fault is the one that most often breaks a protocol.
         low_ms, high_ms = self._config.fault_every_ms
         if self._faults.random() < 0.3:
             low_ms, high_ms = 1, 400
@@ -560,13 +562,13 @@ class Simulation:
             process.stop()
             self.cluster.clock.after(self._faults.randint(low_ms, high_ms), process.resume)
 
-    # Each fault is a method below; FAULTS says how often each falls.
+    # Each fault is a method below. FAULTS gives its frequency.
 
     def _kill_rank_0(self) -> None:
         self._on_replica(lambda replica: self.cluster.kill_trainer(replica, 0))
 
     def _kill_some_rank(self) -> None:
-        """Of a group of several ranks one dies alone, on a host of its own."""
+        """Kill one rank of a group of several ranks, alone on its own host."""
 
         def kill(replica: Replica) -> None:
             self.cluster.kill_trainer(replica, self._faults.randrange(len(replica.trainers)))
@@ -574,7 +576,7 @@ class Simulation:
         self._on_replica(kill)
 
     def _vanish_rank(self) -> None:
-        """The host of one rank is gone, and that of rank 0 and its manager server stands."""
+        """Remove the host of one rank, but keep the host of rank 0 and its manager server."""
 
         def vanish(replica: Replica) -> None:
             if len(replica.trainers) > 1:
@@ -605,11 +607,11 @@ class Simulation:
         self._stop([self.cluster.lighthouse], 100, 6_000)
 
     def _blink(self) -> None:
-        """One stream breaks, and is redialed at once."""
+        """Break one stream, which is redialed at once."""
         self._on_replica(lambda replica: self._break(replica, 0))
 
     def _break_for_long(self) -> None:
-        """One stream breaks, and dials fail for longer than the grace."""
+        """Break one stream, and let dials fail for longer than the grace."""
         self._on_replica(lambda replica: self._break(replica, self._faults.randint(350, 1_500)))
 
     def _break(self, replica: Replica, for_ms: int) -> None:
@@ -621,7 +623,7 @@ class Simulation:
         self.cluster.network.break_streams(pattern, "lighthouse")
 
     def _half_open(self) -> None:
-        """One stream breaks, and the lighthouse learns of it when the next one stands."""
+        """Break one stream, and tell the lighthouse only when the next one is established."""
 
         def half(replica: Replica) -> None:
             late_ms = self._faults.randint(100, 1_000)
@@ -631,13 +633,13 @@ class Simulation:
         self._on_replica(half)
 
     def _blink_all(self) -> None:
-        """All streams break at once: a sick network."""
+        """Break all streams at once, as a faulty network does."""
         if self._faults.random() < 0.5:
             self._for_a_while([Rule("*", "lighthouse", Fate.DROP)], 50, 1_200)
         self.cluster.network.break_streams("*/manager*", "lighthouse")
 
     def _cut(self) -> None:
-        """A cable is cut, both ways or one way, between a manager server and the lighthouse."""
+        """Cut the cable between a manager server and the lighthouse, in both directions or in one."""
 
         def cut(replica: Replica) -> None:
             pattern = f"{replica.replica_id}/manager*"
@@ -648,14 +650,14 @@ class Simulation:
         self._on_replica(cut)
 
     def _slow(self) -> None:
-        """Messages are late, from or to one process or all."""
+        """Delay messages from and to one process or all."""
         name = self._faults.choice(["*", *(replica.replica_id + "/*" for replica in self.cluster.replicas.values())])
         high_ms = self._faults.choice((50, 200, 800))
         rules = [Rule(name, "*", Fate.DELAY, 1, high_ms), Rule("*", name, Fate.DELAY, 1, high_ms)]
         self._for_a_while(rules, 300, 3_000)
 
     def _lose_calls(self) -> None:
-        """Calls and answers between a rank and its manager server are lost for a moment."""
+        """Lose calls and answers between a rank and its manager server for a moment."""
 
         def lose(replica: Replica) -> None:
             rank, manager = f"{replica.replica_id}/?", f"{replica.replica_id}/manager*"
@@ -674,7 +676,7 @@ class Simulation:
         self._on_replica(cut)
 
     def _swallow_answers(self) -> None:
-        """What the lighthouse says to one group for a moment goes down with the stream."""
+        """Lose the lighthouse's messages to one group for a moment, and then its stream."""
 
         def swallow(replica: Replica) -> None:
             pattern = f"{replica.replica_id}/manager*"
@@ -689,7 +691,7 @@ class Simulation:
         self._on_replica(swallow)
 
     def _delay_notices(self) -> None:
-        """What the lighthouse says to one group comes late, all of it, on a stream that stands."""
+        """Delay all messages of the lighthouse to one group, on a stream that stays open."""
 
         def delay(replica: Replica) -> None:
             self._for_a_while([Rule("lighthouse", f"{replica.replica_id}/manager*", Fate.HOLD)], 20, 1_500)
@@ -697,7 +699,7 @@ class Simulation:
         self._on_replica(delay)
 
     def _disturb_a_notice(self) -> None:
-        """A group dies, and just then another can't be told as on a good day."""
+        """Kill a group, and disturb at that moment the notice to another group."""
         living = [replica for replica in self.cluster.replicas.values() if replica.alive]
         if len(living) < 2:
             return
@@ -723,7 +725,7 @@ class Simulation:
         self.cluster.network.break_streams(source, target)
 
     def _flap(self) -> None:
-        """One link breaks every two seconds, each time for another while."""
+        """Break one link every two seconds, each time for a different duration."""
         self._on_replica(lambda replica: self._flap_again(replica, 5))
 
     def _flap_again(self, replica: Replica, times: int) -> None:
@@ -733,7 +735,7 @@ class Simulation:
         self.cluster.clock.after(2_000, lambda: self._flap_again(replica, times - 1))
 
     def _cut_rank(self) -> None:
-        """Nothing comes through between a rank and its manager server, both ways or one way."""
+        """Cut off a rank from its manager server, in both directions or in one."""
 
         def cut(replica: Replica) -> None:
             rank, manager = self._faults.choice(replica.trainers).name, f"{replica.replica_id}/manager*"
@@ -743,7 +745,7 @@ class Simulation:
         self._on_replica(cut)
 
     def _cut_host(self) -> None:
-        """A group's host is cut off from everybody, its process groups' traffic included; inside it all is well."""
+        """Cut off a group's host from all others, process group traffic included. Inside the host all is well."""
 
         def cut(replica: Replica) -> None:
             host = f"{replica.replica_id}/*"
@@ -754,7 +756,7 @@ class Simulation:
         self._on_replica(cut)
 
     def _cut_in_two(self) -> None:
-        """Some groups can't reach the others, both ways or one way; the lighthouse reaches all."""
+        """Cut some groups off from the others, in both directions or in one. The lighthouse reaches all."""
         living = [replica.replica_id for replica in self.cluster.replicas.values() if replica.alive]
         self._faults.shuffle(living)
         half = self._faults.randint(1, max(1, len(living) - 1))
@@ -765,27 +767,27 @@ class Simulation:
         self._for_a_while(rules, 100, 6_000)
 
     def _duplicate_calls(self) -> None:
-        """Calls and answers between ranks and manager servers come twice."""
+        """Duplicate calls and answers between ranks and manager servers."""
         self._on_calls(Fate.DUPLICATE, self._faults.choice((5, 300)))
 
     def _reorder_calls(self) -> None:
-        """Calls and answers between ranks and manager servers overtake one another."""
+        """Reorder calls and answers between ranks and manager servers."""
         self._on_calls(Fate.REORDER, self._faults.choice((20, 300)))
-        self._give_up()  # what takes a request back may come before it
+        self._give_up()  # the withdrawal of a request may come before the request
 
     def _on_calls(self, fate: Fate, high_ms: int) -> None:
         rules = [Rule("*/?", "*/manager*", fate, 1, high_ms), Rule("*/manager*", "*/?", fate, 1, high_ms)]
         self._for_a_while(rules, 300, 3_000)
 
     def _stop_ranks(self) -> None:
-        """All ranks of a group are stopped, and its manager server runs."""
+        """Stop all ranks of a group, but not its manager server."""
         self._on_replica(lambda replica: self._stop(list(replica.trainers), 100, 5_000))
 
     def _set_clock(self) -> None:
-        """The clock on the wall is set, back or forward, a little or a lot. Quorum ids and sessions are told by it."""
+        """Set the wall clock back or forward, a little or a lot. Quorum ids and sessions depend on it."""
         jump_ms = self._faults.choice((-600_000, -3_000, -200, 200, 3_000, 600_000))
         if self.cluster.standby is not None:
-            return  # which of the two is the newer is told by their clocks
+            return  # the clocks of the two lighthouses decide which is newer
         self.cluster.wall_offset_ms += jump_ms
         if self._faults.random() < 0.5:
             self._restart_lighthouse()
@@ -806,7 +808,7 @@ class Simulation:
         self.cluster.restart_lighthouse(self._faults.choice((0, 50, 500, 3_000)))
 
     def _give_up(self) -> None:
-        """The next request of some ranks is given up early."""
+        """Make some ranks give up their next request early."""
 
         def impatient(replica: Replica) -> None:
             for trainer in replica.trainers:
@@ -818,7 +820,7 @@ class Simulation:
         self._raising = True
 
     def _be_late(self) -> None:
-        """A group takes long between two steps, once."""
+        """Make a group slow between two steps, once."""
 
         def late(replica: Replica) -> None:
             late_ms = self._faults.randint(500, 7_000)
@@ -828,7 +830,7 @@ class Simulation:
         self._on_replica(late)
 
     def _hang(self) -> None:
-        """A rank hangs in its forward pass or its optimizer, once, for a while."""
+        """Make a rank hang in its forward pass or its optimizer, once, for a while."""
 
         def hang(replica: Replica) -> None:
             trainer = self._faults.choice(replica.trainers)
@@ -838,7 +840,7 @@ class Simulation:
         self._on_replica(hang)
 
     def _hold_lock(self) -> None:
-        """A rank holds its interpreter's lock for longer than a step may take: it says nothing, and hears nothing."""
+        """Hold a rank's interpreter lock for longer than a step may take: the rank neither speaks nor hears."""
 
         def hold(replica: Replica) -> None:
             trainer = self._faults.choice(replica.trainers)
@@ -848,11 +850,11 @@ class Simulation:
         self._on_replica(hold)
 
     def _stick(self) -> None:
-        """No reduction of the newest quorum ends."""
+        """Let no reduction of the newest quorum end."""
         self.cluster.stick()
 
     def _fail(self) -> None:
-        """A rank has an error of its own in a step."""
+        """Give a rank an error of its own in a step."""
 
         def fail(replica: Replica) -> None:
             self._faults.choice(replica.trainers).fails_once = True
@@ -860,11 +862,11 @@ class Simulation:
         self._on_replica(fail)
 
     def _report_error(self) -> None:
-        """The user of a rank reports an error, wherever the rank is."""
+        """Let the user of a rank report an error, in any phase of the rank."""
         self._on_replica(lambda replica: self._user.choice(replica.trainers).report_error())
 
     def _register_state(self) -> None:
-        """The user registers a piece of state, wherever the ranks are."""
+        """Let the user register a piece of state, in any phase of the ranks."""
 
         def register(replica: Replica) -> None:
             for trainer in replica.trainers:
@@ -873,12 +875,12 @@ class Simulation:
         self._on_replica(register)
 
     def _go_astray(self) -> None:
-        """The memory of a rank is wrong when the states are compared next."""
+        """Corrupt the memory of a rank before the next comparison of states."""
         if self.cluster.config.trainers.check_every:
             self._on_replica(lambda replica: setattr(self._user.choice(replica.trainers), "goes_astray_once", True))
 
     def _break_off(self) -> None:
-        """The strategies of a group end, and are entered again."""
+        """End the strategies of a group, which are then entered again."""
 
         def break_off(replica: Replica) -> None:
             for trainer in replica.trainers:
@@ -887,7 +889,7 @@ class Simulation:
         self._on_replica(break_off)
 
     def _save(self) -> None:
-        """The ranks of a group keep what they hold in a durable checkpoint, and load it a while later."""
+        """Save the states of a group's ranks in a durable checkpoint, and load them a while later."""
 
         def save(replica: Replica) -> None:
             for trainer in replica.trainers:
@@ -896,11 +898,11 @@ class Simulation:
         self._on_replica(save)
 
     def _abort(self) -> None:
-        """A rank's process group is aborted, whatever it does."""
+        """Abort a rank's process group, in any phase of the rank."""
         self._on_replica(lambda replica: self._faults.choice(replica.trainers).leave_group())
 
     def _load_by_hand(self) -> None:
-        """A state is loaded into a group: an older one, one of this step, or one far ahead."""
+        """Load a state into a group: an older one, one of this step, or one far ahead."""
 
         def load(replica: Replica) -> None:
             step = max(0, replica.trainers[0].step + self._faults.choice((-3, 0, 0, 1_000)))
@@ -911,11 +913,11 @@ class Simulation:
         self._on_replica(load)
 
     def _leave(self) -> None:
-        """A group is told to leave: one rank of it, or all at different moments."""
+        """Tell a group to leave: one rank of it, or all ranks at different moments."""
 
         def leave(replica: Replica) -> None:
             chosen = replica.trainers if self._faults.random() < 0.7 else [self._faults.choice(replica.trainers)]
-            # The loop of a group of one may end before its next step.
+            # The loop of a group of one rank may end before its next step.
             alone = len(replica.trainers) == 1 and not self.cluster.config.trainers.num_fragments
             for trainer in chosen:
                 trainer.ends_early = alone and self._user.random() < 0.3
@@ -924,12 +926,12 @@ class Simulation:
         self._on_replica(leave)
 
     def _drain(self) -> None:
-        """Somebody asks the lighthouse that a group leave."""
+        """Ask the lighthouse to let a group leave, as an operator does."""
         if self.cluster.lighthouse.alive and not self.cluster.config.foreign:
             self._on_replica(lambda replica: self.cluster.drain(replica.name))
 
     def _leave_and_die(self) -> None:
-        """A group is told to leave, and one of its ranks dies a little later, while it serves perhaps."""
+        """Tell a group to leave, and kill one of its ranks a little later, perhaps while it serves."""
 
         def leave(replica: Replica) -> None:
             for trainer in replica.trainers:
@@ -945,14 +947,14 @@ class Simulation:
             self.cluster.kill_trainer(replica, rank)
 
     def _leave_the_newcomers(self) -> None:
-        """All are told to leave but those that heal just then: the only source leaves."""
+        """Tell all groups to leave but those that heal at that moment, so that the only source leaves."""
         for replica in self.cluster.replicas.values():
             if replica.alive and not any(each.phase == "heal" for each in replica.trainers):
                 for trainer in replica.trainers:
                     trainer.after(self._faults.randint(0, 300), trainer.leave)
 
     def _lose_words(self) -> None:
-        """Of what two replicas tell each other the words of rounds get lost, for a while."""
+        """Lose the words of rounds between two replicas for a while."""
         living = sorted(replica.name for replica in self.cluster.replicas.values() if replica.alive)
         if len(living) > 1:
             one, other = self._standing.sample(living, 2)
@@ -961,7 +963,7 @@ class Simulation:
             self.cluster.clock.after(after_ms, lambda: self.cluster.links.mend_word(one, other))
 
     def _lose_the_lighthouse(self) -> None:
-        """Nobody reaches the lighthouse for a while, one or all."""
+        """Cut one or all replicas off from the lighthouse for a while."""
         name = self._standing.choice(("*", *(each.replica_id for each in self.cluster.replicas.values())))
         pattern = f"{name}/manager*"
         self._for_a_while(
@@ -969,7 +971,7 @@ class Simulation:
         )
 
     def _restart_out_of_reach(self) -> None:
-        """The lighthouse is started anew while nobody reaches it but a replica that starts anew as well."""
+        """Restart the lighthouse while only a replica that restarts too can reach it."""
         living = [replica for replica in self.cluster.replicas.values() if replica.alive]
         if len(living) > 1:
             self.cluster.kill_trainer(self._standing.choice(living), 0)
@@ -983,13 +985,13 @@ class Simulation:
             self.cluster.restart_lighthouse(0)
 
     def _die_in_a_word(self) -> None:
-        """A replica dies while the words of a round are on their way, if there is one."""
+        """Kill a replica while the words of a round are on their way, if there is such a round."""
         speaking = [each for each in self.cluster.replicas.values() if any(t.phase == "word" for t in each.trainers)]
         if speaking:
             self.cluster.kill_trainer(self._standing.choice(speaking), 0)
 
     def _shrink_only(self) -> None:
-        """A group wants no newcomers for a while."""
+        """Set shrink_only for a group for a while."""
 
         def shrink(replica: Replica) -> None:
             for trainer in replica.trainers:
