@@ -1,21 +1,21 @@
 """Simulate a whole cluster in virtual time: the real cores, a network in memory, random faults, and invariants.
 
-The parts stand on their own:
+The modules are independent:
 
 - `clock`: virtual time and a queue with a stable order.
-- `process`, `network`: processes that stop, die and vanish; streams and calls that are late, lost and cut.
+- `process`, `network`: processes that stop, die and vanish, and streams and calls that are late, lost and cut.
 - `cluster`: the real cores of a lighthouse and of replica groups on that network.
-- `trainer`: a shell of the real step core; `loops`, `syncs`: the user's training loop; `recovery`, `group`: how states
-  and gradients cross, without tensors.
-- `invariants`: what must hold (design.md section 10), checked on everything that happens.
-- `simulator`: all of it under random faults from one seed; `python -m tft_sim --seeds 1000`.
-- `scenario`: all of it under a script, told as a transcript.
-- `explore`: every order of a few events on a core alone; `worlds`: what stands around the core there.
+- `trainer`: a shell of the real step core. `loops`, `syncs`: the user's training loop. `recovery`, `group`: the
+  transfer of states and gradients, without tensors.
+- `invariants`: the checks on everything that happens (design.md section 10).
+- `simulator`: a cluster under random faults from one seed. `python -m tft_sim --seeds 1000` runs it.
+- `scenario`: a cluster under a script, reported as a transcript.
+- `explore`: every order of a few events on a core alone. `worlds`: the surroundings of the core there.
 - `many`: many seeds on all cores, and the story of one.
-- `marks`: which cases were reached.
+- `marks`: the cases that were reached.
 
-Law of this package: standard library, and of tft_coord what does no I/O; no real clock, thread or socket; processes in
-`many` and `explore` alone.
+Law of this package: the standard library, and the parts of tft_coord that do no I/O. No real clock, thread or socket.
+Only `many` and `explore` start processes.
 """
 
 from tft_sim.clock import EventBudgetExceeded, VirtualClock

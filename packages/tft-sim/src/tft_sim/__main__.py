@@ -1,12 +1,15 @@
-"""Run the simulator for as long as one likes: `python -m tft_sim --seeds 100000`.
+"""Run the simulator for any number of seeds: `python -m tft_sim --seeds 100000`.
 
-All cores take part, or as many as `--processes` says. `--seed 17 --story` runs one seed and tells it as a transcript,
+All CPU cores take part, or as many as `--processes` says. `--seed 17 --story` runs one seed and prints its transcript.
 `--seed 17 --trace` prints every event of it. With `--stragglers` replicas become slow for a while, and few other faults
-fall. `--explore 4 --replicas 3` leaves nothing to chance: it tries every order
-of four events on the lighthouse's core alone, with three replicas, and on that of a group. Six take hours; of those
-kinds alone that `--kinds ask,die,leave,hang,wake,grace` names they take minutes. Exits 1 at the first seed or order
-that fails, with its transcript and with what happened last, 2, with one sentence, if the call was wrong, and 141,
-without a word, where nobody reads what it prints any more.
+occur.
+
+`--explore 4 --replicas 3` leaves nothing to chance. It tries every order of four events on the lighthouse's core alone,
+with three replicas, and on the core of a group. Six events take hours. With the kinds limited by
+`--kinds ask,die,leave,hang,wake,grace` they take minutes.
+
+The command exits with 1 at the first failing seed or order, with its transcript and the last events. It exits with 2
+and one sentence after a wrong call. It exits silently with 141 if the reader of its output is gone.
 """
 
 from __future__ import annotations
@@ -26,31 +29,32 @@ from tft_sim.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
 
 OF_SEEDS: Final = ("seeds", "seed", "trace", "story", "stragglers", "standing")
 OF_ORDERS: Final = ("replicas", "start", "kinds")
-NOBODY_READS: Final = 128 + signal.SIGPIPE  # what a shell says of a command that this signal ended
+NOBODY_READS: Final = 128 + signal.SIGPIPE  # the shell's exit code for a command that SIGPIPE ended
 
 
 @final
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One sentence; argparse would print the usage before it."""
+        """Print the error in one sentence, without the usage that argparse prints before it."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     options = _options(arguments)
     try:
         code = _run(options)
-        sys.stdout.flush()  # not at the interpreter's end, which would complain
+        sys.stdout.flush()  # at the interpreter's end a flush error would be printed
     except BrokenPipeError:
-        # What is still unwritten goes nowhere. SIGPIPE's own way would end us by a worker's broken pipe too.
+        # Unwritten output goes nowhere. SIGPIPE's default action would also end this process after a worker's broken
+        # pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
     return code
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    """What was said, and `kinds` as a list. Ends the process if that can't be."""
+    """Return the parsed arguments, with `kinds` as a list. Invalid arguments end the process."""
     parser = _Parser(prog="python -m tft_sim", description="Run the cluster simulator.", allow_abbrev=False)
     parser.add_argument("--seeds", type=int, metavar="N", help="how many seeds to run; 1 unless said")
     parser.add_argument("--seed", type=int, metavar="N", help="the first one; 0 unless said")
@@ -90,7 +94,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _fill_in(options: argparse.Namespace) -> None:
-    """The defaults of what belongs to one way of running alone: argparse's own can't be told from what was said."""
+    """Fill in the defaults of options that only one mode has: argparse's own hide whether an option was given."""
     defaults = {
         "seeds": 1,
         "seed": 0,
@@ -119,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
             marks = run_many(seeds, processes=processes, config=config)
             print(f"{options.seeds} seeds from {options.seed}: all invariants hold; they came by\n{marks}")
     except SimulationFailed as failed:
-        if isinstance(failed.cause, BrokenPipeError):  # of the trace: the seed did nothing wrong
+        if isinstance(failed.cause, BrokenPipeError):  # the pipe of the trace broke; the seed is fine
             raise failed.cause from None
         told = story(failed.seed, config)
         print(f"the transcript of seed {failed.seed}:", *told, "", failed, sep="\n", file=sys.stderr)
@@ -128,7 +132,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str], processes: int) -> int:
-    """Every order of so many events; says how far it is after each length, for the longest takes longest."""
+    """Explore every order of that many events, and print the progress after each length, because the last takes
+    longest."""
     everywhere = STARTS if kinds else (*STARTS, "group")
     for start in everywhere if only is None else (only,):
         world = GroupWorld if start == "group" else partial(LighthouseWorld, names, start=start)

@@ -1,10 +1,10 @@
 """A simulated cluster: one lighthouse, and replica groups of a manager server and its trainers.
 
-The cores are the real ones; around them (`lighthouse_process.py`, `manager_process.py`) stands what the gRPC shells do,
-over the simulated network. Nothing here is random: whoever wants faults calls the verbs (`kill`, `stop`,
-`restart_lighthouse`…), by chance in `simulator.py`, by script in `scenario.py`.
+The cores are the real ones. Around them, `lighthouse_process.py` and `manager_process.py` do the work of the gRPC
+shells over the simulated network. Nothing here is random. Callers that want faults call the verbs (`kill`, `stop`,
+`restart_lighthouse`…): `simulator.py` by chance, `scenario.py` by script.
 
-Law of this file: what a cluster is made of, and the verbs; no choice of what happens when.
+Law of this file: the parts of a cluster, and the verbs. The choice of events belongs elsewhere.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ REASONS = (
     "can't be reached",
     "does not hold it",
 )
-STOP_KNOWN_MS = 2_000  # a report of it may be late
+STOP_KNOWN_MS = 2_000  # a report of a stop may be late by this much
 _UNREACHABLE = Refused("unreachable", "the manager server can't be reached")
 SHORT_TIMEOUTS = Timeouts(
     timeout_ms=6_000,
@@ -81,28 +81,28 @@ NO_STRAGGLERS = StragglerPolicy(action=StragglerAction.OFF)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """What a simulated cluster is made of.
+    """The parts and settings of a simulated cluster.
 
     Args:
         names: of the replica groups.
-        other_names: of those of another job, with the same settings, on the same lighthouse.
-        world_size: ranks in each.
+        other_names: replica groups of another job, with the same settings, on the same lighthouse.
+        world_size: ranks in each replica group.
         min_replicas: of the lighthouse.
         foreign: the lighthouse is torchft's.
-        trials: manager servers try their peers when they are asked to.
-        cluster_id: of the lighthouse; "": each life has its own.
-        standby: cluster id of a lighthouse at a second address, `lighthouse2`; "": there is none.
-        timeouts: of everybody; shorter than in production, so that fewer events happen while waiting.
-        stragglers: what the lighthouse does about a replica that holds the others at its pace.
+        trials: manager servers try their peers on request.
+        cluster_id: of the lighthouse. "": each life has its own.
+        standby: cluster id of a lighthouse at a second address, `lighthouse2`. "": there is none.
+        timeouts: of all processes. They are shorter than in production, so that fewer events happen during waits.
+        stragglers: the lighthouse's policy on a replica that slows the others down.
         trainers: settings of the job.
         wall_start_ms: wall clock at the start of virtual time.
         delay_ms: bounds of a message's delay.
-        lost_state_ms: of the lighthouse, `lost_state_timeout_ms`.
-        probes: manager servers answer probes and say long waits; False: they are older ones, which do not.
-        ranks_together: all ranks of a group run on its manager server's host; False: rank 0 alone does.
-        durable: a lighthouse that is started anew knows that there was an earlier one.
-        slow_clocks: by the clocks of the trainers leases last one percent longer than by that of the lighthouse.
-        budget_events: after so many events the run fails as a livelock.
+        lost_state_ms: `lost_state_timeout_ms` of the lighthouse.
+        probes: manager servers answer probes and report long waits. False: they are older versions, which do not.
+        ranks_together: all ranks of a group run on its manager server's host. False: only rank 0 does.
+        durable: a restarted lighthouse knows that there was an earlier one.
+        slow_clocks: by the clocks of the trainers leases last one percent longer than by the lighthouse's clock.
+        budget_events: after this many events the run fails as a livelock.
     """
 
     names: tuple[str, ...] = ("a", "b", "c")
@@ -132,22 +132,22 @@ def _steady_step_ms(_name: str) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class Chance:
-    """Everything that is left to chance, or fixed by a script.
+    """The values that are random, or fixed by a script.
 
     Args:
-        network: for delays.
-        extra: for those of probes, their answers, and what is said of a long wait.
-        jitter: in [0, 1), spreads redials.
+        network: source of delays.
+        extra: source of the delays of probes, their answers, and reports of long waits.
+        jitter: returns a number in [0, 1), which spreads redials.
         nonces: random 64-bit numbers of the lighthouse.
         words: random 64-bit numbers of the replica groups.
-        step_ms: how long a replica's forward and backward take.
-        spread_ms: after which a member learns that a reduction is complete.
-        chunk_ms: of a transfer, by the name of the rank that fetches.
+        step_ms: duration of a replica's forward and backward.
+        spread_ms: time after which a member learns that a reduction is complete.
+        chunk_ms: duration of one chunk of a transfer, by the name of the fetching rank.
         optimizer_raises: whether a rank's optimizer raises after this commit.
-        load_raises: what a function raises that loads what a rank has fetched; "": it succeeds; by the rank's name.
-        take_raises: whether a function raises that gives a rank's state, by the rank's name.
-        overlaps: whether a rank's forward pass runs while its quorum is asked for.
-        samples: how much a replica has seen in a step.
+        load_raises: error of a function that loads fetched state, by the rank's name. "": it succeeds.
+        take_raises: whether a function that returns a rank's state raises, by the rank's name.
+        overlaps: whether a rank's forward pass runs while its quorum request is pending.
+        samples: number of samples that a replica has seen in a step.
     """
 
     network: random.Random = field(default_factory=lambda: random.Random("network"))
@@ -167,7 +167,7 @@ class Chance:
 
 @dataclass(slots=True)
 class Replica:
-    """One life of a replica group, the `life`th: its manager server and its trainers."""
+    """One life of a replica group, number `life`: its manager server and its trainers."""
 
     name: str
     replica_id: str
@@ -180,21 +180,22 @@ class Replica:
     ended: str = ""
     elsewhere: str = ""
     world_size: int = 1
-    released: bool = False  # it has left, and nobody heals from it
-    gathered: dict[str, dict[int, tuple[str, Waiter]]] = field(default_factory=dict)  # by its ranks, under each name
+    released: bool = False  # the replica has left, and no peer heals from it
+    # values of its ranks, under each name
+    gathered: dict[str, dict[int, tuple[str, Waiter]]] = field(default_factory=dict)
 
     @property
     def host(self) -> str:
-        """What its processes are named after: a second one with that replica id runs elsewhere."""
+        """Return the name prefix of its processes. A second process with that replica id runs elsewhere."""
         return self.replica_id + (f"@{self.elsewhere}" if self.elsewhere else "")
 
     @property
     def alive(self) -> bool:
-        """Whether all its trainers exist."""
+        """Return whether all its trainers exist."""
         return not self.ended and all(trainer.alive for trainer in self.trainers)
 
     def processes(self) -> list[Process]:
-        """All of them, the manager server first."""
+        """Return all its processes, the manager server first."""
         managers: list[Process] = [self.manager] if self.manager is not None else []
         return [*managers, *self.trainers]
 
@@ -203,11 +204,11 @@ class Cluster:
     """A lighthouse, replica groups, a network and a clock.
 
     Args:
-        config: what it is made of.
-        chance: what is left to chance.
+        config: parts and settings.
+        chance: random or scripted values.
         on_end: called with a replica when one life of it has ended.
         on_line: called with every line of the trace.
-        log_lines: how many lines of the trace are kept for a message.
+        log_lines: number of trace lines that are kept for a message.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Cluster:
         self.network.on_mend = self._mended
         self.links = Links()
         self.links.on_change = self._mended
-        self.wall_offset_ms = 0  # by which somebody has set the clock on the wall
+        self.wall_offset_ms = 0  # offset by which the wall clock was set
         self._invariants: dict[str, Invariants] = {}
         self.losses = LossWatch(self)
         self.hangs = HangTruth(self)
@@ -243,9 +244,9 @@ class Cluster:
         self.ends = EndTruth(self)
         self.replicas: dict[str, Replica] = {}
         self.torchft: dict[str, TorchftProcess] = {}
-        self.lives: list[Replica] = []  # all that were ever started
+        self.lives: list[Replica] = []  # all lives that were ever started
         self.log: deque[str] = deque(maxlen=log_lines)
-        self.decides = ""  # the lighthouse whose decisions are told just now
+        self.decides = ""  # the lighthouse whose decisions are being reported now
         self.foreign_observer: Callable[[Quorum], None] = lambda _: None
         self.observer: Callable[[effects.LighthouseEffect], None] = lambda _: None
         self.teller: Callable[[str, str], None] = lambda _name, _text: None
@@ -262,22 +263,22 @@ class Cluster:
 
     @property
     def wall_ms(self) -> int:
-        """Milliseconds since 1970, in the simulation."""
+        """Return the milliseconds since 1970, in the simulation."""
         return self.config.wall_start_ms + self.clock.now_ms + self.wall_offset_ms
 
     @property
     def jobs(self) -> dict[str, tuple[str, ...]]:
-        """The names of the replica groups of each job."""
+        """Return the names of the replica groups of each job."""
         others = {OTHER_JOB: self.config.other_names} if self.config.other_names else {}
         return {JOB: self.config.names, **others}
 
     @property
     def invariants(self) -> Invariants:
-        """Of the first job."""
+        """Return the invariants of the first job."""
         return self.invariants_of(JOB)
 
     def invariants_of(self, job: str) -> Invariants:
-        """What is watched of one job."""
+        """Return the invariants of a job."""
         if job not in self._invariants:
             self._invariants[job] = Invariants(
                 initial_step=self.config.trainers.step, several_lighthouses=self.config.standby != ""
@@ -286,11 +287,11 @@ class Cluster:
 
     @property
     def trace_digest(self) -> str:
-        """Of every event and effect so far."""
+        """Return the digest of every event and effect so far."""
         return self._digest.hexdigest()
 
     def trace(self, who: str, what: object) -> None:
-        """Take something into the trace."""
+        """Append an event to the trace."""
         line = f"{self.clock.now_ms} {who} {what!r}"
         self._digest.update(line.encode())
         self.log.append(line)
@@ -298,7 +299,7 @@ class Cluster:
             self._on_line(line)
 
     def watch(self, order: effects.LighthouseEffect) -> None:
-        """Look at what the lighthouse decides."""
+        """Check an effect that the lighthouse decides, and hit its marks."""
         match order:
             case effects.QuorumFormed():
                 self.invariants_of(order.job).formed(order.quorum)
@@ -345,7 +346,7 @@ class Cluster:
         self.observer(order)
 
     def replica_of_stream(self, number: int) -> Replica | None:
-        """Whose manager server holds that stream to the lighthouse."""
+        """Return the replica whose manager server holds that stream to the lighthouse."""
         for replica in self.replicas.values():
             manager = replica.manager
             if manager is not None and manager.stream_number == number:
@@ -353,7 +354,7 @@ class Cluster:
         return None
 
     def _look_who_joined(self, order: effects.QuorumFormed) -> None:
-        """Jobs don't mix; and some quorums have members whose states are of other runs, or of none."""
+        """Check that jobs don't mix in a quorum, and hit the marks for torn members and states of unknown lineage."""
         if order.job == OTHER_JOB:
             self.marks.hit("another job formed a quorum")
         for member in order.quorum.members:
@@ -374,23 +375,23 @@ class Cluster:
     # --- verbs --------------------------------------------------------------------------------------------------------
 
     def foreign_formed(self, quorum: Quorum) -> None:
-        """A lighthouse that does not know us gives that answer to all that are in it."""
+        """Record a quorum that torchft's lighthouse gives to all its members."""
         self.marks.hit("a foreign lighthouse formed a quorum")
         self.foreign_observer(quorum)
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the lighthouse is torchft's."""
+        """Return whether the lighthouse is torchft's."""
         return isinstance(self.lighthouse, ForeignLighthouseProcess)
 
     @property
     def our_lighthouse(self) -> LighthouseProcess:
-        """The lighthouse, in a cluster where it is not torchft's."""
+        """Return the lighthouse, in a cluster where it is not torchft's."""
         assert isinstance(self.lighthouse, LighthouseProcess)
         return self.lighthouse
 
     def lighthouse_at(self, address: int) -> LighthouseProcess | ForeignLighthouseProcess:
-        """The lighthouse at that address of the list."""
+        """Return the lighthouse at that address of the list."""
         if address == 0:
             return self.lighthouse
         assert self.standby is not None
@@ -417,15 +418,15 @@ class Cluster:
         twin_of: str = "",
         world_size: int = 0,
     ) -> Replica:
-        """Start a (new) life of that replica group.
+        """Start the next life of that replica group.
 
         Args:
             name: of the group.
-            settings: of its trainers, if they are not the job's.
-            replaces: the replica id whose place it takes.
-            loading: its trainers are started by the caller.
-            twin_of: by mistake, it has the replica id of that group's life.
-            world_size: its ranks, if they are not as many as the job's groups have.
+            settings: of its trainers, if they differ from the job's.
+            replaces: the replica id that it replaces.
+            loading: the caller starts its trainers.
+            twin_of: by mistake, the replica has the replica id of that group's life.
+            world_size: number of its ranks, if it differs from that of the job's groups.
         """
         life = self._lives[name] = self._lives.get(name, 0) + 1
         replica = Replica(name, f"{name}:{life}", replaces, life, self._job_of(name))
@@ -457,25 +458,25 @@ class Cluster:
         return replica
 
     def train(self, trainer: Trainer) -> None:
-        """Have a trainer begin."""
+        """Start a trainer's training loop."""
         loop = SyncLoop(trainer) if trainer.settings.num_fragments > 0 else Loop(trainer)
         trainer.spawn(loop.run())
 
     def start_torchft(self, name: str, *, step: int = 0) -> TorchftProcess:
-        """Start a replica group of torchft's kind, which has trained so far."""
+        """Start a torchft replica group that has trained up to that step."""
         process = self.torchft[name] = TorchftProcess(self, name, step)
         process.start()
         return process
 
     def start_manager(self, replica: Replica) -> None:
-        """Start a manager server, the first or another one after its death."""
+        """Start a manager server, the first one or a successor after its death."""
         manager = ManagerProcess(self, replica, replica.num_managers, self.wall_ms)
         replica.num_managers += 1
         replica.manager = manager
         manager.start()
 
     def connect_rank(self, replica: Replica, trainer: Trainer) -> None:
-        """Open the stream of a rank to its manager server, again whenever it breaks."""
+        """Open a rank's stream to its manager server, and reopen it whenever it breaks."""
         manager = replica.manager
         if manager is None or not trainer.alive:
             return
@@ -511,7 +512,7 @@ class Cluster:
                 case Released():
                     replica.released = True
                 case WaitsFor():
-                    pass  # for logs alone
+                    pass  # this is for logs alone
                 case StragglerNews():
                     trainer.told_of_its_pace(news)
                 case notice:
@@ -527,7 +528,7 @@ class Cluster:
         )
 
     def _beat(self, trainer: Trainer, stream: Stream) -> None:
-        """A rank says once a beat where in its step it is, for as long as its stream stands."""
+        """Send a rank's position in its step once a beat, for as long as its stream is open."""
         if stream.open:
             self._say_where(trainer, stream, number=trainer.number_beat())
             trainer.look()
@@ -538,11 +539,11 @@ class Cluster:
         stream.send(trainer, told, extra=extra)
 
     def is_local(self, trainer: Trainer) -> bool:
-        """Whether a rank runs on its manager server's host."""
+        """Return whether a rank runs on its manager server's host."""
         return trainer.rank == 0 or self.config.ranks_together
 
     def was_stopped(self, replica_id: str, for_ms: int = STOPPED_MS) -> bool:
-        """Whether a rank of it that can be looked at is stopped, or was a moment ago, for as long as that."""
+        """Return whether a local rank of the replica is or was recently stopped for at least that time."""
         ranks = [each for life in self.lives if life.replica_id == replica_id for each in life.trainers]
         for each in ranks:
             stops = [each.stop_seen_ms]
@@ -554,7 +555,7 @@ class Cluster:
         return False
 
     def end_process(self, process: Process, *, vanish: bool = False) -> None:
-        """End one process, and let the network show it."""
+        """End one process, and let the network show its end."""
         if process.alive:
             self.trace(process.name, "vanishes" if vanish else "ends")
             process.end(vanish=vanish)
@@ -564,7 +565,8 @@ class Cluster:
                     action()
 
     def kill_trainer(self, replica: Replica, rank: int, reason: str = "killed by signal 9") -> None:
-        """kill -9 of a trainer. Rank 0's manager server learns of it from its pipe; another rank's from its stream."""
+        """Kill a trainer with kill -9. The manager server learns of rank 0's end by pipe, of another's by its
+        stream."""
         trainer = replica.trainers[rank]
         self.end_process(trainer)
         manager = replica.manager
@@ -573,12 +575,12 @@ class Cluster:
         self._finish(replica, f"rank {rank} {reason}")
 
     def kill_manager(self, replica: Replica) -> None:
-        """kill -9 of a manager server. A group of one rank starts another; a larger one ends."""
+        """Kill a manager server with kill -9. A group of one rank starts another one. A larger group ends."""
         if replica.manager is not None:
             self.manager_exits(replica.manager)
 
     def manager_exits(self, manager: ManagerProcess) -> None:
-        """A manager server ends, by itself after it has reported a loss, or killed."""
+        """End a manager server: it was killed, or it exits after it has reported a loss."""
         replica = manager.replica
         if not manager.alive or replica.manager is not manager:
             return
@@ -597,19 +599,19 @@ class Cluster:
             self._finish(replica, "its manager server died")
 
     def vanish(self, replica: Replica) -> None:
-        """The hosts of a replica group are gone; nobody reports anything."""
+        """Remove the hosts of a replica group. No process reports the loss."""
         for process in replica.processes():
             self.end_process(process, vanish=True)
         self._finish(replica, "its host vanished")
 
     def vanish_rank(self, replica: Replica, rank: int) -> None:
-        """The host of one rank is gone; its manager server finds out, or somebody who looks after the group does."""
+        """Remove the host of one rank. Its manager server, or the group's supervisor, detects the loss."""
         self.end_process(replica.trainers[rank], vanish=True)
         patience_ms = 2 * self.timeouts.heartbeat_timeout_ms + self.timeouts.reconnect_grace_ms
         self.clock.after(patience_ms, lambda: self._finish(replica, f"rank {rank}'s host vanished"))
 
     def trainer_left(self, replica: Replica, trainer: Trainer) -> None:
-        """A rank that has left ends, with a goodbye; rank 0 waits for the others, because the manager server is its."""
+        """End a rank that has left. The manager server ends with the last rank, and reports a clean shutdown."""
         trainer.leave_group()
         if all(each.phase == "ended: left" or not each.alive for each in replica.trainers):
             manager = replica.manager
@@ -619,17 +621,17 @@ class Cluster:
             self._finish(replica, "left")
 
     def drain(self, name: str) -> None:
-        """Somebody asks the lighthouse that this group leave."""
+        """Ask the lighthouse to let this group leave, as an operator does."""
         replica = self.replicas[name]
         order = events.DrainRequested(0, replica.job, replica.replica_id, "it is drained")
         self.our_lighthouse.drain(order)
 
     def shut_down(self, replica: Replica, reason: str) -> None:
-        """End what is left of a replica group."""
+        """End the rest of a replica group."""
         self._finish(replica, reason)
 
     def stick(self) -> None:
-        """No reduction of the newest quorum ends any more."""
+        """Let no reduction of the newest quorum end any more."""
         if self.is_foreign:
             return
         quorum = self.our_lighthouse.core.quorum(JOB)
@@ -639,25 +641,25 @@ class Cluster:
             self.hangs.sticks(quorum.key)
 
     def unstick(self) -> None:
-        """All reductions end again."""
+        """Let all reductions end again."""
         for group in self._groups.values():
             if group.sticks:
                 group.sticks = False
                 group.look()
 
     def restart_lighthouse(self, after_ms: int) -> None:
-        """The lighthouse dies, and another with an empty memory starts at its address."""
+        """Kill the lighthouse, and start another one with an empty memory at its address."""
         self.end_process(self.lighthouse)
         self.clock.after(after_ms, self.revive_lighthouse)
 
     def revive_lighthouse(self) -> None:
-        """Start a lighthouse where there is none."""
+        """Start a lighthouse if none is alive."""
         if not self.lighthouse.alive:
             self.trace("lighthouse", "starts")
             self.lighthouse = self._new_lighthouse()
 
     def _finish(self, replica: Replica, reason: str) -> None:
-        """One life is over: whatever of it still lives ends soon after."""
+        """End one life. Its remaining processes end soon after."""
         if replica.ended:
             return
         replica.ended = reason
@@ -675,7 +677,7 @@ class Cluster:
     # --- for the trainers ---------------------------------------------------------------------------------------------
 
     def group(self, job: str, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> Group:
-        """The meeting of that name, made by whoever comes first."""
+        """Return the group of that name. The first caller creates it."""
         name = (key, group_rank)
         if name not in self._groups:
 
@@ -696,7 +698,7 @@ class Cluster:
         return self._groups[name]
 
     def _mended(self) -> None:
-        """Groups that were torn apart may go on."""
+        """Let groups that were cut apart go on."""
         for replica in self.replicas.values():
             for trainer in replica.trainers:
                 if trainer.group is not None:
@@ -709,7 +711,7 @@ class Cluster:
         make: Callable[[int], events.RankAsked | events.RankVoted | events.RankLeft],
         done: Callable[[Any], None],
     ) -> int:
-        """A unary call of a trainer to its manager server; `done` is given the answer, or Refused, once."""
+        """Send a unary call of a trainer to its manager server. `done` receives the answer, or Refused, once."""
         call = next(self.calls)
         manager = replica.manager
         if manager is None:
@@ -722,7 +724,7 @@ class Cluster:
             trainer.run(lambda: outcome.resolve(_UNREACHABLE))
 
         def lost_answer() -> None:
-            # The connection broke under the answer: both ends learn of it.
+            # The connection broke under the answer, so both ends learn of it.
             self.marks.hit("an answer of a manager server was lost")
             fail()
 
@@ -737,8 +739,8 @@ class Cluster:
                     lambda value: self.network.message(manager, trainer, partial(outcome.resolve, value), lost_answer),
                 )
             elif trainer.num_requests == num_requests:
-                # An attempt that its client has given up for another: it is heard before its connection's end is, but
-                # not as late as in the rank's next step.
+                # The client has given up this attempt for another. The server hears the attempt before the end of its
+                # connection, but not as late as in the rank's next step.
                 again = make(number)
                 manager.called(again, lambda _: None)
                 manager.after(1, lambda: manager.handle(events.RankWithdrew(again.rank, number)))

@@ -1,13 +1,13 @@
-"""Every order of a few events, on a core alone: what chance may not come by in a lifetime.
+"""Every order of a few events, on a core alone. It covers cases that random seeds may never reach.
 
-From its start a world is taken through every sequence of so many events, breadth first; two sequences that end in the
-same state are one from there on. After every event all invariants are looked at, and from every state the world must
-find its way back when the faults stop. A sequence that breaks something is shown event by event; no shorter one does.
+The search takes a world through every sequence of events up to a length, breadth first. Two sequences that end in the
+same state are one from there on. After every event the search checks all invariants. From every state the world must
+recover when the faults stop. A failing sequence is shown event by event, and no shorter one fails.
 
     python -m tft_sim --explore 4 --replicas 3
     python -m tft_sim --explore 6 --replicas 3 --kinds ask,die,leave,hang,wake,grace
 
-Law of this file: the search only; the processes that it starts have ended when it returns.
+Law of this file: the search only. The processes that it starts have ended when it returns.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from typing import NamedTuple, Protocol
 
 from tft_coord.testing import copied
 
-HAND = 50  # paths that are tried together, in one process
+HAND = 50  # paths that one process tries together
 Path = tuple[str, ...]
 
 
 class World(Protocol):
-    """What is explored: a core and what stands around it."""
+    """A core and its surroundings, which the search explores."""
 
     def choices(self) -> Sequence[str]:
-        """The events that can happen now, by name; equal worlds have equal ones."""
+        """Return the names of the events that can happen now. Equal worlds have equal ones."""
 
     def happen(self, choice: str) -> None:
-        """Let one happen. Raises: InvariantBroken, or whatever a core raises by mistake."""
+        """Let one event happen. Raises: InvariantBroken, or any error that a core raises by mistake."""
 
     def state(self) -> object:
-        """All that the future depends on, as a hashable value."""
+        """Return everything that the future depends on, as a hashable value."""
 
     def calm_down(self) -> None:
-        """No more faults. Raises: InvariantBroken: it does not find its way back."""
+        """Stop the faults. Raises: InvariantBroken: the world does not recover."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explored:
-    """What a search has seen.
+    """The extent of a search.
 
     Args:
-        num_states: different ones, the start included.
-        num_events: that were tried.
+        num_states: number of different states, the start included.
+        num_events: number of tried events.
     """
 
     num_states: int
@@ -57,7 +57,7 @@ class Explored:
 
 
 class ExplorationFailed(AssertionError):
-    """A sequence of events breaks something; the message shows it."""
+    """A sequence of events that violates an invariant. The message shows it."""
 
     def __init__(self, path: Sequence[str], cause: Exception) -> None:
         super().__init__(f"{' → '.join(path) or 'the start'}: {cause}")
@@ -66,9 +66,9 @@ class ExplorationFailed(AssertionError):
 
 
 class _Found(NamedTuple):
-    """What trying some paths gave: of each state that was not known its hash, and from which path by which event.
+    """The result of trying some paths: for each new state its hash, the number of its path, and the last event.
 
-    `failed`: the sequence that broke something, if one did.
+    `failed`: the sequence that failed, if one did.
     """
 
     num_events: int
@@ -78,7 +78,7 @@ class _Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Search:
-    """Where a search stands: `frontier` are the paths to go on from, `seen` the hashes of all states so far."""
+    """The progress of a search. `frontier`: the paths to continue from. `seen`: the hashes of all states so far."""
 
     start: World
     kinds: frozenset[str]
@@ -99,11 +99,12 @@ def explore(
     Args:
         make: makes the world at its start.
         num_events: length of the longest sequence.
-        kinds: of events, by their first word, that there are to be; none: all.
-        on_length: told when all sequences of a length have been tried, what there was to see so far.
-        processes: that try them, at least 1; more are forks of this one, which may have no other thread then.
-    Returns: how much there was to see.
-    Raises: ExplorationFailed: with a sequence that breaks something; none is shorter.
+        kinds: first words of the events to try. Empty: all.
+        on_length: called with the extent so far when all sequences of a length have been tried.
+        processes: number of processes, at least 1. More than one are forks of this one, which may then have no other
+            thread.
+    Returns: the extent of the search.
+    Raises: ExplorationFailed: a sequence fails, and no shorter one does.
     """
     start = make()
     search = _Search(start, frozenset(kinds), {hash(start.state())})
@@ -119,7 +120,7 @@ def explore(
                     raise RuntimeError(f"{' → '.join(found.failed)} failed, and does not again; report this")
                 tried += found.num_events
                 for state, path, choice in found.reached:
-                    if state not in search.seen:  # another process may have come by it too
+                    if state not in search.seen:  # another process may have reached it too
                         search.seen.add(state)
                         if length < num_events:
                             reached.append((*search.frontier[hand[path]], choice))
@@ -129,7 +130,7 @@ def explore(
 
 
 def _replay(start: World, path: Path) -> None:
-    """Raises: ExplorationFailed: something breaks on this path, or when the faults stop at its end."""
+    """Repeat a path. Raises: ExplorationFailed: it fails on the way, or when the faults stop at its end."""
     world = copied(start)
     so_far: list[str] = []
     try:
@@ -138,23 +139,23 @@ def _replay(start: World, path: Path) -> None:
             world.happen(choice)
         so_far.append("calm")
         world.calm_down()
-    except Exception as error:  # whatever it is, the path must be told
+    except Exception as error:  # the message must name the path, whatever the error is
         raise ExplorationFailed(so_far, error) from error
 
 
 @contextmanager
 def _dealt(search: _Search, hands: Sequence[range], processes: int) -> Iterator[Iterable[_Found]]:
-    """Try the paths of the frontier, hand by hand and in order, in this process or in forks of it."""
+    """Try the paths of the frontier, batch by batch and in order, in this process or in forks of it."""
     if processes == 1 or len(hands) < 2 * processes:
         yield (_try(search, hand, set()) for hand in hands)
         return
-    # A fork has all that was found so far, and sends only what it finds.
+    # A fork has all results so far, and sends only its own.
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, mp_context=fork, initializer=_begin, initargs=(search,)) as pool:
         try:
             yield pool.map(_try_in_fork, hands)
         finally:
-            pool.shutdown(cancel_futures=True)  # after a failure nobody waits for what nobody will look at
+            pool.shutdown(cancel_futures=True)  # after a failure nothing waits for unused results
 
 
 _try_in_fork_of: Callable[[range], _Found]
@@ -163,8 +164,8 @@ _try_in_fork_of: Callable[[range], _Found]
 def _begin(search: _Search) -> None:
     global _try_in_fork_of
     _try_in_fork_of = partial(_try, search, found_here=set())
-    # Millions of states are no garbage: looking at them again and again took two thirds of the time, and at those that
-    # came with the fork copied them.
+    # Millions of states are no garbage. Scanning them repeatedly took two thirds of the time. Scanning those that came
+    # with the fork copied their pages.
     gc.freeze()
 
 
@@ -173,7 +174,7 @@ def _try_in_fork(hand: range) -> _Found:
 
 
 def _try(search: _Search, hand: range, found_here: set[int]) -> _Found:
-    """Every event after each of these paths of the frontier."""
+    """Try every event after each of these paths of the frontier."""
     tried = 0
     reached: list[tuple[int, int, str]] = []
     for number, path in enumerate(search.frontier[hand.start : hand.stop]):
@@ -192,7 +193,7 @@ def _try(search: _Search, hand: range, found_here: set[int]) -> _Found:
                     continue
                 found_here.add(state)
                 world.calm_down()
-            except Exception:  # the path tells it better: it is taken once more
+            except Exception:  # the caller replays the path for a better message
                 return _Found(tried, reached, (*path, choice))
             reached.append((state, number, choice))
     return _Found(tried, reached)

@@ -1,7 +1,6 @@
-"""torchft's lighthouse in a simulated cluster: what it is told on its wire, and what grpc does around its rule.
+"""torchft's lighthouse in a simulated cluster: its wire, and the work of grpc around its rule.
 
-A connection to it is a stream here, on which calls and their answers travel. Its rule is
-`tft_coord.testing.TorchftLike`.
+A connection to it is a stream here, which carries calls and their answers. Its rule is `tft_coord.testing.TorchftLike`.
 
 Law of this file: messages and streams, and no rule.
 """
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unimplemented:
-    """What grpc answers to a stream of a service that is not there."""
+    """The answer of grpc to a stream of a missing service."""
 
 
 @final
@@ -37,19 +36,19 @@ class ForeignLighthouseProcess(Process):
         self._number = number
 
     def waiting_for(self, _job: str) -> str:
-        """What the next quorum of its one job waits for, one phrase."""
+        """Return what the next quorum of its one job waits for, as one phrase."""
         return self._core.waiting_for
 
     def start(self) -> None:
-        """Begin to look at the clock."""
+        """Start the tick."""
         self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
 
     def accepted(self, stream: Stream) -> None:
-        """A manager server has dialed."""
+        """Listen to a stream that a manager server has dialed."""
         stream.listen(self, lambda message: self._heard(stream, message), lambda: self._closed(stream))
 
     def _closed(self, stream: Stream) -> None:
-        # Nobody is left to be told; its request stays.
+        # No caller is left to answer. Its request stays.
         self._callers = {name: caller for name, caller in self._callers.items() if caller[0] is not stream}
 
     def _tick(self) -> None:

@@ -1,6 +1,7 @@
-"""The lighthouse of a simulated cluster: its core behind the simulated network, and the story of what happens to it.
+"""The lighthouse of a simulated cluster: its core behind the simulated network, and the marks that it hits.
 
-Law of this file: what the gRPC shell of the lighthouse does, and the marks that only it can see; nothing is decided.
+Law of this file: the work of the lighthouse's gRPC shell, and the marks that only it can see. Decisions belong
+elsewhere.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ OTHER_JOB = "other"
 HANG = "its trainer hangs"
 STUCK = "waits in a reduction"
 LEFT_OUT = "is left out as a straggler"
-LATE = "for longer than join_timeout"  # how the reason ends where a quorum is broken for one that is late
-OVERDUE = "asked for the next quorum, and"  # and begins, for one that waits in it still
+LATE = "for longer than join_timeout"  # end of the reason for a quorum that is broken for a late member
+OVERDUE = "asked for the next quorum, and"  # start of the reason for a member that still waits in it
 WAITS = (
     "of min_replicas",
     "a majority is needed",
@@ -62,7 +63,7 @@ class LighthouseProcess(Process):
             stragglers=cluster.config.stragglers,
             lost_state_timeout_ms=cluster.config.lost_state_ms,
         )
-        # No two start in one millisecond.
+        # No two lighthouses start in one millisecond.
         self._started_ms = cluster.wall_ms + number - 1
         of_address = cluster.config.cluster_id if name == "lighthouse" else cluster.config.standby
         self._cluster_id = of_address or f"cluster-{number}"
@@ -85,28 +86,28 @@ class LighthouseProcess(Process):
         self._calls: dict[int, tuple[Process, Callable[[Quorum | effects.RefuseUnary], None]]] = {}
         self._cluster = cluster
         self._born_ms = self.clock.now_ms
-        self.num_heard: Counter[str] = Counter()  # messages of streams, by their kind
+        self.num_heard: Counter[str] = Counter()  # stream messages, by type
         self._streams: dict[int, Stream] = {}
-        self._stuck: set[QuorumKey] = set()  # quorums that it broke because all waited
+        self._stuck: set[QuorumKey] = set()  # quorums that it broke because all members waited
         self._attendances = Attendances(self._new_attendance)
         self._silence = Silence(cluster.timeouts, self.clock.now_ms)
         self._probes = self._new_probe_watch()
         self._stories: dict[str, LighthouseStory] = {}
 
     def waiting_for(self, job: str) -> str:
-        """What the next quorum of that job waits for, one phrase."""
+        """Return what the next quorum of that job waits for, as one phrase."""
         return self.core.waiting_for(job)
 
     def described(self) -> tuple[int, str, tuple[str, ...]]:
-        """When it started, its cluster, and the jobs that it has heard of."""
+        """Return its start time, its cluster, and the jobs that it knows."""
         return self.core.started_ms, self._cluster_id, self.core.jobs
 
     def start(self) -> None:
-        """Begin to look at the clock."""
+        """Start the tick."""
         self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
 
     def attendance_of(self, job: str) -> Attendance:
-        """What it says of who lives in that job."""
+        """Return the observed liveness of that job's replicas."""
         return self._attendances.of(job)
 
     def _new_probe_watch(self) -> ProbeWatch:
@@ -127,7 +128,7 @@ class LighthouseProcess(Process):
         return self._stories[job]
 
     def drain(self, request: events.DrainRequested) -> None:
-        """Somebody's call."""
+        """Perform a drain request, as an operator's call does."""
         self._cluster.trace("lighthouse", request)
         for order in self.core.drain(request):
             self._cluster.trace("lighthouse", order)
@@ -143,7 +144,7 @@ class LighthouseProcess(Process):
         self._cluster.losses.left(self, key, who, surely=surely)
 
     def accepted(self, stream: Stream) -> None:
-        """A manager server has dialed."""
+        """Listen to a stream that a manager server has dialed."""
         self._streams[stream.number] = stream
         stream.listen(self, self._heard, lambda: self._closed(stream.number, told=stream.told))
 
@@ -188,14 +189,14 @@ class LighthouseProcess(Process):
     def asked_by_call(
         self, caller: Process, member: Member, answer: Callable[[Quorum | effects.RefuseUnary], None]
     ) -> int:
-        """A member of torchft's asks; returns the number of its call here."""
+        """Handle the request of a torchft member, and return the number of its call here."""
         call = next(self._cluster.calls)
         self._calls[call] = (caller, answer)
         self.called(events.UnaryQuorumRequested(call, member))
         return call
 
     def called(self, event: events.UnaryEvent) -> None:
-        """One of torchft's calls has come."""
+        """Handle a unary call of a torchft member."""
         if not isinstance(event, events.HeartbeatReceived):
             self._cluster.trace(self.name, event)
         self._perform(self._kinds.handle_unary(event, self.clock.now_ms, self._cluster.wall_ms))
@@ -224,7 +225,7 @@ class LighthouseProcess(Process):
                 case effects.JobFailed():
                     raise order.error
                 case effects.QuorumFormed() if not order.job:
-                    continue  # of torchft's members; ours have a job
+                    continue  # this quorum is of torchft members; the others have a job
             self._cluster.decides = self.name
             if isinstance(order, effects.Welcome):
                 self._cluster.hangs.welcomed(self._attendances.hello_of(order.stream))
@@ -272,7 +273,7 @@ class LighthouseProcess(Process):
                 case _:
                     self._say(order.stream, order)
         refusals = {order.refusal for order in orders if isinstance(order, effects.RefuseSession)}
-        if Refusal.OLD_LIGHTHOUSE in refusals:  # a newer one serves; this one has no memory from now on
+        if Refusal.OLD_LIGHTHOUSE in refusals:  # a newer lighthouse serves, so this one has no memory from now on
             self._stuck.clear()
             self._attendances = Attendances(self._new_attendance)
             self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
@@ -280,7 +281,7 @@ class LighthouseProcess(Process):
             self._stories.clear()
 
     def _stands_in(self) -> None:
-        """It has forgotten everything before, and is from now on as if it was started just now."""
+        """Reset the watches, because the core has forgotten everything and behaves as if it has just started."""
         self._cluster.marks.hit("an older lighthouse stood in for a newer one")
         self._started_ms = self.core.started_ms
         self._born_ms = self.clock.now_ms
@@ -293,7 +294,7 @@ class LighthouseProcess(Process):
         self._cluster.losses.left(self, notice.key, notice.replica_id, surely=True)
         held = self.core.quorum(self._attendances.job_of(order.stream))
         if held is not None and held.key == notice.key and notice.key not in self._stuck:
-            self._stuck.add(notice.key)  # a stream that comes back is told again, whatever they do by then
+            self._stuck.add(notice.key)  # a reconnected stream is told again, whatever the members do by then
             self._cluster.hangs.stuck(notice.key, held.replica_ids)
 
     def _say(self, number: int, order: effects.LighthouseEffect) -> None:
@@ -303,10 +304,10 @@ class LighthouseProcess(Process):
 
 
 class LighthouseStory:
-    """Marks of what one life of a lighthouse comes by, as seen in what it hears and says.
+    """The coverage marks of one life of a lighthouse, derived from what it hears and says.
 
     Args:
-        marks: to hit.
+        marks: the counter.
         timeouts: of the job.
     """
 
@@ -314,7 +315,7 @@ class LighthouseStory:
         self._marks = marks
         self._timeouts = timeouts
         self._ticked_ms: int | None = None
-        self._names: dict[int, str] = {}  # of streams
+        self._names: dict[int, str] = {}  # replica ids by stream
         self._addresses: dict[str, str] = {}
         self._hellos: dict[int, Hello] = {}
         self._greets: int | None = None  # the stream whose hello is being answered
@@ -326,7 +327,7 @@ class LighthouseStory:
         self._newest_key: QuorumKey | None = None
 
     def ticked(self, now_ms: int) -> None:
-        """It looks at the clock."""
+        """Record a tick of the lighthouse."""
         self._greets = None
         away_ms = now_ms - self._ticked_ms if self._ticked_ms is not None else 0
         if away_ms >= self._timeouts.heartbeat_timeout_ms:
@@ -334,7 +335,7 @@ class LighthouseStory:
         self._ticked_ms = now_ms
 
     def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
-        """It hears something."""
+        """Record an event that the lighthouse receives."""
         name = self._names.get(event.stream, "")
         if not isinstance(event, events.StreamClosed):  # an older stream is closed on the way
             self._greets = None
@@ -356,7 +357,7 @@ class LighthouseStory:
                     self._marks.hit("a beat came after a reported death")
 
     def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
-        """It decides something."""
+        """Record an effect that the lighthouse decides, and hit its marks."""
         match order:
             case effects.QuorumFormed():
                 self._newest, self._newest_key = frozenset(order.quorum.replica_ids), order.quorum.key
@@ -406,7 +407,7 @@ class LighthouseStory:
 
 
 def kind_of_loss(reason: str) -> str:
-    """In which of the ways a replica was lost."""
+    """Return the kind of loss that a reason describes."""
     for kind in (
         LOST_SILENT,
         LOST_STOPPED,

@@ -1,6 +1,6 @@
-"""The watch over pushed losses: whatever runs in a broken quorum must end, and nothing else.
+"""The watch over pushed losses: all work in a broken quorum must end, and no other work.
 
-Law of this file: looking on, as in `invariants.py`; it needs the cluster to know who could be reached.
+Law of this file: observe only, as in `invariants.py`. It needs the cluster to know which processes could be reached.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from tft_sim.lighthouse_process import LighthouseProcess
 
 REACHED_MS = 100  # two messages, the wait before the abort, and as much again
-WATCHED_MS = 10_000  # longer than anything that waits in a group has a time-out
+WATCHED_MS = 10_000  # longer than any timeout of a wait in a group
 
 
 class LossWatch:
-    """Whether a loss that a lighthouse has decided ends what runs in the broken quorum (protocol.md section 3).
+    """The check P3: a loss that a lighthouse has decided ends the work in the broken quorum (protocol.md section 3).
 
-    A member that could be reached all the time, from the decision on or since its stream stands again, is out of the
-    broken quorum's group `REACHED_MS` later. It looks at who is lost, not at what was sent to whom.
+    Some members are reachable without a break, since the decision or since their stream is open again. Such a member is
+    out of the broken quorum's group `REACHED_MS` later. The watch sees the lost replicas, not the messages.
 
     Args:
-        cluster: that it watches.
+        cluster: the watched cluster.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -36,21 +36,21 @@ class LossWatch:
         self._left: set[tuple[QuorumKey, str]] = set()
 
     def decided(self, lighthouse: LighthouseProcess, key: QuorumKey, lost: str) -> None:
-        """That lighthouse takes a member of that quorum for lost, or knows its successor."""
+        """Record that a lighthouse takes a member of that quorum for lost, or knows its successor."""
         if (key, lost) not in self._decided:
             self._decided.add((key, lost))
             at_ms = self._cluster.clock.now_ms
             self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
 
     def left(self, lighthouse: LighthouseProcess, key: QuorumKey, who: str, *, surely: bool) -> None:
-        """A member of that quorum has asked for the next; `surely`: because it can't go on in this one."""
+        """Record that a member of that quorum has asked for the next. `surely`: it can't go on in this one."""
         self._left.add((key, who))
         if surely:
             at_ms = self._cluster.clock.now_ms
             self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
 
     def told(self, trainer: Trainer, notice: LossNotice) -> None:
-        """That rank is told of a loss. Its own group's breaks whatever quorum it is in; another's one only."""
+        """Check a loss notice to a rank: a lighthouse has decided it, unless it is of the rank's own replica."""
         known = self._left if notice.lives else self._decided
         if notice.replica_id != trainer.replica_id and (notice.key, notice.replica_id) not in known:
             raise InvariantBroken("P3", f"{trainer.name} is told what no lighthouse has decided: {notice}")
@@ -60,7 +60,7 @@ class LossWatch:
 
         def look() -> None:
             if cluster.lighthouse is not lighthouse or not lighthouse.alive:
-                return  # the next one decides anew
+                return  # the next lighthouse decides anew
             for replica in cluster.replicas.values():
                 for trainer in replica.trainers:
                     if trainer.group is not None and trainer.group.key == key:
@@ -72,7 +72,7 @@ class LossWatch:
 
     def _judge(self, replica: Replica, trainer: Trainer, key: QuorumKey, at_ms: int) -> None:
         if trainer.left or (key, replica.replica_id) in self._left:
-            return  # it trains no more, or its ranks wait for the next quorum
+            return  # the replica trains no more, or its ranks wait for the next quorum
         since_ms = self.reached_since_ms(replica, trainer, key)
         if since_ms is None:
             return
@@ -85,14 +85,17 @@ class LossWatch:
     def reached_since_ms(
         self, replica: Replica, trainer: Trainer, key: QuorumKey, *, stopped: bool = False
     ) -> int | None:
-        """Since when a notice would have come through to that rank at once; None if it would not now.
+        """Return the time since which a notice would reach that rank at once, or None if it would not now.
 
         Args:
-            stopped: the rank itself is, and hears nothing; only the way to it is looked at.
+            replica: of the rank.
+            trainer: the rank.
+            key: of the quorum that the notice is about.
+            stopped: the rank itself is stopped and hears nothing. Only the way to it counts.
         """
         lighthouse, manager, network = self._cluster.our_lighthouse, replica.manager, self._cluster.network
         if replica.ended or manager is None or lighthouse.attendance_of(replica.job).is_dead(replica.replica_id):
-            return None  # it ends; or another has taken its place, and it hears of that when it speaks
+            return None  # the replica ends, or it was replaced and learns of that when it speaks
         processes = (lighthouse, manager) if stopped else (lighthouse, manager, trainer)
         if any(process.state is not State.RUNNING for process in processes):
             return None
@@ -101,7 +104,7 @@ class LossWatch:
             return None
         held = manager.group.quorum
         if held is None or held.key != key:
-            return None  # a manager server that was started since knows nothing of that quorum
+            return None  # a manager server that was restarted since does not know that quorum
         return max(
             lighthouse_since_ms,
             rank_since_ms,

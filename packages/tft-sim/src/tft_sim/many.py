@@ -1,9 +1,9 @@
-"""Many seeds on all cores, and the story of one that failed.
+"""Many seeds on all CPU cores, and the story of a failed one.
 
-A seed is independent of every other, so they are dealt out in small hands to processes of their own; the first that
-fails ends the run. It is then run once more, and told as a transcript.
+Seeds are independent, so small batches of them go to separate processes. The first failure ends the run. The failed
+seed then runs once more, and is reported as a transcript.
 
-Law of this file: seeds alone; the processes that it starts have ended when a function returns.
+Law of this file: seeds alone. The processes that it starts have ended when a function returns.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from tft_sim.marks import Marks
 from tft_sim.scenario import Scenario
 from tft_sim.simulator import Simulation, SimulationConfig, SimulationFailed, simulate
 
-HAND = 10  # seeds that a process runs before it says how it went
+HAND = 10  # seeds that a process runs before it reports
 
 
 def run_many(seeds: range, *, processes: int = 1, config: SimulationConfig | None = None) -> Marks:
     """Run these seeds.
 
     Args:
-        seeds: which.
-        processes: that run them, at least 1; one is this one.
+        seeds: the seeds to run.
+        processes: number of processes, at least 1. With 1, this process runs them.
         config: as in `simulate`.
-    Returns: what they came by, all together.
+    Returns: the marks that all of them hit.
     Raises: SimulationFailed: of the first seed that was seen to fail.
     """
     marks = Marks()
@@ -38,14 +38,14 @@ def run_many(seeds: range, *, processes: int = 1, config: SimulationConfig | Non
         return marks
     hands = iter([seeds[first : first + HAND] for first in range(0, len(seeds), HAND)])
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        # Not all at once: after a failure nobody should have to wait for what nobody will look at.
+        # Batches are submitted a few at a time, so that after a failure nothing waits for unused results.
         running = {pool.submit(_run_hand, hand, config) for hand in islice(hands, 2 * processes)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
             failed = _take(done, marks)
             if failed is not None:
                 pool.shutdown(cancel_futures=True)
-                simulate(failed, config)  # fails here as it did there, and says how
+                simulate(failed, config)  # fails here as it did there, with its message
                 raise RuntimeError(f"seed {failed} failed in another process and does not here; report this")
             running |= {pool.submit(_run_hand, hand, config) for hand in islice(hands, len(done))}
     return marks
@@ -62,7 +62,7 @@ def _take(done: set[Future[tuple[int | None, Marks]]], marks: Marks) -> int | No
 
 
 def _run_hand(seeds: range, config: SimulationConfig | None) -> tuple[int | None, Marks]:
-    """In a process of its own: the first of these seeds that failed, and what the others came by."""
+    """Run a batch in a worker process. Return the first failed seed, and the marks of the others."""
     marks = Marks()
     for seed in seeds:
         try:
@@ -73,15 +73,15 @@ def _run_hand(seeds: range, config: SimulationConfig | None) -> tuple[int | None
 
 
 def story(seed: int, config: SimulationConfig | None = None) -> Iterator[str]:
-    """What one seed did, as a transcript tells it, up to its end or to what is wrong in it.
+    """Tell what one seed did, as a transcript, up to its end or its failure.
 
     Args:
-        seed: says everything.
+        seed: determines the whole run.
         config: as in `simulate`.
     """
     simulation = Simulation(seed, config or SimulationConfig())
     teller = Scenario()
     teller.attend(simulation.cluster)
-    with suppress(Exception):  # whatever it is, `simulate` says it; here is told what came before
+    with suppress(Exception):  # `simulate` reports the error; this transcript ends before it
         simulation.run()
     yield from teller.told()

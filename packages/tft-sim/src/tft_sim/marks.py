@@ -1,9 +1,9 @@
-"""Coverage marks: names of places that a test exists to reach.
+"""Coverage marks: names of code paths that a test exists to reach.
 
-A random test that never reaches the case it was written for passes for ever. So the simulator counts what it comes
-by, and a test asks for each name.
+A random test that never reaches its case passes for ever. So the simulator counts the cases that it reaches, and a test
+asks for each name.
 
-Law of this file: counting, and the names that the scenarios of the protocol go by.
+Law of this file: counting, and the marks of the protocol's scenarios.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-# What random seeds come by when they live through a scenario of protocol.md, by its number there. A scenario of which
-# one mark is never hit in a thousand seeds is not simulated; whoever adds one to the simulator adds its marks here.
+# The marks that random seeds hit in each scenario of protocol.md, by its number there. If a mark is never hit in a
+# thousand seeds, its scenario is not simulated. A new scenario in the simulator needs its marks here.
 SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
     1: ("a snapshot of another step was refused",),
     2: (
@@ -146,7 +146,7 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
     ),
 }
 
-# The same of the transcripts of standing quorums, by the numbers that they begin with.
+# The marks of the standing quorum transcripts, by the numbers that they begin with.
 STANDING_MARKS: Mapping[int, tuple[str, ...]] = {
     1: ("a round began without a request",),
     2: ("a standing rank was recalled", "new id: joined"),
@@ -176,24 +176,24 @@ STANDING_MARKS: Mapping[int, tuple[str, ...]] = {
 
 
 class Marks:
-    """How often each named place was reached."""
+    """A counter of how often each named place was reached."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def hit(self, name: str) -> None:
-        """It was reached once more."""
+        """Count a mark."""
         self._counts[name] += 1
 
     def add(self, other: Marks) -> None:
-        """Take over another's counts."""
+        """Add the counts of another counter."""
         self._counts.update(other._counts)
 
     def __getitem__(self, name: str) -> int:
         return self._counts[name]
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Which of these were never reached, in order."""
+        """Return the names that were never reached, in order."""
         return [name for name in names if not self._counts[name]]
 
     def __str__(self) -> str:

@@ -1,11 +1,11 @@
 """A network in memory: streams and single messages between processes, with faults by rule.
 
-It behaves as gRPC over TCP does. A stream keeps its messages in order; none is lost in the middle: what can't be
-delivered waits, and if it waits too long the stream breaks for both ends. A single message (one leg of a unary call)
-that is lost is an error at its sender; another may overtake it, and a client that tries again makes it two. Rules say
-what happens between which processes; they are directed, so a cable that works one way only is two lines of a test.
+It behaves as gRPC over TCP does. A stream keeps its messages in order and loses none in the middle. Undeliverable
+messages wait, and if they wait too long the stream breaks for both ends. The loss of a single message (one leg of a
+unary call) is an error at its sender. Another message may overtake it, and a client's retry duplicates it. Rules say
+what happens between which processes. Rules are directed, so a cable that works one way only is two lines of a test.
 
-Law of this file: moving messages. Nothing here knows what they say.
+Law of this file: moving messages. Nothing here knows their content.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from tft_sim.process import Process, State
 
 
 class Fate(enum.Enum):
-    """What a rule does to a message."""
+    """The effect of a rule on a message."""
 
     PASS = "pass"
     DELAY = "delay"
     DROP = "drop"  # a stream breaks; a single message is an error at once
-    PARTITION = "partition"  # as a cut cable: messages wait, and after the keep-alive the stream breaks
-    HOLD = "hold"  # messages wait until released, however long
-    DUPLICATE = "duplicate"  # a single message arrives twice; a stream is one connection, and keeps its own in order
-    REORDER = "reorder"  # each single message takes its own time; streams as above
-    LAG = "lag"  # the messages of streams are late; single ones overtake them
+    PARTITION = "partition"  # as a cut cable: messages wait, and the stream breaks after the keep-alive
+    HOLD = "hold"  # messages wait until released, without a limit
+    DUPLICATE = "duplicate"  # a single message arrives twice; a stream keeps its own messages in order
+    REORDER = "reorder"  # each single message has its own delay; streams as above
+    LAG = "lag"  # the messages of streams are late; single messages overtake them
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What happens to messages from `source` to `target` (names or shell patterns). The newest rule that fits counts.
+    """A fault between `source` and `target` (names or shell patterns). The newest matching rule applies.
 
     Args:
-        source, target: names, or patterns as `a:*`.
-        fate: what happens.
-        low_ms, high_ms: bounds of the delay, for DELAY, REORDER and LAG; for DUPLICATE of the time between the two.
+        source, target: names, or patterns such as `a:*`.
+        fate: effect on each message.
+        low_ms, high_ms: bounds of the delay, for DELAY, REORDER and LAG. For DUPLICATE: of the time between the two.
     """
 
     source: str
@@ -66,24 +66,25 @@ class _Way:
 
 
 class Stream:
-    """A connection between two processes, in order both ways. Made by `Network.dial`."""
+    """A connection between two processes, in order both ways. `Network.dial` creates it."""
 
     def __init__(self, network: Network, number: int, client: Process, server: Process) -> None:
         self.number = number
         self.client = client
         self.server = server
         self.open = True
-        self.told = False  # it has ended because a process did, and the host of that one said so
-        self.stands_since_ms: int | None = None  # since when both ends know that it stands
+        self.told = False  # the stream ended with a process, and that process's host reported it
+        self.stands_since_ms: int | None = None  # time since which both ends know that it is open
         self._network = network
         self._ways = {client.name: _Way(), server.name: _Way()}
-        self._early: dict[str, list[Any]] = {client.name: [], server.name: []}  # what came before anybody listened
+        # messages that came before the end listened
+        self._early: dict[str, list[Any]] = {client.name: [], server.name: []}
         self._on_message: dict[str, Callable[[Any], None]] = {}
         self._on_closed: dict[str, Callable[[], None]] = {}
-        self._closed: set[str] = set()  # ends that know that it has ended
+        self._closed: set[str] = set()  # ends that know that the stream has ended
 
     def listen(self, end: Process, on_message: Callable[[Any], None], on_closed: Callable[[], None]) -> None:
-        """Say what that end does with messages and with the end of the stream."""
+        """Set that end's handlers for messages and for the end of the stream."""
         self._on_message[end.name] = on_message
         self._on_closed[end.name] = on_closed
         early, self._early[end.name] = self._early[end.name], []
@@ -91,7 +92,7 @@ class Stream:
             on_message(message)
 
     def hear(self, end: Process, message: Any) -> None:
-        """A message has arrived at that end, which reads nothing more once it knows that the stream has ended."""
+        """Deliver a message to that end. An end that knows of the stream's end reads nothing more."""
         if end.name in self._closed:
             return
         on_message = self._on_message.get(end.name)
@@ -101,24 +102,30 @@ class Stream:
             on_message(message)
 
     def send(self, sender: Process, message: Any, *, extra: bool = False) -> None:
-        """Send; nothing is heard of it if the stream has ended. `extra`: its delay is drawn apart from the others."""
+        """Send a message. If the stream has ended, the message is discarded.
+
+        Args:
+            sender: the sending end.
+            message: any value.
+            extra: its delay is drawn from a separate source.
+        """
         if self.open:
             self._network.on_stream(self, sender, message, extra=extra)
 
     def close(self, closer: Process) -> None:
-        """End it; the other end learns of it after all that was sent before. The closer is not told."""
+        """End the stream. The other end learns of it after all messages sent before. The closer is not told."""
         if self.open:
             self._network.end_stream(self, told=[self.other(closer)])
 
     def closes(self, end: Process) -> None:
-        """That end learns that the stream has ended."""
+        """Tell that end that the stream has ended."""
         self._closed.add(end.name)
         on_closed = self._on_closed.get(end.name)
         if on_closed is not None:
             end.run(on_closed)
 
     def other(self, end: Process) -> Process:
-        """The process at the other end."""
+        """Return the process at the other end."""
         return self.server if end is self.client else self.client
 
 
@@ -128,11 +135,10 @@ class Network:
     Args:
         clock: virtual time.
         rng: for delays only.
-        extra_rng: for the delays of messages that are sent as extra ones, so that those of the others stay what they
-            are, whoever sends more.
+        extra_rng: for the delays of extra messages. So the delays of the others stay the same, whoever sends more.
         marks: of the simulation.
         delay_ms: bounds of the delay of an ordinary message.
-        keepalive_ms: a stream that can't deliver for so long breaks; also how long a dial waits.
+        keepalive_ms: a stream that can't deliver for this long breaks. A dial waits for as long.
     """
 
     def __init__(
@@ -145,7 +151,7 @@ class Network:
         keepalive_ms: int = 2_000,
         extra_rng: random.Random | None = None,
     ) -> None:
-        self.on_mend: Callable[[], None] = lambda: None  # a rule has ended
+        self.on_mend: Callable[[], None] = lambda: None  # called when a rule has ended
         self._clock = clock
         self._rng = rng
         self._extra_rng = extra_rng if extra_rng is not None else random.Random("extra")
@@ -153,8 +159,8 @@ class Network:
         self._delay_ms = delay_ms
         self._keepalive_ms = keepalive_ms
         self._rules: list[Rule] = []
-        self._ended_rules: list[tuple[Rule, int]] = []  # and until when each was felt
-        self._newest_arrival_ms: dict[tuple[str, str], int] = {}  # of single messages that were sent already
+        self._ended_rules: list[tuple[Rule, int]] = []  # each with the time until which its effect lasted
+        self._newest_arrival_ms: dict[tuple[str, str], int] = {}  # of single messages already sent
         self._streams: dict[int, Stream] = {}
         self._held: list[tuple[Process, Process, Callable[[], None], Callable[[], None]]] = []
         self._numbers = itertools.count(1)
@@ -162,7 +168,7 @@ class Network:
     # --- rules ----------------------------------------------------------------------------------------------------
 
     def add(self, rule: Rule) -> Rule:
-        """Let a rule hold from now on; returns it, for `remove`."""
+        """Activate a rule, and return it for `remove`."""
         self._rules.append(rule)
         if rule.fate is Fate.PARTITION:
             for stream in list(self._streams.values()):
@@ -170,7 +176,7 @@ class Network:
         return rule
 
     def remove(self, rule: Rule) -> None:
-        """End a rule; what it kept waiting goes on."""
+        """End a rule, and deliver the messages that it held back."""
         if rule in self._rules:
             self._rules.remove(rule)
             self._ended_rules.append((rule, self._clock.now_ms + rule.high_ms))
@@ -183,13 +189,14 @@ class Network:
             self.remove(rule)
 
     def is_cut(self, one: str, other: str) -> bool:
-        """Whether nothing comes through between these two: what goes one way only is never acknowledged."""
+        """Return whether no message comes through between these two. One-way traffic is never acknowledged, so it
+        counts."""
         if not any(rule.fate is Fate.PARTITION for rule in self._rules):
             return False
         return Fate.PARTITION in (self._rule(one, other).fate, self._rule(other, one).fate)
 
     def calm_since_ms(self, one: str, other: str) -> int:
-        """Since when messages between these two, either way, have been delivered as on a good day."""
+        """Return the time since which no rule disturbs messages between these two, in either direction."""
         since_ms = 0
         for source, target in ((one, other), (other, one)):
             if self._rule(source, target).fate is not Fate.PASS:
@@ -199,11 +206,11 @@ class Network:
         return since_ms
 
     def break_streams(self, source: str, target: str, *, server_late_ms: int | None = None) -> int:
-        """Break every stream dialed from `source` to `target`; returns how many there were.
+        """Break every stream dialed from `source` to `target`, and return their number.
 
         Args:
             source, target: names or patterns.
-            server_late_ms: so much later does the target learn of it; None: both learn of it at once.
+            server_late_ms: delay after which the target learns of it. None: both ends learn of it at once.
         """
         broken = [
             stream
@@ -221,7 +228,7 @@ class Network:
     # --- processes ------------------------------------------------------------------------------------------------
 
     def ended(self, process: Process) -> None:
-        """A process was killed or vanished: its streams end, at once or when the others notice."""
+        """End the streams of a process that was killed or vanished, at once or when the other end notices."""
         for stream in list(self._streams.values()):
             if process in (stream.client, stream.server):
                 other = stream.other(process)
@@ -242,7 +249,7 @@ class Network:
         opened: Callable[[Stream], None],
         failed: Callable[[], None],
     ) -> None:
-        """Open a stream: `accepted` at the server, then `opened` at the client; or `failed` at the client."""
+        """Open a stream: call `accepted` at the server, then `opened` at the client, or `failed` at the client."""
         stream = Stream(self, next(self._numbers), client, server)
         outcome: list[bool] = []
 
@@ -256,7 +263,7 @@ class Network:
             if outcome:
                 return
             if not stream.open:
-                give_up()  # it broke before the client knew that it stood
+                give_up()  # the stream broke before the client knew that it was open
                 return
             outcome.append(True)
             stream.stands_since_ms = self._clock.now_ms
@@ -273,7 +280,7 @@ class Network:
         self._clock.after(self._keepalive_ms, give_up)
 
     def on_stream(self, stream: Stream, sender: Process, message: Any, *, extra: bool = False) -> None:
-        """Called by `Stream.send`."""
+        """Move a message of a stream. `Stream.send` calls this."""
         target = stream.other(sender)
         way = stream._ways[sender.name]
         rule = self._for_streams(sender, target)
@@ -285,7 +292,7 @@ class Network:
             self._deliver(stream, sender, message, self._delay(rule, self._extra_rng if extra else self._rng))
 
     def end_stream(self, stream: Stream, *, told: list[Process]) -> None:
-        """Break a stream; each end that is told learns of it after what was sent to it before."""
+        """Break a stream. Each end in `told` learns of it after the messages that were sent to it before."""
         if not stream.open:
             return
         stream.open = False
@@ -301,7 +308,7 @@ class Network:
     # --- single messages ------------------------------------------------------------------------------------------
 
     def message(self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Move one message; `deliver` happens in the target, or `lost` in the source."""
+        """Move one message: call `deliver` in the target, or `lost` in the source."""
         rule = self._rule(source.name, target.name)
         arrives_ms = self._move(source, target, deliver, lost, rule)
         if arrives_ms is None:
@@ -320,7 +327,7 @@ class Network:
     def _move(
         self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None], rule: Rule
     ) -> int | None:
-        """Send one message on its way; when it arrives, if it does."""
+        """Send one message, and return its arrival time, or None if it does not arrive."""
         if rule.fate is Fate.HOLD:
             self._held.append((source, target, deliver, lost))
             return None
@@ -351,7 +358,7 @@ class Network:
         return Rule("*", "*", Fate.PASS)
 
     def _for_streams(self, source: Process, target: Process) -> Rule:
-        """The rule that counts, as a connection feels it."""
+        """Return the rule in effect for a connection."""
         rule = self._rule(source.name, target.name)
         if rule.fate is Fate.LAG:
             return replace(rule, fate=Fate.DELAY)
@@ -367,7 +374,8 @@ class Network:
         return any(self._rule(source.name, target.name).fate is Fate.PARTITION for source, target in both)
 
     def _watch(self, stream: Stream) -> None:
-        """A cut either way ends a stream: what is not acknowledged within the keep-alive breaks it for both."""
+        """End a stream that is cut in either direction: data not acknowledged within the keep-alive breaks it for both
+        ends."""
         if not self._cut(stream):
             return
 

@@ -1,6 +1,6 @@
 """The watch over losses: how long a replica was silent, or its stream away, before it was taken for lost.
 
-Law of this file: looking on, as in `invariants.py`; it looks at messages and at the clock alone.
+Law of this file: observe only, as in `invariants.py`. It sees messages and the clock alone.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ SICK_STREAMS_LEAST = 4
 
 
 class Silence:
-    """Whether one life of a lighthouse takes those for lost that are, and soon, P1 (protocol.md section 1). One that
-    forgets everything, or begins to stand in for a newer one, begins another life.
+    """The check P1 for one life of a lighthouse: it takes replicas for lost if they are, and soon (protocol.md section
+    1).
+
+    A lighthouse that forgets everything, or begins to stand in for a newer one, begins another life.
 
     Args:
         timeouts: of the lighthouse.
-        now_ms: when it starts.
+        now_ms: start time of the lighthouse.
     """
 
     def __init__(self, timeouts: Timeouts, now_ms: int) -> None:
         self._timeouts = timeouts
         self._last_ms = now_ms
-        self._away_until_ms = now_ms  # whose silence or break was before that is excused
-        self._sick_ms = now_ms  # streams have broken, and so many stand that it may be taken for its own fault
+        self._away_until_ms = now_ms  # a silence or break before this time is excused
+        # streams broke at this time, while enough were open that it may be the lighthouse's own fault
+        self._sick_ms = now_ms
         self._hellos: dict[int, str] = {}
-        self._streams: dict[str, int] = {}  # the newest of each replica that is welcome
+        self._streams: dict[str, int] = {}  # newest stream of each welcomed replica
         self._sign_ms: dict[str, int] = {}
-        self._closed_ms: dict[str, int] = {}  # since when the newest is gone
-        self._broke_ms: dict[str, list[int]] = {}  # when each was lost by its stream alone
-        self._left: set[str] = set()  # the job; their end is no loss from then on, or soon
+        self._closed_ms: dict[str, int] = {}  # time since which the newest stream is gone
+        self._broke_ms: dict[str, list[int]] = {}  # times of each replica's losses by its stream alone
+        self._left: set[str] = set()  # replicas that left the job, so their end is no loss from then on, or soon
         self._watched: set[str] = set()
 
     def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
-        """It hears something, and is about to decide."""
+        """Record an event that the lighthouse receives before it decides."""
         self._note_the_time(now_ms)
         name = self._hellos.get(event.stream, "")
         newest = self._streams.get(name) == event.stream
@@ -53,13 +56,13 @@ class Silence:
                 self._sign_ms[name] = now_ms
 
     def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
-        """It decides something."""
+        """Record an effect that the lighthouse decides."""
         match order:
             case effects.Welcome():
                 name = self._hellos[order.stream]
                 self._streams[name], self._sign_ms[name] = order.stream, now_ms
                 self._closed_ms.pop(name, None)
-                if name not in self._left:  # its manager server may have been started anew since
+                if name not in self._left:  # its manager server may have been restarted since
                     self._watched.add(name)
             case effects.ReplicaLeft():
                 self._left.add(order.replica_id)
@@ -67,10 +70,10 @@ class Silence:
             case effects.ReplicaLost():
                 self._lost(order, now_ms)
             case effects.RefuseSession() if order.refusal is Refusal.OTHER_KIND:
-                self._watched.clear()  # it has forgotten the job
+                self._watched.clear()  # the lighthouse has forgotten the job
 
     def ticked(self, now_ms: int) -> None:
-        """It has looked at the clock: who is silent for long is lost now, and who has been away."""
+        """Check after a tick that each replica with a long silence, or a long-gone stream, is lost."""
         slack_ms, grace_ms = 2 * self._timeouts.quorum_tick_ms, self._timeouts.reconnect_grace_ms
         for name in sorted(self._watched):
             since_ms = max(self._sign_ms[name], self._away_until_ms, self._sick_ms)
@@ -82,7 +85,7 @@ class Silence:
                 raise InvariantBroken("P1", f"the stream of {name} is gone since {closed_ms} ms, and it is not lost")
 
     def looks(self, now_ms: int) -> None:
-        """It is about to look at the clock."""
+        """Record the time before a tick."""
         self._note_the_time(now_ms)
 
     def _note_the_time(self, now_ms: int) -> None:

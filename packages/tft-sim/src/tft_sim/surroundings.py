@@ -1,6 +1,6 @@
-"""What the trainers of a simulated replica group find outside: their manager server, groups and snapshots.
+"""The surroundings of a simulated replica group's trainers: their manager server, groups and snapshots.
 
-Law of this file: what a trainer finds, over a cluster; nothing is decided.
+Law of this file: what a trainer finds, over a cluster. Decisions belong elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAVE_TAKEN_WITHIN_MS = 1_000
 
 @dataclass(slots=True)
 class Outside:
-    """What one replica's trainers find outside."""
+    """The surroundings of one replica's trainers."""
 
     cluster: Cluster
     replica: Replica
@@ -54,7 +54,7 @@ class Outside:
         return self.cluster.marks
 
     def own_ms(self) -> int:
-        """What the trainer's own clock says, by which its lease counts."""
+        """Return the time by the trainer's own clock, which its lease follows."""
         now_ms = self.clock.now_ms
         if not self.cluster.config.slow_clocks:
             return now_ms
@@ -62,8 +62,11 @@ class Outside:
         return now_ms - now_ms // 100
 
     def ask(self, trainer: Trainer, request: RankRequest, deadline_ms: int) -> Waiter:
-        """Ask the manager server. Resolves to a Plan, to a QuorumKey (unchanged), to Refused; to None: a new manager
-        server serves, which holds no quorum."""
+        """Ask the manager server for a quorum.
+
+        Returns: a waiter that resolves to a Plan, to a QuorumKey (unchanged), or to Refused. None: a new manager server
+            serves, which holds no quorum.
+        """
         waiter = Waiter()
         first = self.replica.manager
         calls: list[int] = []
@@ -109,7 +112,7 @@ class Outside:
         return waiter
 
     def leave(self, trainer: Trainer, order: do.TellLeaving) -> Waiter:
-        """Leave the job. Resolves when the manager server has taken it, or to None."""
+        """Leave the job. The waiter resolves when the manager server has recorded it, or to None."""
         waiter = Waiter()
 
         def make(call: int) -> events.RankLeft:
@@ -162,7 +165,7 @@ class Outside:
                 self.cluster.call(trainer, self.replica, make, done)
 
         def give_up() -> None:
-            # No verdict in time: it neither steps nor goes on.
+            # Without a verdict in time the trainer neither steps nor goes on.
             if not waiter.done:
                 self.cluster.ends.no_verdict(self.replica, trainer, since_ms)
             waiter.resolve(Refused("no_verdict", fatal=True))
@@ -183,7 +186,7 @@ class Outside:
         return any(each.trainers[trainer.rank].recovery.is_silent_source for each in replicas)
 
     def _source(self, trainer: Trainer, replica_id: str) -> Trainer | None:
-        """The rank of that replica that a rank heals from, if it is reached."""
+        """Return the rank of that replica that this rank heals from, if it is reached."""
         for replica in self.cluster.replicas.values():
             if replica.replica_id == replica_id and not replica.ended:
                 source = replica.trainers[trainer.rank]
@@ -192,12 +195,12 @@ class Outside:
         return None
 
     def snapshot_of(self, trainer: Trainer, replica_id: str) -> Snapshot | None:
-        """What that replica serves to that rank, if it can be reached."""
+        """Return the snapshot that the replica serves to that rank, if it can be reached."""
         source = self._source(trainer, replica_id)
         return source.recovery.snapshot if source is not None else None
 
     def is_refused(self, trainer: Trainer, replica_id: str, plan: Plan) -> bool:
-        """Whether that replica says that it can't give that plan's state."""
+        """Return whether the replica refuses to give that plan's state."""
         source = self._source(trainer, replica_id)
         refused = source.recovery.refuses if source is not None else None
         return refused is not None and (refused.key, refused.step, refused.lineage) == (
@@ -207,7 +210,7 @@ class Outside:
         )
 
     def gather(self, trainer: Trainer, name: str, value: str) -> Waiter:
-        """Give a value. Resolves to those of all ranks of this group, or to None when they don't come."""
+        """Contribute a value. The waiter resolves to the values of all ranks of this group, or to None on timeout."""
         given = self.replica.gathered.setdefault(name, {})
         given[trainer.rank] = value, Waiter()
         if len(given) == self.replica.world_size:
@@ -230,23 +233,23 @@ class Outside:
         return self.cluster.chance.optimizer_raises(self.replica.name)
 
     def load_raises(self, trainer: Trainer) -> str:
-        """What a function raises that loads what was fetched; "": it succeeds."""
+        """Return the error of a function that loads fetched state, or "" if it succeeds."""
         return self.cluster.chance.load_raises(trainer.name)
 
     def take_raises(self, trainer: Trainer) -> bool:
-        """Whether a function that gives the user's state raises."""
+        """Return whether a function that returns the user's state raises."""
         return self.cluster.chance.take_raises(trainer.name)
 
     def overlaps(self, trainer: Trainer) -> bool:
-        """Whether the forward pass runs while the quorum is asked for."""
+        """Return whether the forward pass runs while the quorum request is pending."""
         return self.cluster.chance.overlaps(trainer.name)
 
     def samples(self, trainer: Trainer) -> int:
-        """How much that replica has seen in this step."""
+        """Return the number of samples that the replica has seen in this step."""
         return self.cluster.chance.samples(self.replica.name)
 
     def spread_ms(self) -> int:
-        """After which time a member learns that a reduction is complete."""
+        """Return the time after which a member learns that a reduction is complete."""
         return self.cluster.chance.spread_ms()
 
     def hangs(self, trainer: Trainer) -> None:

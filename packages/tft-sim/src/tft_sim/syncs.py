@@ -1,10 +1,10 @@
 """The user's training loop with LocalSGD, DiLoCo or Streaming DiLoCo, as a script: syncs that run beside the training.
 
-It trains by itself for a while, starts to reduce one fragment of its model, trains on, and ends that sync some starts
-later. So several are in flight, each one a step of the core.
+The loop trains by itself for a while, starts to reduce one fragment of its model, and trains on. It ends that sync some
+starts later. So several syncs are in flight, each one a step of the core.
 
-Law of this file: what the strategy does at which moment, as `tft_algos.local_sgd.synchronizer` does it. What follows
-from it is decided by the step core. Source: protocol.md section 5.
+Law of this file: the strategy's actions and their moments, as in `tft_algos.local_sgd.synchronizer`. The step core
+decides the consequences. Source: protocol.md section 5.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INNER_STEPS = 3  # between a start and the next end
 
 
 def fragment_of(step: int, ahead: int, num_fragments: int) -> int:
-    """Return which fragment a sync reduces that is started at a step, with so many in flight."""
+    """Return the fragment that a sync reduces if it starts at that step, with that many syncs in flight."""
     return (step - 1 + ahead) % num_fragments
 
 
@@ -34,10 +34,10 @@ class Sync:
     """One sync, from its start to its end.
 
     Args:
-        fragment: that it reduces.
-        step: committed steps when it is voted on, if those before it are committed.
-        number: of its attempt, once a later one has begun beside it; 0: it is open.
-        has_begun: its plan was here, so that its reductions have begun, if there is anything to reduce.
+        fragment: number of the reduced fragment.
+        step: committed steps at the sync's vote, if the syncs before it are committed.
+        number: of its attempt, once a later sync has begun beside it. 0: it is open.
+        has_begun: its plan has arrived, so its reductions have begun, if there is anything to reduce.
         results: of its reductions.
     """
 
@@ -53,7 +53,7 @@ class SyncLoop(Loop):
     """The life of a trainer that synchronizes now and then.
 
     Args:
-        trainer: whose.
+        trainer: the trainer that runs the loop.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -63,7 +63,7 @@ class SyncLoop(Loop):
         self._flight: list[Sync] = []  # oldest first
 
     def one_step(self) -> Life:
-        """A start, inner steps, and the end of the oldest when as many as may be are in flight."""
+        """Run a start, inner steps, and the end of the oldest sync when the maximum number is in flight."""
         yield from self.load_by_hand()
         if self.trainer.breaks_off:
             yield from self._break_off()
@@ -74,7 +74,7 @@ class SyncLoop(Loop):
             yield from self._end()
 
     def _train(self) -> Life:
-        """Inner steps; what the start has asked for is used as soon as it is known."""
+        """Run inner steps. The newest sync begins as soon as its plan is known."""
         trainer = self.trainer
         step_ms = trainer.outside.step_ms(trainer)
         long = step_ms >= trainer.outside.timeouts.slowest_step_ms
@@ -94,7 +94,7 @@ class SyncLoop(Loop):
     def _start(self) -> Life:
         """Ask for a quorum, in the background. A fresh member waits for it, to begin with the others' weights.
 
-        Returns: whether it was; else this replica has left.
+        Returns: whether the request was made. False: this replica has left.
         """
         trainer = self.trainer
         if self._flight and not self._flight[-1].has_begun:
@@ -111,18 +111,19 @@ class SyncLoop(Loop):
         return True
 
     def _begin(self) -> Life:
-        """The plan of the newest sync, waited for: its reductions, and the state of those that heal."""
+        """Wait for the plan of the newest sync, then start its reductions and the transfer of state for healing
+        members."""
         trainer, sync = self.trainer, self._flight[-1]
         sync.has_begun = True
         yield from trainer.quorum.wait()
         plan = trainer.status.plan
         if plan is None:
-            return  # its vote will be a no
+            return  # the vote will be a no
         trainer.outside.invariants.quorum_known(trainer.host, trainer.rank, plan.key)
         yield from self._end_abandoned()
         sync.step = plan.step + len(self._flight) - 1
         if plan.step == 0:
-            # All begin with the same weights: there is nothing to reduce.
+            # All members begin with the same weights, so there is nothing to reduce.
             yield from trainer.exchange_now()
             self._flight.clear()
             yield from self._conclude(sync)
@@ -133,7 +134,7 @@ class SyncLoop(Loop):
         yield from trainer.exchange_now(sync.results)
 
     def _end_abandoned(self) -> Life:
-        """End what has failed with its quorum, without a vote."""
+        """End, without a vote, the syncs that failed with their quorum."""
         trainer, sync = self.trainer, self._flight[-1]
         failed = [each for each in self._flight[:-1] if self._is_abandoned(each)]
         if not failed:
@@ -151,7 +152,8 @@ class SyncLoop(Loop):
         return status is not None and status.abandoned is not None
 
     def _look_if_behind(self, plan: Plan) -> None:
-        """Whoever heals with syncs in flight (its state was torn, perhaps) holds again what they were started from."""
+        """Check that a member that heals with syncs in flight (its state may be torn) returns to their starting
+        step."""
         trainer = self.trainer
         aside = trainer.status.aside
         if plan.heal and aside and not any(each.error for each in aside):
@@ -160,9 +162,9 @@ class SyncLoop(Loop):
                 raise InvariantBroken("F1", f"{trainer.name} heals from {trainer.step} to {plan.step} in {plan.key}")
 
     def _start_reductions(self, sync: Sync, plan: Plan) -> None:
-        """Start all its reductions, at once."""
+        """Start all reductions of a sync at once."""
         trainer = self.trainer
-        if trainer.status.broken is None or plan.replica_world_size == 1:  # one that is alone needs nobody
+        if trainer.status.broken is None or plan.replica_world_size == 1:  # a lone member needs no peer
             trainer.outside.invariants.started(trainer.host, trainer.rank, plan.key, sync.fragment)
             trainer.note(f"starts fragment {sync.fragment}, with {_syncs(len(self._flight) - 1)} in flight")
         for bucket in range(NUM_BUCKETS):
@@ -173,18 +175,18 @@ class SyncLoop(Loop):
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def _end(self) -> Life:
-        """What is due for the oldest."""
+        """End the oldest sync."""
         oldest = self._flight[0]
         if not self._flight[-1].has_begun:
             yield from self._begin()
             if not self._flight or self._flight[0] is not oldest:
-                return  # it has failed
+                return  # the sync has failed
         self._flight.pop(0)
         self.fail_if_asked(oldest.number)
         yield from self._conclude(oldest)
 
     def _conclude(self, sync: Sync) -> Life:
-        """Its end, with a vote or without; a no fails those that were begun after it."""
+        """Conclude a sync, with a vote or without. A no fails the syncs that began after it."""
         trainer = self.trainer
         concluded, vote = yield from trainer.should_commit(sync.number, sync.results)
         reduced: Reduced | None = None
@@ -207,7 +209,7 @@ class SyncLoop(Loop):
                 yield from self._conclude(each)
 
     def _break_off(self) -> Life:
-        """The strategy ends in the middle of what it does, and is entered again."""
+        """End the strategy in the middle of its work. The loop enters it again."""
         trainer = self.trainer
         trainer.breaks_off = False
         if not self._flight:
@@ -221,7 +223,7 @@ class SyncLoop(Loop):
             yield from self._conclude(each)
 
     def not_committed(self, vote: Round, step: int) -> None:
-        """Tell what fails with it."""
+        """Record the syncs that fail with this vote."""
         super().not_committed(vote, step)
         trainer = self.trainer
         trainer.outside.invariants.fell(trainer.host, trainer.rank)
