@@ -1,9 +1,9 @@
-"""Virtual time: a test of a minute takes as long as its events.
+"""Virtual time: a test of one simulated minute takes as long as its events.
 
-Whoever wants something to happen later puts it into a queue; the clock jumps from one entry to the next. Entries of
-one millisecond happen in the order in which they were put in, so that a run is the same every time.
+Callers put future actions into a queue, and the clock jumps from one entry to the next. Entries of one millisecond
+happen in the order of their insertion, so a run is the same every time.
 
-Law of this file: time and order; nothing here knows what happens.
+Law of this file: time and order. Nothing here knows what the actions do.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from dataclasses import dataclass
 
 
 class EventBudgetExceeded(AssertionError):
-    """More happened than the budget allows: somebody goes round in circles (a livelock)."""
+    """An exceeded event budget: a process runs in circles (a livelock)."""
 
 
 @dataclass(slots=True)
 class Timer:
-    """Something that will happen at `at_ms`; `cancel` takes it back."""
+    """An action that will happen at `at_ms`. `cancel` withdraws it."""
 
     at_ms: int
     action: Callable[[], None] | None
 
     def cancel(self) -> None:
-        """Let it not happen; a second time does nothing."""
+        """Cancel the action. A second call has no effect."""
         self.action = None
 
 
 class VirtualClock:
-    """Milliseconds that pass only when the test says so.
+    """Milliseconds that pass only on the test's command.
 
     Args:
-        start_ms: the first now.
-        budget_events: how many entries may happen in all.
+        start_ms: initial time.
+        budget_events: maximum number of events in total.
     """
 
     def __init__(self, *, start_ms: int = 0, budget_events: int = 1_000_000) -> None:
@@ -45,23 +45,23 @@ class VirtualClock:
         self._number = 0
 
     def at(self, at_ms: int, action: Callable[[], None]) -> Timer:
-        """Let `action` happen at `at_ms`, or now if that has passed."""
+        """Schedule `action` for `at_ms`, or for now if that has passed."""
         self._number += 1
         timer = Timer(max(at_ms, self.now_ms), action)
         heapq.heappush(self._queue, (timer.at_ms, self._number, timer))
         return timer
 
     def after(self, delay_ms: int, action: Callable[[], None]) -> Timer:
-        """Let `action` happen `delay_ms` from now."""
+        """Schedule `action` for `delay_ms` from now."""
         return self.at(self.now_ms + delay_ms, action)
 
     def run_until(self, at_ms: int, stop: Callable[[], bool] | None = None) -> bool:
-        """Let everything up to and including `at_ms` happen.
+        """Run all events up to and including `at_ms`.
 
         Args:
-            at_ms: what now is afterwards, unless `stop` ended it before.
-            stop: looked at after every event; True ends the run there.
-        Returns: whether `stop` ended it.
+            at_ms: the time afterwards, unless `stop` ended the run before.
+            stop: called after every event. True ends the run there.
+        Returns: whether `stop` ended the run.
         Raises: EventBudgetExceeded.
         """
         while self._queue and self._queue[0][0] <= at_ms:

@@ -1,4 +1,4 @@
-"""How a step of a simulated trainer ends: its word, where the quorum speaks one, and its vote.
+"""The end of a simulated trainer's step: its word, if the quorum speaks one, and its vote.
 
 Law of this file: the word and the vote of one step, as the step core orders them.
 """
@@ -22,14 +22,14 @@ class Ending:
 
     Args:
         trainer: the rank.
-        number: of a step that was put aside; 0: the open one.
+        number: of a deferred step. 0: the open step.
     """
 
     def __init__(self, trainer: Trainer, number: int) -> None:
         self._trainer = trainer
         self._number = number
         self._heard: Round | None = None  # the round whose word has completed
-        self.vote: Round | None = None  # that was voted on
+        self.vote: Round | None = None  # the round that was voted on
 
     def _plan(self) -> Plan:
         status = self._trainer.status
@@ -39,25 +39,25 @@ class Ending:
         return plan
 
     def _round(self, step: int, *, as_planned: bool = False) -> Round:
-        """Return the round of that step. `as_planned`: this rank may hold another state of it, and recover."""
+        """Return the round of that step. `as_planned`: the plan's state counts, even if this rank holds another one."""
         trainer, plan = self._trainer, self._plan()
         own = trainer.lineage if trainer.step == step and not (as_planned and step == plan.step) else None
         return Round(plan.key, step, own if own is not None else plan.lineage, Purpose.COMMIT)
 
     def speak(self, order: do.SendWord) -> Life:
-        """Send the word of the round, and hear the sum. Returns: the event that tells it."""
+        """Send the word of the round, and hear the sum. Returns: the event that reports it."""
         self._trainer.speaking.send(order)
         return (yield from self.hear(order))
 
     def hear(self, order: do.SendWord | do.HearWord) -> Life:
-        """Hear the sum of a word that was sent. Returns: the event that tells it."""
+        """Hear the sum of a word that was sent. Returns: the event that reports it."""
         vote = self._round(order.round_number, as_planned=True)
         ended = yield from self._trainer.speaking.hear(order, vote, self._plan())
         self._heard = vote if ended.sums is not None else None
         return ended
 
     def cast(self, order: do.CastVote) -> Life:
-        """Vote. Returns: what came of it."""
+        """Vote. Returns: the event that reports the verdict."""
         trainer, plan = self._trainer, self._plan()
         if trainer.status.wishes and not order.leaving:
             trainer.mark("the last holder of the state stayed for another step")
@@ -72,11 +72,11 @@ class Ending:
         return on.VerdictArrived(order.attempt, verdict.yes, verdict.leaves, verdict.stands)
 
     def _tell_word(self, order: do.CastVote, vote: Round, *, is_alone: bool) -> None:
-        """Have it checked what the word of the round has meant for this rank, as its vote shows it."""
+        """Let the invariants check the meaning of the round's word for this rank, as its vote shows it."""
         trainer = self._trainer
         heard = self._heard or (vote if is_alone and order.yes else None)
         if order.why and (trainer.torn or trainer.lineage is None):
-            heard = None  # it does not know its own state any more, and takes no part in what the others agree on
+            heard = None  # the rank no longer knows its own state, so the others agree without it
         trainer.outside.invariants.worded(
             trainer.replica_id, trainer.rank, heard or vote, not order.why if heard is not None else None
         )

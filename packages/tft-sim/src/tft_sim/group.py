@@ -1,6 +1,6 @@
-"""A process group across replicas without tensors: the meeting of those that were configured with one key.
+"""A process group across replicas without tensors: the members that were configured with one key.
 
-Law of this file: who meets whom, what a reduction gives to whom, and which links fail.
+Law of this file: the members of a group, the results of its reductions, and the links that fail.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class _Reduction:
 
 
 class Group:
-    """The meeting of the ranks that were configured with one (key, group rank).
+    """The group of the ranks that were configured with one (key, group rank).
 
-    Its traffic is of the network: across a cut nothing is reduced, and nobody hears that another has left. Each two of
-    its members need a link; who finds that one is bad gives up, and can say whom it did not reach.
+    Its traffic uses the network: across a cut nothing is reduced, and no member hears that another has left. Each two
+    of its members need a link. A member that finds a bad link gives up, and can report the peers that it did not reach.
 
     Args:
-        key, group_rank: what names it.
-        members: replica ids that belong to it.
+        key, group_rank: the name of the group.
+        members: replica ids of its members.
         clock, invariants: of the simulation.
-        spread_ms: gives the time after which a member learns that a reduction is complete.
-        is_cut: whether nothing comes through between two of the members.
-        links: between the members; all work unless given.
-        store: of the member whose rendezvous store is used.
+        spread_ms: returns the time after which a member learns that a reduction is complete.
+        is_cut: whether the network is cut between two of the members.
+        links: between the members. None: all work.
+        store: replica id of the member whose rendezvous store is used.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Group:
         self._links = links or Links()
         self._store = store
         self._unreached: dict[str, list[Unreached]] = {}
-        self._is_timed = False  # a bad link is about to be found out
+        self._is_timed = False  # a timer runs after which members notice a bad link
         self._joined: dict[str, Waiter] = {}
         self._met = False
         self._left: set[str] = set()
         self._reductions: dict[int, _Reduction] = {}
-        self.sticks = False  # by a fault of the network's, no reduction ends
+        self.sticks = False  # a network fault that lets no reduction end
         self._words = Words(members, clock, spread_ms, self._carries_words, self._note_no_word)
 
     def join(self, replica_id: str) -> Waiter:
-        """Configure: resolves to True when all members are here."""
+        """Join the group. The waiter resolves to True when all members are here."""
         waiter = Waiter()
         if self._met or replica_id in self._left:
             waiter.resolve(False)
@@ -87,11 +87,11 @@ class Group:
         return waiter
 
     def unreached_by(self, replica_id: str) -> list[Unreached]:
-        """Whom that member has found that it can't reach."""
+        """Return the bad links that the member has found."""
         return self._unreached.get(replica_id, [])
 
     def abort(self, replica_id: str) -> None:
-        """End that member's own waiting, in the rendezvous or in a reduction."""
+        """End the member's own waits, in the rendezvous or in a reduction."""
         self._words.abort(replica_id)
         waiting = [reduction.waiting.get(replica_id) for reduction in self._reductions.values()]
         for waiter in (self._joined.get(replica_id), *waiting):
@@ -99,7 +99,7 @@ class Group:
                 waiter.resolve(None)
 
     def leave(self, replica_id: str) -> None:
-        """Abort, shut down or die: who has met here can't go on without that member."""
+        """Remove a member that aborts, shuts down or dies. Members that met it here can't go on without it."""
         self._left.add(replica_id)
         if self._met:
             self.look()
@@ -107,10 +107,11 @@ class Group:
             self._joined.pop(replica_id, None)
 
     def reduce(self, number: int, contribution: Contribution) -> Waiter:
-        """Reduce: resolves to `Reduced` when all members have reached it, to None when it fails.
+        """Reduce. The waiter resolves to `Reduced` when all members have contributed, or to None on failure.
 
-        When all have, each learns it a little later; a member that is torn away in between fails it for those who
-        have not learned it yet. So one member may commit what another has lost.
+        After the last contribution each member learns the result a little later. A member that is cut off in between
+        fails the reduction for those that have not learned it yet. So one member may commit a step that another has
+        lost.
         """
         waiter = Waiter()
         reduction = self._reductions.setdefault(number, _Reduction())
@@ -123,7 +124,7 @@ class Group:
         return waiter
 
     def exchange_word(self, step: int, replica_id: str, values: Sequence[int]) -> Waiter:
-        """Exchange the word of a round: resolves to the sum, to None when it fails for this member."""
+        """Exchange the word of a round. The waiter resolves to the sum, or to None if it fails for this member."""
         waiter = Waiter()
         if self._misses(replica_id):
             waiter.resolve(None)
@@ -133,7 +134,7 @@ class Group:
 
     @property
     def word_has_passed(self) -> bool:
-        """Whether every member that waits for a word has it."""
+        """Return whether every member that waits for a word has it."""
         return self._words.has_passed()
 
     def _carries_words(self, one: str, other: str) -> bool:
@@ -141,14 +142,14 @@ class Group:
         return not cut and not self._links.loses_word(one, other, self._group_rank)
 
     def _note_no_word(self, replica_id: str, other: str) -> bool:
-        """A link that loses words is found out; across a cut everything waits."""
+        """Record a link that loses words, and return whether the link does. Across a cut everything waits."""
         lost = self._links.loses_word(replica_id, other, self._group_rank)
         if lost and other not in self._left:
             self._unreached.setdefault(replica_id, []).append(Unreached(other, Via.GROUP, "no word"))
         return lost
 
     def look(self) -> None:
-        """Somebody came, left, or can be reached again: what does that end?"""
+        """Resolve all waits that a change ends: a member came, left, or can be reached again."""
         self._words.look(self._misses)
         self._look_at_links()
         if not self._met and self._all_joined and not self._is_torn_apart():
@@ -161,7 +162,7 @@ class Group:
                     waiter.resolve(None)
             if reduction.complete:
                 if all(waiter.done for waiter in reduction.waiting.values()):
-                    self._reductions.pop(number, None)  # whoever heard of it may have looked in between
+                    self._reductions.pop(number, None)  # a callback of a waiter may have called `look` in between
             elif len(reduction.given) == len(self._members) and not self._is_torn_apart() and not self.sticks:
                 self._complete(number, reduction)
 
@@ -179,7 +180,7 @@ class Group:
             waiter.resolve(result)
 
     def _misses(self, replica_id: str) -> bool:
-        """Whether that member sees that another one has left."""
+        """Return whether the member sees that another one has left."""
         return any(gone == replica_id or not self._is_cut(gone, replica_id) for gone in self._left)
 
     def _is_torn_apart(self) -> bool:
@@ -197,7 +198,7 @@ class Group:
         return [pair for pair in permutations(self._members, 2) if self._links.is_bad(*pair, Via.GROUP)]
 
     def _look_at_links(self) -> None:
-        """Where all have come, or reduce, each that uses a bad link finds out after a while."""
+        """Start a timer if all members have come or reduce, and a link is bad: its users notice it after a while."""
         used = self._all_joined if not self._met else any(not each.complete for each in self._reductions.values())
         if used and not self._is_timed and self._bad_links():
             self._is_timed = True

@@ -1,8 +1,9 @@
-"""Bad links by chance: which links of a simulated job fail, and for how long.
+"""Random bad links: the links of a simulated job that fail, and for how long.
 
-In some of these jobs a few links are still bad when all other faults have stopped, and the job must go on (R1).
+In some of these jobs a few links are still bad when all other faults have stopped. The job must still make progress
+(R1).
 
-Law of this file: choosing by chance, from a stream of random numbers of its own.
+Law of this file: random choice, from its own stream of random numbers.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class LinkFaults:
     """The bad links of one job.
 
     Args:
-        cluster: whose.
-        rng: chooses.
+        cluster: of the job.
+        rng: makes the random choices.
         is_calm: whether faults have stopped.
     """
 
@@ -41,16 +42,19 @@ class LinkFaults:
         self._passing = (self._one_store, self._state)
 
     def begin(self) -> None:
-        """Let links fail from some time on."""
+        """Schedule the first bad link."""
         self._cluster.clock.after(self._rng.randint(1_000, 6_000), self._next)
 
     def lasted_ms(self) -> int:
-        """Since when a link was bad for the first time: no pause is longer than that and the first pause."""
+        """Return the time since the first bad link. No pause is longer than this plus the first pause."""
         return self._cluster.clock.now_ms - self._first_ms if self._first_ms is not None else 0
 
     def stay(self) -> bool:
-        """All links are mended, and perhaps a few are cut for good. Returns: whether they are, and the job can go on:
-        whoever holds its state has others enough that all reach one another."""
+        """Mend all links, and perhaps cut a few for good.
+
+        Returns: whether links stay bad and the job can go on. It can if every possible holder of its state is in a
+            large enough set of replicas that all reach one another.
+        """
         self._cluster.links.mend()
         if self._rng.random() >= STAYS_SHARE:
             return False
@@ -111,7 +115,7 @@ class LinkFaults:
         return [(*self._two(), Via.STATE)]
 
     def _flap(self) -> list[Link]:
-        """It is bad again and again, each time for a moment."""
+        """Let a link fail several times, each time for a moment."""
         self._cluster.marks.hit("links: one that flaps")
         links = both_ways(*self._two())
         for number in range(1, 4):
@@ -127,7 +131,7 @@ class LinkFaults:
 
 
 def is_connected_enough(names: Collection[str], links: Collection[Link], min_replicas: int) -> bool:
-    """Whether each member, whichever holds the state, has others enough that all reach one another."""
+    """Return whether each member, as the holder of the state, has enough others that all reach one another."""
     bad = {frozenset((one, other)) for one, other, via in links if via is Via.GROUP}
     for name in names:
         others = [other for other in sorted(names) if other != name]

@@ -1,6 +1,6 @@
 """The user's training loop as a script: one step after another, with a gradient in each.
 
-Law of this file: what the user does, in which order. What follows from it is decided by the step core.
+Law of this file: the user's actions and their order. The step core decides the consequences.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tft_sim.waiting import Life, UserError
 if TYPE_CHECKING:
     from tft_sim.trainer import Trainer
 
-NUM_BUCKETS = 2  # reductions in a step: what one death tears between
+NUM_BUCKETS = 2  # reductions in a step; one death can come between them
 POLL_MS = 50
 
 
 class Loop:
-    """A training loop, and what each kind of them has in common.
+    """A training loop, and the common part of all kinds of loops.
 
     Args:
-        trainer: whose.
+        trainer: the trainer that runs the loop.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -50,7 +50,7 @@ class Loop:
         return status.left or (self.trainer.finished_step is not None and status.verdict is True)
 
     def one_step(self) -> Life:
-        """Ask, compute, reduce and vote. A fork of time: the plan comes before the forward pass, or while it runs."""
+        """Ask, compute, reduce and vote. The plan comes before the forward pass, or while it runs."""
         trainer = self.trainer
         yield from self.load_by_hand()
         if not (yield from trainer.quorum.start()):
@@ -74,7 +74,7 @@ class Loop:
         yield from self.concluded(concluded, vote, reduced)
 
     def forward(self) -> Life:
-        """Compute for a while; a step that is known to have no quorum is cut short."""
+        """Compute for a while. A step without a quorum is cut short."""
         trainer = self.trainer
         trainer.phase = "forward"
         step_ms = round(trainer.outside.step_ms(trainer) * trainer.share)
@@ -84,7 +84,7 @@ class Loop:
         yield from trainer.hang_if_asked("forward")
 
     def _reduce(self, plan: Plan) -> Life:
-        """Reduce all buckets. Returns: what came of them; None: one of them was lost."""
+        """Reduce all buckets. Returns: the combined result. None: a reduction was lost."""
         trainer = self.trainer
         gradients: list[str] = []
         numbers: list[int] = []
@@ -102,7 +102,7 @@ class Loop:
     # --- in common --------------------------------------------------------------------------------------------------
 
     def between_steps(self) -> Life:
-        """Do what the user does there."""
+        """Pause between two steps, if a script or a fault wants it."""
         trainer = self.trainer
         if trainer.late_ms:
             late_ms, trainer.late_ms = trainer.late_ms, 0
@@ -112,7 +112,8 @@ class Loop:
             yield trainer.sleep(late_ms)
 
     def load_by_hand(self) -> Life:
-        """Load another state, if the user is about to; what was asked before is about the state that was."""
+        """Load another state, if the user is about to. A pending request is answered first: it is about the old
+        state."""
         trainer = self.trainer
         self._save_or_load()
         if trainer.loads_step is None or trainer.loads_inside:
@@ -124,7 +125,7 @@ class Loop:
         trainer.weights = f"by hand/{trainer.rank}"
 
     def _save_or_load(self) -> None:
-        """Keep a durable checkpoint; go back to it when a commit has failed since."""
+        """Save a durable checkpoint, or load it if a commit has failed since."""
         trainer = self.trainer
         if trainer.save_once and not trainer.torn:
             trainer.save_once = False
@@ -136,7 +137,7 @@ class Loop:
             trainer.weights = weights
 
     def fail_if_asked(self, number: int = 0) -> None:
-        """Report an error of the user's own. `number`: of a step that was put aside; 0: in the open one."""
+        """Report an error of the user's own. `number`: of a deferred step. 0: the open step."""
         trainer = self.trainer
         if not trainer.fails_once:
             return
@@ -162,7 +163,7 @@ class Loop:
             yield from trainer.hang_if_asked("optimizer")
 
     def commit(self, plan: Plan, vote: Round, reduced: Reduced) -> None:
-        """Step."""
+        """Step the optimizer."""
         trainer, outside = self.trainer, self.trainer.outside
         text = "|".join((trainer.weights, *reduced.gradients))
         trainer.weights = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -174,13 +175,13 @@ class Loop:
             trainer.mark("a lost step was committed again by others")
         tears, trainer.tears_once = trainer.tears_once, False
         if tears or outside.optimizer_raises(trainer):
-            # Half of the parameters may have been written.
+            # A part of the parameters may have been written.
             trainer.note("raises in its optimizer: its state is torn")
             trainer.tell(on.StateTorn())
             trainer.weights = f"torn/{trainer.name}"
 
     def not_committed(self, vote: Round, step: int) -> None:
-        """Tell the story of a step that was not committed."""
+        """Record a step that was not committed."""
         trainer = self.trainer
         trainer.mark("a commit failed")
         if trainer.outside.invariants.was_committed(vote, trainer.rank):

@@ -1,6 +1,6 @@
-"""Where in its step a simulated trainer is: what its beats tell, and what the watches hold against that.
+"""The position of a simulated trainer in its step: what its beats report, and what the watches compare.
 
-Law of this file: the place of the training thread, its hangs and its time; what it does there is the loop's.
+Law of this file: the position of the training thread, its hangs and its time. The loop decides the thread's work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PHASES = {
     "reduction": Phase.REDUCING,
     **dict.fromkeys(OUTSIDE, Phase.OUTSIDE),
 }
-Hanging = Literal["forward", "optimizer"]  # where in its step a trainer hangs
+Hanging = Literal["forward", "optimizer"]  # positions in a step where a trainer can hang
 
 
 class Place(Process):
@@ -37,21 +37,21 @@ class Place(Process):
     Args:
         name: of the process.
         clock: of the simulation.
-        core: of its step.
-        outside: told of hangs.
+        core: its step core.
+        outside: receives hangs.
     """
 
     def __init__(self, name: str, clock: VirtualClock, core: StepCore, outside: Outside) -> None:
         self._phase = "start"
         self._core = core
         self._outside = outside
-        self.says_long_wait: Callable[[], None] = lambda: None  # to its manager server, out of turn
+        self.says_long_wait: Callable[[], None] = lambda: None  # sends an extra message to its manager server
         self.phase_since_ms = clock.now_ms
-        self.stopped_since_ms = 0  # the last time
-        self.is_seen_running = False  # by its kernel, though it says nothing
-        self.stop_seen_ms = 0, 0  # from when to when its kernel saw it stopped, the last time
-        self.busy = Stretches()  # with its own work, in a step that is not excused, or stopped
-        self.reducing = Stretches()  # in one reduction
+        self.stopped_since_ms = 0  # start of the newest stop
+        self.is_seen_running = False  # its kernel sees it running, although it sends nothing
+        self.stop_seen_ms = 0, 0  # start and end of the newest stop that its kernel saw
+        self.busy = Stretches()  # busy with its own work in a step that is not excused, or stopped
+        self.reducing = Stretches()  # waiting in one reduction
         self.own_time = OwnTime()
         self.will_hang: Hanging | None = None
         self._hang: Waiter | None = None
@@ -59,12 +59,12 @@ class Place(Process):
 
     @property
     def plan(self) -> Plan | None:
-        """Of the attempt that was begun last."""
+        """Return the plan of the newest attempt."""
         return self._core.status.plan
 
     @property
     def excused(self) -> bool:
-        """Whether the running step may take any time."""
+        """Return whether the current step may take any time."""
         status = self._core.status
         return status.excused or status.pends
 
@@ -72,7 +72,7 @@ class Place(Process):
 
     @property
     def phase(self) -> str:
-        """Where in its step it is, one word."""
+        """Return its position in its step, as one word."""
         return self._phase
 
     @phase.setter
@@ -87,7 +87,8 @@ class Place(Process):
             self.after(WAITS_MS, lambda: self._say_if_waits(since_ms))
 
     def moved(self) -> None:
-        """Take its place anew: it has a quorum now, or none, while its training went on."""
+        """Restart the time of the current phase: the quorum is known now, or there is none, while the training went
+        on."""
         self.phase = self._phase
 
     def _say_if_waits(self, since_ms: int) -> None:
@@ -96,7 +97,7 @@ class Place(Process):
 
     def _note_stretches(self, *, anew: bool = False) -> None:
         if not self.alive:
-            return  # a stopped one whose host is gone stays silent, whoever would wake it up
+            return  # a stopped process whose host is gone stays silent, whoever resumes it
         now_ms, stopped = self.clock.now_ms, self.state is State.STOPPED
         inside = self._phase not in OUTSIDE
         self.busy.now((stopped and inside) or (self._phase in OWN and not self.excused), now_ms)
@@ -104,13 +105,13 @@ class Place(Process):
 
     @property
     def progress_phase(self) -> Phase:
-        """Where in its step it is, as its beats tell it."""
+        """Return its position in its step, as its beats report it."""
         if self._phase in OWN and self._core.status.pends:
             return Phase.WAITING
         return PHASES.get(self._phase, Phase.WAITING)
 
     def progress(self) -> Progress:
-        """Return what its beats tell."""
+        """Return what its beats report."""
         status = self._core.status
         is_between = status.plan is None or not (status.is_open or status.num_deferred)
         return Progress(
@@ -125,7 +126,7 @@ class Place(Process):
     # --- stops and hangs --------------------------------------------------------------------------------------------
 
     def hold_lock(self) -> None:
-        """Hold the interpreter's lock until `resume`: it says and hears nothing, and its kernel sees it run."""
+        """Hold the interpreter's lock until `resume`: it neither speaks nor hears, and its kernel sees it running."""
         self._note_stop()
         self.stop()
         self.is_seen_running = True
@@ -135,7 +136,7 @@ class Place(Process):
             self.stop_seen_ms = self.stopped_since_ms, self.clock.now_ms
 
     def stop(self) -> None:
-        """SIGSTOP; to the others as if it held its interpreter's lock, but for whoever asks the kernel."""
+        """Stop with SIGSTOP. Only the kernel can tell this from a held interpreter lock."""
         self.is_seen_running = False
         was_running = self.state is State.RUNNING
         super().stop()
@@ -146,14 +147,14 @@ class Place(Process):
                 self._hangs_now()
 
     def end(self, *, vanish: bool = False) -> None:
-        """Be killed, or gone with its host; a stop ends with that."""
+        """End, killed or gone with its host. A stop ends with that."""
         self._note_stop()
         if self.state is State.STOPPED:
             self.running_since_ms = self.clock.now_ms
         super().end(vanish=vanish)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Resume with SIGCONT."""
         self._note_stop()
         super().resume()
         self._note_stretches()
@@ -163,17 +164,17 @@ class Place(Process):
 
     @property
     def hangs(self) -> bool:
-        """Whether it does, for ever unless `wake` is called."""
+        """Return whether it hangs. A hang lasts until `wake`."""
         return self._hang is not None and not self._hang.done
 
     def wake(self) -> None:
-        """If it hangs or would, it does no more."""
+        """End its hang, or the hang that is due."""
         self.will_hang = None
         if self._hang is not None:
             self._hang.resolve(None)
 
     def hang_if_asked(self, where: Hanging) -> Life:
-        """Hang there, if a script or a fault wants it, in a step that is not excused."""
+        """Hang there if a script or a fault wants it, in a step that is not excused."""
         if self.will_hang != where or self.excused:
             return
         self.will_hang = None
@@ -188,13 +189,13 @@ class Place(Process):
         self.note("hangs no more")
 
     def note(self, text: str) -> None:
-        """Tell whoever tells the story."""
+        """Report an event to the transcript."""
         raise NotImplementedError
 
     # --- running ----------------------------------------------------------------------------------------------------
 
     def spawn(self, life: Life) -> Waiter:
-        """Run a thread of this process. Returns: resolved with what it returns."""
+        """Run a thread of this process. Returns: a waiter that resolves to the thread's result."""
         done = Waiter()
 
         def go_on(value: Any) -> None:
@@ -209,13 +210,13 @@ class Place(Process):
         return done
 
     def sleep(self, delay_ms: int) -> Waiter:
-        """Resolve after so long."""
+        """Return a waiter that resolves after that time."""
         waiter = Waiter()
         self.after(delay_ms, lambda: waiter.resolve(None))
         return waiter
 
     def within(self, waiter: Waiter, timeout_ms: int) -> Waiter:
-        """Return the same, but None when the time-out passes first."""
+        """Return the same waiter, which resolves to None if the timeout passes first."""
         timer = self.clock.after(timeout_ms, lambda: waiter.resolve(None))
         waiter.then(lambda _: timer.cancel())
         return waiter

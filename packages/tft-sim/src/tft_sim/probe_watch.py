@@ -1,7 +1,7 @@
-"""The watch over silence while others wait: who is lost by a second of it, and who should have been.
+"""The watch over silence while others wait: which replicas are lost after a second of it, and which should be.
 
-Law of this file: looking on, as in `invariants.py`; it looks at messages and at the clock, and where a stop
-is said, at the process.
+Law of this file: observe only, as in `invariants.py`. It sees messages and the clock. For a reported stop it also sees
+the process.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ UNANSWERED_MS = 500
 PROBE_EVERY_MS = 500
 SAID_FOR_MS = 2_500
 STOPPED_MS = 400
-BOUND_MS = 1_300  # of silence while most others wait: a second, a wait that is said late, two ticks
-CALM_MS = 250  # answers that take no longer show a way on which nothing is late
-HEARD_MS = 300  # ago at most: a witness
+BOUND_MS = 1_300  # of silence while most others wait: a second, a late report of a wait, two ticks
+CALM_MS = 250  # answers that take no longer show that nothing on the way is late
+HEARD_MS = 300  # maximum age of a witness's newest message
 FLAPS_MOST = 3
 
 
 @dataclass(slots=True)
 class _Known:
-    """Of one replica, on its newest stream."""
+    """The facts about one replica, on its newest stream."""
 
     job: str
     answers_probes: bool
@@ -44,14 +44,15 @@ class _Known:
 
 
 class ProbeWatch:
-    """Whether one life of a lighthouse loses by a second of silence those that are silent, and soon, P5 (protocol.md
-    section 1).
+    """The check P5 for one life of a lighthouse: replicas lost after a second of silence are silent, and are lost soon.
+
+    Source: protocol.md section 1.
 
     Args:
         timeouts: of the lighthouse.
-        now_ms: when it starts.
-        lives: whether a session of a replica of that job stands.
-        is_stopped: whether a replica of that id was stopped just now, and for so long, by what its processes do.
+        now_ms: start time of the lighthouse.
+        lives: whether a replica of that job has a session.
+        is_stopped: whether a replica was recently stopped for that time, by the state of its processes.
     """
 
     def __init__(
@@ -64,17 +65,18 @@ class ProbeWatch:
         self._timeouts = timeouts
         self._lives = lives
         self._is_stopped = is_stopped
-        self._looked_ms = now_ms  # when it was last awake
-        self._late_ms = now_ms  # when it was held up last
+        self._looked_ms = now_ms  # time of its last activity
+        self._late_ms = now_ms  # time of its last delay
         self._hellos: dict[int, events.HelloReceived] = {}
-        self._streams: dict[int, str] = {}  # the newest of each replica that is welcome
+        self._streams: dict[int, str] = {}  # newest stream of each welcomed replica
         self._known: dict[str, _Known] = {}
-        self._members: dict[str, tuple[frozenset[str], int]] = {}  # of each job, and when they were answered last
-        self._holders: dict[str, frozenset[str]] = {}  # who held the state that they started from
+        # members of each job's quorum, and the time of their last answer
+        self._members: dict[str, tuple[frozenset[str], int]] = {}
+        self._holders: dict[str, frozenset[str]] = {}  # holders of the state that the quorum started from
         self._broke_ms: dict[str, list[int]] = {}
 
     def heard(self, event: events.LighthouseEvent, now_ms: int) -> None:
-        """It hears something, and is about to decide."""
+        """Record an event that the lighthouse receives before it decides."""
         self.looks(now_ms)
         if isinstance(event, events.HelloReceived):
             self._hellos[event.stream] = event
@@ -98,7 +100,7 @@ class ProbeWatch:
                 known.sent_ms = {number: at for number, at in known.sent_ms.items() if number > event.number}
 
     def decided(self, order: effects.LighthouseEffect, now_ms: int) -> None:
-        """It decides something."""
+        """Record and check an effect that the lighthouse decides."""
         match order:
             case effects.Welcome():
                 hello = self._hellos[order.stream].hello
@@ -152,11 +154,11 @@ class ProbeWatch:
         self._holders[known.job] = _holders(order.quorum) if isinstance(order, effects.AnswerQuorum) else members
 
     def _is_spared(self, job: str, name: str) -> bool:
-        """Whether it is the last that holds the state of its job."""
+        """Return whether the replica is the last holder of its job's state."""
         return {each for each in self._holders.get(job, ()) if self._lives(job, each)} == {name}
 
     def looks(self, now_ms: int) -> None:
-        """It is awake, and about to look at the clock."""
+        """Record that the lighthouse is awake, before it handles an event or a tick."""
         if now_ms - self._looked_ms >= self._timeouts.quorum_tick_ms + self._timeouts.reconnect_grace_ms:
             self._late_ms = now_ms
             for known in self._known.values():
@@ -164,7 +166,7 @@ class ProbeWatch:
         self._looked_ms = now_ms
 
     def ticked(self, now_ms: int) -> None:
-        """It has looked at the clock: nobody is silent for long any more while most others wait for it."""
+        """Check after a tick that no member is silent for long while most others wait for it."""
         for job, (members, _) in self._members.items():
             here = [name for name in sorted(members) if name in self._known]
             for name in here:
@@ -198,7 +200,7 @@ class ProbeWatch:
         if not suspect.answers_probes or not suspect.answers_ms or self._flaps(name, now_ms):
             raise InvariantBroken("P5", f"{name} is lost by silence, and is one to be judged by heartbeat_timeout")
         if suspect.job not in self._members:
-            return  # it has formed no quorum itself, and was told of one
+            return  # the replica has formed no quorum itself, and was told of one
         members, formed_ms = self._members[suspect.job]
         others = [self._known[each] for each in members if each in self._known and each != name]
         waited = sum(1 for each in others if each.sign_ms > oldest_ms and self._waits(each, formed_ms, now_ms))
@@ -208,7 +210,7 @@ class ProbeWatch:
     @staticmethod
     def _waits(each: _Known, formed_ms: int, now_ms: int) -> bool:
         if each.asked_ms is not None:
-            return True  # for how long only who has seen the request before this one knows
+            return True  # the duration is known only to watches that saw the earlier request
         return each.said_ms is not None and each.said_ms > formed_ms and now_ms - each.said_ms < SAID_FOR_MS
 
     def _flaps(self, name: str, now_ms: int) -> bool:
@@ -220,5 +222,5 @@ def _holders(quorum: Quorum) -> frozenset[str]:
     try:
         common = assign(quorum)
     except ProtocolError:
-        return frozenset()  # all of them are torn
+        return frozenset()  # all members are torn
     return frozenset(quorum.replica_ids[rank] for rank in common.up_to_date) if common.step > 0 else frozenset()

@@ -1,9 +1,9 @@
 """A process of the simulated cluster: it runs, is stopped, is killed, or its host is gone.
 
-Everything that happens to a process goes through `run`, so that a stopped one (SIGSTOP) does it all when it wakes up,
-in order, and a dead one never does.
+All actions of a process go through `run`. So a stopped process (SIGSTOP) performs them in order when it resumes, and a
+dead one never does.
 
-Law of this file: life and death of one process; what it does is the business of whoever derives from it.
+Law of this file: life and death of one process. Its subclasses define its work.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tft_sim.clock import Timer, VirtualClock
 
 
 class State(enum.Enum):
-    """What the rest of the cluster sees of a process."""
+    """The state of a process, as the rest of the cluster sees it."""
 
     RUNNING = "running"
-    STOPPED = "stopped"  # SIGSTOP: its connections stay open, nothing is read or sent
+    STOPPED = "stopped"  # SIGSTOP: its connections stay open, and nothing is read or sent
     KILLED = "killed"  # its kernel closes its connections
-    VANISHED = "vanished"  # its host is gone: nobody is told anything
+    VANISHED = "vanished"  # its host is gone: no process is told anything
 
 
 class Process:
@@ -40,27 +40,27 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it exists, stopped or not."""
+        """Return whether the process exists, stopped or not."""
         return self.state in (State.RUNNING, State.STOPPED)
 
     def run(self, action: Callable[[], None]) -> None:
-        """Do it now, on waking up, or never."""
+        """Perform an action now, on resuming, or never."""
         if self.state is State.RUNNING:
             action()
         elif self.state is State.STOPPED:
             self._inbox.append(action)
 
     def after(self, delay_ms: int, action: Callable[[], None]) -> Timer:
-        """A timer of this process."""
+        """Start a timer of this process."""
         return self.clock.after(delay_ms, lambda: self.run(action))
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Stop with SIGSTOP."""
         if self.state is State.RUNNING:
             self.state = State.STOPPED
 
     def resume(self) -> None:
-        """SIGCONT: everything that came in between happens now."""
+        """Resume with SIGCONT: all actions that came in between happen now."""
         if self.state is not State.STOPPED:
             return
         self.state = State.RUNNING
@@ -69,7 +69,7 @@ class Process:
             self._inbox.pop(0)()
 
     def end(self, *, vanish: bool = False) -> None:
-        """Killed, or gone with its host."""
+        """End the process: it was killed, or its host is gone."""
         if self.alive:
             self.state = State.VANISHED if vanish else State.KILLED
             self._inbox.clear()

@@ -1,6 +1,6 @@
-"""How a step of a simulated trainer begins: the comparison of states, the request, its answer, the process group.
+"""The start of a simulated trainer's step: the comparison of states, the request, its answer, the process group.
 
-Law of this file: telling the core what came, and performing what it orders, beside the training thread.
+Law of this file: report events to the core, and perform its orders, beside the training thread.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Quorum:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._known = Waiter()  # the plan is here and the group built, or there is none
+        self._known = Waiter()  # resolved when the plan has arrived and the group is built, or there is none
         self._known.resolve(None)
 
     @property
     def is_known(self) -> bool:
-        """Whether the plan is here and the group built, or there is none."""
+        """Return whether the plan has arrived and the group is built, or there is none."""
         return self._known.done
 
     def start(self) -> Life:
-        """Begin a step. Returns: whether one was begun; else this replica has left."""
+        """Begin a step. Returns: whether a step began. False: this replica has left."""
         trainer = self._trainer
         if trainer.tell(on.StartAsked()):
             return False
@@ -80,14 +80,14 @@ class Quorum:
         digests = (yield trainer.outside.gather(trainer, name, own)) if trainer.world_size > 1 else (own,)
         if digests is None or not all(digests):
             trainer.mark("a state could not be compared")
-            trainer.weights = sound  # what is not compared nobody can find
+            trainer.weights = sound  # an undetectable corruption is undone, because a failed comparison can't find it
             trainer.tell(on.StateCompared(None))
         else:
             trainer.mark("states were compared")
             trainer.tell(on.StateCompared(hashlib.blake2b("|".join(digests).encode(), digest_size=16).digest()))
 
     def wait(self) -> Life:
-        """Wait until the plan is here and the group built, or there is no plan."""
+        """Wait until the plan has arrived and the group is built, or there is no plan."""
         trainer = self._trainer
         if not self._known.done:
             trainer.phase = "quorum"
@@ -148,7 +148,7 @@ class Quorum:
         group = trainer.group = trainer.outside.group(plan.key, trainer.rank, plan.replica_ids, plan.store_replica_id)
         trainer.group_since_ms = trainer.clock.now_ms
         joined = yield trainer.within(group.join(trainer.replica_id), trainer.outside.timeouts.timeout_ms)
-        # It may have been aborted by what it heard when it was stopped, just after they met.
+        # The group may have been aborted by a message that was read after a stop, just after the members met.
         if not joined or trainer.group is not group:
             trainer.mark("a rendezvous failed")
             trainer.note("can't meet the others of its quorum")

@@ -1,7 +1,7 @@
-"""How a state crosses between simulated trainers: who gives it, who fetches it, and what a rank does in each stage.
+"""The transfer of a state between simulated trainers: its source, its destination, and a rank's work in each stage.
 
-Law of this file: performing what the core orders about states, with a digest for a state. Which stage comes next, and
-what a failure means, is the core's.
+Law of this file: perform the core's orders about states, with a digest for a state. The core decides the next stage,
+and what a failure means.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SOURCE_SILENT_MS = 1_000  # then another source is asked
 
 
 class LoadFailed(Exception):
-    """A function of the user's that loads a state raised."""
+    """An error raised by the user's function that loads a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A rank's live state as it was at a step boundary: under which key it is offered, and the core's part of it."""
+    """A rank's live state at a step boundary: the key under which it is offered, and the core's part of it."""
 
     key: QuorumKey
     held: Held
@@ -39,7 +39,7 @@ class Snapshot:
 
 
 class Recovery:
-    """The exchange of state, as one rank takes part in it.
+    """The exchange of state, from one rank's side.
 
     Args:
         trainer: the rank.
@@ -48,35 +48,35 @@ class Recovery:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self.snapshot: Snapshot | None = None
-        self.refuses: Plan | None = None  # whose state it could not give
+        self.refuses: Plan | None = None  # plan whose state this rank could not give
         self.poor_sources: set[str] = set()
-        self.is_silent_source = False  # its state server accepts, and sends nothing
-        self.snapshots_late = False  # by a mistake
+        self.is_silent_source = False  # its state server accepts connections and sends nothing
+        self.snapshots_late = False  # snapshots are taken too late, as a simulated mistake
         self._late: do.Serve | None = None
-        self._newcomer = ""  # who asked, as a hint says that nothing has come of yet
-        self._early: tuple[Held, dict[str, Any]] | None = None  # its state at the boundary, taken on such a hint
+        self._newcomer = ""  # replica that asks, by a hint that has led to nothing yet
+        self._early: tuple[Held, dict[str, Any]] | None = None  # state at the boundary, taken on such a hint
         self._lost: set[tuple[QuorumKey, str]] = set()  # members that serve nothing more
-        self._fetching: Waiter | None = None  # of the plan's reference, in the background
-        self._plan: Plan | None = None  # of that
-        self._chunk: Waiter | None = None  # that is on its way
+        self._fetching: Waiter | None = None  # the fetch of the plan's reference, in the background
+        self._plan: Plan | None = None  # plan of that fetch
+        self._chunk: Waiter | None = None  # the chunk on its way
         self._fetched: Snapshot | None = None
         self._is_loading = False
         self.failed_loads = 0
-        self.astray = 0  # how often its memory was wrong
+        self.astray = 0  # number of corruptions of its memory
         self._was_torn = False
         self._started_ms = 0
         self._received_bytes = 0
         self._refused: set[str] = set()
-        self._silent_ms: dict[str, int] = {}  # since when sources of this transfer have sent nothing
+        self._silent_ms: dict[str, int] = {}  # start of the silence of each source of this transfer
 
     # --- giving -----------------------------------------------------------------------------------------------------
 
     def heard_of_newcomer(self, replica_id: str) -> None:
-        """Hear that somebody asks who will heal."""
+        """Record the hint that a replica asks that will heal."""
         self._newcomer = replica_id
 
     def take_early(self) -> None:
-        """Take the state at the boundary, if somebody was said to ask; under which key it goes is not known yet."""
+        """Take the state at the boundary after such a hint. The key under which it is offered is not known yet."""
         status, settings = self._trainer.status, self._trainer.settings
         self._early = None
         readable = not status.torn and status.lineage is not None and not self.snapshots_late
@@ -85,7 +85,7 @@ class Recovery:
         self._newcomer = ""
 
     def planned(self, plan: Plan) -> None:
-        """Offer what was taken early under the plan's key, if somebody heals from it; else it was taken in vain."""
+        """Offer the early snapshot under the plan's key if a replica heals from it. Discard it otherwise."""
         trainer = self._trainer
         self._lost = {(key, name) for key, name in self._lost if key >= plan.key}
         early, self._early = self._early, None
@@ -101,14 +101,15 @@ class Recovery:
         self.snapshot = Snapshot(plan.key, held, own)
 
     def offers(self, plan: Plan | None) -> bool:
-        """Whether it has offered this plan's state. A key can stand while its plan is told anew, of another step."""
+        """Return whether this plan's state is offered. A key can stand while its plan is sent again, for another
+        step."""
         offered = self.snapshot
         if plan is None or offered is None:
             return False
         return (offered.key, offered.held.step, offered.held.lineage) == (plan.key, plan.step, plan.lineage)
 
     def refuse(self, plan: Plan) -> None:
-        """Tell those that wait for that plan's state that it can't be had from here."""
+        """Tell the waiting replicas that this rank can't give that plan's state."""
         self._trainer.mark("a state was refused to those that wait for it")
         self.refuses = plan
 
@@ -129,7 +130,7 @@ class Recovery:
         self.snapshot = Snapshot(order.plan.key, trainer.state_held, dict(order.own))
 
     def step_ended(self) -> None:
-        """Take the state after the optimizer has stepped, by a mistake."""
+        """Take the snapshot after the optimizer has stepped, as the simulated mistake wants it."""
         order, self._late = self._late, None
         if order is not None:
             self._offer(order, "after the vote")
@@ -137,7 +138,7 @@ class Recovery:
     # --- the exchange, on the training thread -------------------------------------------------------------------------
 
     def exchange(self) -> Life:
-        """Give or take state, if the plan says so."""
+        """Give or take state, if the plan orders it."""
         trainer = self._trainer
         orders = trainer.tell(on.ExchangeAsked(self.offers(trainer.plan)))
         while orders:
@@ -147,7 +148,7 @@ class Recovery:
             orders = trainer.tell(told) if told is not None else ()
 
     def _do(self, order: do.Effect) -> Life:
-        """Perform one stage. Returns: what came of it."""
+        """Perform one stage. Returns: the event that reports its outcome."""
         trainer = self._trainer
         match order:
             case do.Serve(attempt):
@@ -210,7 +211,7 @@ class Recovery:
         return on.StageEnded(Stage.LOAD)
 
     def ended(self, report: do.ReportHealed | do.ReportHealFailed) -> None:
-        """Tell the story."""
+        """Record the end of a recovery."""
         trainer = self._trainer
         if isinstance(report, do.ReportHealFailed):
             trainer.mark("a healing failed")
@@ -239,12 +240,12 @@ class Recovery:
         self._fetching = self._trainer.spawn(self._fetch(plan))
 
     def end_fetch(self) -> None:
-        """End the fetch, if one runs."""
+        """End the current fetch."""
         self._plan = None
         self._go_on()
 
     def lost(self, notice: LossNotice) -> None:
-        """Hear that a member of a quorum is lost; one that lives still serves."""
+        """Record that a member of a quorum is lost. A live one still serves."""
         if not notice.lives:
             self._lost.add((notice.key, notice.replica_id))
 
@@ -262,7 +263,8 @@ class Recovery:
         return all((plan.key, source.replica_id) in self._lost for source in plan.sources)
 
     def _fetch(self, plan: Plan) -> Life:
-        """The reference of the plan from the first source that serves it; the others carry on where one ends."""
+        """Fetch the plan's reference from the first source that serves it. The other sources continue where one
+        ends."""
         trainer = self._trainer
         trainer.note(f"heals from {plan.sources[0].replica_id}, step {plan.step}")
         self._refused.clear()
@@ -320,7 +322,7 @@ class Recovery:
         return None
 
     def _is_waited_for(self, source: str) -> bool:
-        """Whether a source that sends nothing has had less than a second for it."""
+        """Return whether the source has been silent for less than a second."""
         since_ms = self._silent_ms.setdefault(source, self._trainer.clock.now_ms)
         if self._trainer.clock.now_ms - since_ms < SOURCE_SILENT_MS:
             return True

@@ -1,10 +1,10 @@
 """Scenarios as transcripts: a command, four dashes, what happened.
 
-A transcript is a test and a page of documentation at once. The commands drive a simulated cluster (real cores, virtual
-time, nothing left to chance); the output tells who formed a quorum and why, who healed from whom, who committed. When
-the behaviour changes on purpose, the transcripts are written anew and the change is read as a difference of texts.
+A transcript is a test and a page of documentation at once. The commands drive a simulated cluster with real cores, in
+virtual time, without randomness. The output shows which replicas formed a quorum and why, healed, and committed. After
+an intended change of behaviour the transcripts are generated again, and the change appears as a text difference.
 
-Law of this file: parsing commands, calling the cluster's verbs, telling what happened.
+Law of this file: parse commands, call the cluster's verbs, report what happened.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tft_sim.trainer import Trainer, TrainerSettings
 SEPARATOR = "----"
 MOST_MS = 120_000  # no `until` waits longer than this
 LIGHTHOUSES = ("lighthouse", "lighthouse2")
-PATIENT = StragglerPolicy(patience_ms=2_000)  # its beats come every 500 ms
+PATIENT = StragglerPolicy(patience_ms=2_000)  # beats come every 500 ms
 QUIET = ("commits step", "stands unchanged", "offers step", "has taken its state early in vain")
-MOMENT_MS = 20  # what several tell within it is told together
+MOMENT_MS = 20  # equal reports of several members within this time become one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Block:
 
 
 class ScenarioError(AssertionError):
-    """A transcript has a command that does not exist or can't be done; the message names it."""
+    """A transcript command that does not exist or can't be performed. The message names it."""
 
 
 def parse(text: str) -> list[Block]:
-    """Read a transcript: blocks of comment lines (`# …`), one command line, `----`, output up to an empty line."""
+    """Parse a transcript: blocks of comment lines (`# …`), one command line, `----`, output up to an empty line."""
     blocks: list[Block] = []
     for paragraph in text.strip().split("\n\n"):
         lines = paragraph.split("\n")
@@ -62,9 +62,9 @@ def parse(text: str) -> list[Block]:
 
 
 def play(text: str) -> str:
-    """Run a transcript's commands; returns the transcript with what really happened as output.
+    """Run a transcript's commands, and return the transcript with the real output.
 
-    Raises: ScenarioError: a command is unknown. InvariantBroken: what happened is against the protocol.
+    Raises: ScenarioError: a command is unknown. InvariantBroken: an event violates the protocol.
     """
     scenario = Scenario()
     parts = []
@@ -77,7 +77,7 @@ def play(text: str) -> str:
 
 
 class Scenario:
-    """A cluster that does what it is told and tells what happened."""
+    """A cluster that performs commands and reports what happens."""
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
@@ -105,13 +105,13 @@ class Scenario:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster; the first command makes it."""
+        """Return the cluster. The first command creates it."""
         if self._cluster is None:
             raise ScenarioError("the first command of a transcript is `cluster`")
         return self._cluster
 
     def do(self, command: str) -> list[str]:
-        """Run one command; returns the lines of its output."""
+        """Run one command, and return the lines of its output."""
         words = shlex.split(command)
         run = self._commands.get(words[0])
         if run is None:
@@ -122,20 +122,20 @@ class Scenario:
         return [*told, *lines] or ["ok"]
 
     def attend(self, cluster: Cluster) -> None:
-        """Tell from now on what happens in that cluster."""
+        """Report from now on what happens in that cluster."""
         self._cluster = cluster
         cluster.observer = self._of_lighthouse
         cluster.foreign_observer = self._of_foreign_lighthouse
         cluster.teller = self._of_trainer
 
     def told(self) -> list[str]:
-        """What has been told since the last command, line by line."""
+        """Return the reports since the last command, line by line."""
         return [self._line(at_ms, text, names) for at_ms, text, names in self._told]
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
     def _tell(self, name: str, text: str) -> None:
-        """One more thing happened; the same of several members within a moment is one line."""
+        """Report an event. Equal reports of several members within a moment become one line."""
         now_ms = self.cluster.clock.now_ms
         if self._wanted and self._wanted in text:
             self._heard.add(name)
@@ -175,7 +175,7 @@ class Scenario:
                 finished = " ".join(order.replica_ids)
                 self._tell(self.cluster.decides, f"the job has ended at step {order.step}, finished by {finished}")
             case effects.RefuseSession() | effects.RefuseRequest():
-                if order.message not in self._refusals:  # whoever is refused may try again and again
+                if order.message not in self._refusals:  # a refused replica may try repeatedly
                     self._refusals.add(order.message)
                     self._tell(self.cluster.decides, f"refuses: {order.message}")
             case effects.NotifyLoss() if order.notice.reason.startswith((STUCK, LEFT_OUT)):
@@ -234,7 +234,7 @@ class Scenario:
             raise ScenarioError(f"there is no replica {name!r}") from None
 
     def _trainers(self, words: list[str]) -> list[Trainer]:
-        """`a` is all ranks of a, `a/1` is one."""
+        """Return the trainers of these names: `a` is all ranks of a, `a/1` is one."""
         found: list[Trainer] = []
         for word in words:
             name, _, rank = word.partition("/")
@@ -262,16 +262,24 @@ class Scenario:
     # --- commands ---------------------------------------------------------------------------------------------------
 
     def _do_cluster(self, words: list[str]) -> Iterable[str]:
-        """cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]: an
-        empty cluster with a lighthouse: torchft's (`foreign`), or a second one besides, `lighthouse2`, of the same
-        cluster (`standby`) or of another (`strangers`). With `fragments=4 in_flight=2` trainers synchronize now and
-        then. With `stragglers=leave-out` (or `warn`, `shrink`) the lighthouse looks at their paces. With `quiet`
-        nothing is told of steps that go well. With `trials` newcomers try their peers first. Manager servers of before
-        the probes are `without-probes`; `together`: all ranks of a group run on its manager server's host.
-        With `lost_state_ms=8000` the lighthouse waits so long for a state whose holders fell silent. With `speaks`
-        trainers exchange a word at the end of each round, and go on in a standing quorum for `lease=60000`; 0: they ask
-        in every step. A lighthouse that is `durable` knows that there was an earlier one. With `slow-clocks` those of
-        the trainers lose one percent."""
+        """Create an empty cluster with a lighthouse.
+
+        `cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]`
+
+        - `foreign`: the lighthouse is torchft's.
+        - `standby`, `strangers`: a second lighthouse, `lighthouse2`, of the same cluster or of another.
+        - `fragments=4 in_flight=2`: trainers synchronize now and then.
+        - `stragglers=leave-out` (or `warn`, `shrink`): the lighthouse judges paces.
+        - `quiet`: successful steps are not reported.
+        - `trials`: newcomers try their peers first.
+        - `without-probes`: manager servers are older versions without probes.
+        - `together`: all ranks of a group run on its manager server's host.
+        - `lost_state_ms=8000`: the lighthouse waits so long for a state whose holders fell silent.
+        - `speaks`: trainers exchange a word at the end of each round.
+        - `lease=60000`: trainers that speak go on in a standing quorum for so long. 0: they ask in every step.
+        - `durable`: the lighthouse knows that there was an earlier one.
+        - `slow-clocks`: the clocks of the trainers lose one percent.
+        """
         numbers = dict(word.split("=", 1) for word in words if "=" in word)
         config = ClusterConfig(
             names=(),
@@ -307,14 +315,18 @@ class Scenario:
         self._forget()
         self._quiet = "quiet" in words
         self.attend(Cluster(config, chance))
-        # The lighthouse's first grace is over before anybody comes.
+        # The lighthouse's first grace is over before a replica comes.
         self.cluster.clock.run_until(1_000)
         return []
 
     def _do_start(self, words: list[str]) -> Iterable[str]:
-        """start a b [step=5000] [loading] [replaces] [world_size=2] [min_replica_size=2] [spares] [synchronous]
-        [seeded] [silent]: new lives of these replica groups, with settings of their own; `seeded` is without init_sync,
-        and `silent` are older ones, which speak no word."""
+        """Start new lives of replica groups, with their own settings.
+
+            start a b [step=5000] [loading] [replaces] [world_size=2] [min_replica_size=2] [spares] [synchronous]
+                [seeded] [silent]
+
+        `seeded` means without init_sync. `silent` groups are older versions, which speak no word.
+        """
         options = ("loading", "replaces", "spares", "synchronous", "seeded", "silent")
         numbers = {name: int(value) for name, _, value in (word.partition("=") for word in words) if value}
         settings = self.cluster.config.trainers
@@ -340,7 +352,7 @@ class Scenario:
         return []
 
     def _do_torchft(self, words: list[str]) -> Iterable[str]:
-        """torchft t [step=7]: a replica group of torchft's comes to this lighthouse; `torchft t ends` kills it."""
+        """Start a torchft replica group on this lighthouse: `torchft t [step=7]`. `torchft t ends` kills it."""
         if "ends" in words:
             self.cluster.end_process(self.cluster.torchft[words[0]])
             return []
@@ -349,23 +361,23 @@ class Scenario:
         return []
 
     def _do_twin(self, words: list[str]) -> Iterable[str]:
-        """twin a x: another process starts under the replica id of a, elsewhere; it is called x from now on."""
+        """Start another process under the replica id of a, elsewhere, and call it x: `twin a x`."""
         self.cluster.start(words[1], twin_of=words[0])
         return []
 
     def _do_ready(self, words: list[str]) -> Iterable[str]:
-        """ready c: a replica that was loading begins to train."""
+        """Let a loading replica begin to train: `ready c`."""
         for trainer in self._trainers(words):
             self.cluster.train(trainer)
         return []
 
     def _do_run(self, words: list[str]) -> Iterable[str]:
-        """run 500: let so many milliseconds pass."""
+        """Let that many milliseconds pass: `run 500`."""
         self.cluster.clock.run_until(self.cluster.clock.now_ms + int(words[0]))
         return []
 
     def _do_until(self, words: list[str]) -> Iterable[str]:
-        """until [a b] WORDS: let time pass until each of these (or anybody) tells something with these words."""
+        """Let time pass until each of these (or any process) reports these words: `until [a b] WORDS`."""
         num_names = next((i for i, word in enumerate(words) if word.split("/")[0] not in self.cluster.replicas), 0)
         names = {self._life(word) for word in words[:num_names]}
         wanted = " ".join(words[num_names:])
@@ -385,7 +397,7 @@ class Scenario:
         return self._replica(name).host + slash + rank
 
     def _do_kill(self, words: list[str]) -> Iterable[str]:
-        """kill a | a/1 | a/manager | lighthouse: kill -9."""
+        """Kill processes with kill -9: `kill a | a/1 | a/manager | lighthouse`."""
         for word in words:
             name, _, part = word.partition("/")
             if word in LIGHTHOUSES:
@@ -397,7 +409,7 @@ class Scenario:
         return []
 
     def _do_vanish(self, words: list[str]) -> Iterable[str]:
-        """vanish a | a/1: its host, or that of one rank, is gone; nobody is told."""
+        """Remove a replica's host, or that of one rank, without a message: `vanish a | a/1`."""
         for word in words:
             name, _, rank = word.partition("/")
             if rank:
@@ -407,31 +419,33 @@ class Scenario:
         return []
 
     def _do_stop(self, words: list[str]) -> Iterable[str]:
-        """stop a | a/1 | a/manager | lighthouse: SIGSTOP."""
+        """Stop processes with SIGSTOP: `stop a | a/1 | a/manager | lighthouse`."""
         for process in self._processes(words):
             process.stop()
         return []
 
     def _do_hold_lock(self, words: list[str]) -> Iterable[str]:
-        """hold-lock a/1: it holds its interpreter's lock, and says and hears nothing, until `resume`."""
+        """Hold a rank's interpreter lock, so that it neither speaks nor hears, until `resume`: `hold-lock a/1`."""
         for trainer in self._trainers(words):
             trainer.hold_lock()
         return []
 
     def _do_resume(self, words: list[str]) -> Iterable[str]:
-        """resume …: SIGCONT."""
+        """Resume processes with SIGCONT: `resume …`."""
         for process in self._processes(words):
             process.resume()
         return []
 
     def _do_revive(self, words: list[str]) -> Iterable[str]:
-        """revive lighthouse: start one with an empty memory at the address of the dead one."""
+        """Start a lighthouse with an empty memory at the address of the dead one: `revive lighthouse`."""
         self.cluster.revive_lighthouse()
         return []
 
     def _do_break(self, words: list[str]) -> Iterable[str]:
-        """break a | a/1: its manager server's stream to the lighthouse, or a rank's to its manager server, breaks; it
-        is dialed again."""
+        """Break a stream, which is dialed again: `break a | a/1`.
+
+        `a` is the manager server's stream to the lighthouse. `a/1` is the rank's stream to its manager server.
+        """
         for word in words:
             name, _, rank = word.partition("/")
             host = self._replica(name).host
@@ -442,7 +456,7 @@ class Scenario:
         return []
 
     def _do_flap(self, words: list[str]) -> Iterable[str]:
-        """flap a 400 2000 5: its stream to the lighthouse breaks for 400 ms, every 2000 ms, 5 times; time must run."""
+        """Break a stream to the lighthouse for 400 ms, every 2000 ms, 5 times, while time runs: `flap a 400 2000 5`."""
         pattern = f"{self._replica(words[0]).host}/manager*"
         for_ms, every_ms, times = (int(word) for word in words[1:])
         network, clock = self.cluster.network, self.cluster.clock
@@ -457,7 +471,7 @@ class Scenario:
         return []
 
     def _do_beat(self, words: list[str]) -> Iterable[str]:
-        """beat a: its manager server gives a sign of life, out of turn."""
+        """Send an extra beat of a manager server: `beat a`."""
         for word in words:
             manager = self._replica(word).manager
             if manager is None:
@@ -466,21 +480,25 @@ class Scenario:
         return []
 
     def _do_drop(self, words: list[str]) -> Iterable[str]:
-        """drop FROM TO: what is sent from one process to another is lost, until `mend`."""
+        """Lose messages from one process to another, until `mend`: `drop FROM TO`."""
         return self._rule(words, Fate.DROP)
 
     def _do_hold(self, words: list[str]) -> Iterable[str]:
-        """hold FROM TO: what is sent from one process to another waits, until `mend`."""
+        """Hold messages from one process to another, until `mend`: `hold FROM TO`."""
         return self._rule(words, Fate.HOLD)
 
     def _do_cut(self, words: list[str]) -> Iterable[str]:
-        """cut FROM TO: nothing comes through that way, as with a cut cable, until `mend`."""
+        """Cut that way as a cable is cut, until `mend`: `cut FROM TO`."""
         return self._rule(words, Fate.PARTITION)
 
     def _do_cut_link(self, words: list[str]) -> Iterable[str]:
-        """cut-link a b [store|state|group|word] [one-way]: a and b, or all (`*`), can't reach each other for that,
-        until `mend-link …`; the process group, both ways, unless said. A store is reached or not by whoever is named
-        first. Where the `word` is lost, of these or of one rank of each, `a/1 b/1`, nothing else is."""
+        """Cut the link between a and b, or all (`*`), until `mend-link …`.
+
+        `cut-link a b [store|state|group|word] [one-way]`
+
+        The default is the process group, in both directions. For a store, the replica that is named first loses the way
+        to it. With `word` only words are lost, between these or between one rank of each, `a/1 b/1`.
+        """
         if "word" in words:
             self.cluster.links.cut_word(*words[:2])
             return []
@@ -488,7 +506,7 @@ class Scenario:
         return []
 
     def _do_mend_link(self, words: list[str]) -> Iterable[str]:
-        """mend-link a b …: end of `cut-link`."""
+        """Mend a link that `cut-link` has cut: `mend-link a b …`."""
         if "word" in words:
             self.cluster.links.mend_word(*words[:2])
             return []
@@ -506,15 +524,15 @@ class Scenario:
         return [(one, other, via) for one, other in pairs]
 
     def _do_late_calls(self, words: list[str]) -> Iterable[str]:
-        """late-calls FROM TO 300: single messages that way take so long, and streams do not, until `mend FROM TO`."""
+        """Delay single messages that way, but not streams, until `mend FROM TO`: `late-calls FROM TO 300`."""
         return self._rule(words[:2], Fate.REORDER, int(words[2]))
 
     def _do_late_streams(self, words: list[str]) -> Iterable[str]:
-        """late-streams FROM TO 300: what streams carry that way takes so long, and calls do not, until `mend …`."""
+        """Delay the messages of streams that way, but not calls, until `mend …`: `late-streams FROM TO 300`."""
         return self._rule(words[:2], Fate.LAG, int(words[2]))
 
     def _do_mend(self, words: list[str]) -> Iterable[str]:
-        """mend FROM TO: end of `drop`, `hold`, `cut`, `late-calls` or `late-streams`."""
+        """End `drop`, `hold`, `cut`, `late-calls` or `late-streams`: `mend FROM TO`."""
         for rule in self._rules.pop(" ".join(words), []):
             self.cluster.network.remove(rule)
         return []
@@ -526,7 +544,7 @@ class Scenario:
         return []
 
     def _do_slow(self, words: list[str]) -> Iterable[str]:
-        """slow a 5000: its forward and backward take so long from the next step on; `slow a` ends it."""
+        """Set the duration of forward and backward from the next step on: `slow a 5000`. `slow a` ends it."""
         if len(words) > 1:
             self._step_ms[words[0]] = int(words[1])
         else:
@@ -534,116 +552,119 @@ class Scenario:
         return []
 
     def _do_slow_transfer(self, words: list[str]) -> Iterable[str]:
-        """slow-transfer a/1 1500: each of the four chunks that it fetches takes so long from now on."""
+        """Set the duration of each of the four chunks that a rank fetches: `slow-transfer a/1 1500`."""
         for trainer in self._trainers(words[:1]):
             self._chunk_ms[trainer.name] = int(words[1])
         return []
 
     def _do_silent_source(self, words: list[str]) -> Iterable[str]:
-        """silent-source a: its state server accepts whoever comes, and sends nothing."""
+        """Let a state server accept connections and send nothing: `silent-source a`."""
         for trainer in self._trainers(words[:1]):
             trainer.recovery.is_silent_source = True
         return []
 
     def _do_late(self, words: list[str]) -> Iterable[str]:
-        """late a 5000: it takes so long before its next request (evaluation, a checkpoint, compiling)."""
+        """Delay the next request, as an evaluation, a checkpoint or compiling does: `late a 5000`."""
         for trainer in self._trainers(words[:1]):
             trainer.late_ms = int(words[1])
         return []
 
     def _do_hang(self, words: list[str]) -> Iterable[str]:
-        """hang a | a/1 | a optimizer: it hangs in its next forward, or in its optimizer, in a step that is not excused,
-        until `wake a`."""
+        """Hang in the next forward, or in the optimizer, in a step that is not excused: `hang a | a/1 | a optimizer`.
+
+        `wake a` ends it.
+        """
         names = [word for word in words if word != "optimizer"]
         for trainer in self._trainers(names):
             trainer.will_hang = "optimizer" if len(names) < len(words) else "forward"
         return []
 
     def _do_wake(self, words: list[str]) -> Iterable[str]:
-        """wake a: end of `hang a`."""
+        """End `hang a`: `wake a`."""
         for trainer in self._trainers(words):
             trainer.wake()
         return []
 
     def _do_stick(self, words: list[str]) -> Iterable[str]:
-        """stick: no reduction of the newest quorum ends any more."""
+        """Let no reduction of the newest quorum end any more: `stick`."""
         self.cluster.stick()
         return []
 
     def _do_spread(self, words: list[str]) -> Iterable[str]:
-        """spread 1 1 500: after how many ms each member learns that the next reductions are complete."""
+        """Set the delays after which members learn that the next reductions are complete: `spread 1 1 500`, in ms."""
         self._spreads_ms = [int(word) for word in words]
         return []
 
     def _do_fail(self, words: list[str]) -> Iterable[str]:
-        """fail a: it has an error of its own in the step that runs."""
+        """Give a trainer an error of its own in the current step: `fail a`."""
         for trainer in self._trainers(words):
             trainer.fails_once = True
         return []
 
     def _do_tear(self, words: list[str]) -> Iterable[str]:
-        """tear a/1: its optimizer raises after the next commit."""
+        """Let an optimizer raise after the next commit: `tear a/1`."""
         for trainer in self._trainers(words):
             trainer.tears_once = True
         return []
 
     def _do_set_clock(self, words: list[str]) -> Iterable[str]:
-        """set-clock -600000: somebody sets the clock on the wall, by so many milliseconds."""
+        """Set the wall clock, by that many milliseconds: `set-clock -600000`."""
         self.cluster.wall_offset_ms += int(words[0])
         return []
 
     def _do_abort(self, words: list[str]) -> Iterable[str]:
-        """abort a: its process group is aborted."""
+        """Abort a process group: `abort a`."""
         for trainer in self._trainers(words):
             trainer.leave_group()
         return []
 
     def _do_shrink_only(self, words: list[str]) -> Iterable[str]:
-        """shrink-only a: from its next request on it wants no newcomers; `shrink-only a off` ends it."""
+        """Set shrink_only from the next request on: `shrink-only a`. `shrink-only a off` ends it."""
         for trainer in self._trainers([word for word in words if word != "off"]):
             trainer.shrink_only = "off" not in words
         return []
 
     def _do_snapshot_late(self, words: list[str]) -> Iterable[str]:
-        """snapshot-late a: as a mistake, it takes its snapshots after its optimizer has stepped."""
+        """Take snapshots after the optimizer has stepped, as a mistake: `snapshot-late a`."""
         for trainer in self._trainers(words):
             trainer.recovery.snapshots_late = True
         return []
 
     def _do_leave(self, words: list[str]) -> Iterable[str]:
-        """leave a | a/1: these are told to leave (SIGTERM, perhaps); they do after the running step."""
+        """Tell ranks to leave after the current step, as SIGTERM may: `leave a | a/1`."""
         for trainer in self._trainers(words):
             trainer.leave()
         return []
 
     def _do_finish(self, words: list[str]) -> Iterable[str]:
-        """finish a b step=4: the training loops of these end when they have committed that step."""
+        """End the training loops of these replicas when they have committed that step: `finish a b step=4`."""
         (step,) = (int(word.removeprefix("step=")) for word in words if word.startswith("step="))
         for trainer in self._trainers([word for word in words if "=" not in word]):
             trainer.finishes_at = step
         return []
 
     def _do_drain(self, words: list[str]) -> Iterable[str]:
-        """drain a: somebody asks the lighthouse that it leave."""
+        """Ask the lighthouse to let a replica leave: `drain a`."""
         for word in words:
             self._replica(word)
             self.cluster.drain(word)
         return []
 
     def _do_give_up(self, words: list[str]) -> Iterable[str]:
-        """give-up a 100: it gives its next request up after so many milliseconds."""
+        """Let a replica give up its next request after that many milliseconds: `give-up a 100`."""
         for trainer in self._trainers(words[:1]):
             trainer.gives_up_after_ms = int(words[1])
         return []
 
     def _do_load(self, words: list[str]) -> Iterable[str]:
-        """load a step=3: a state is loaded into it by hand before its next request."""
+        """Load a state by hand before the next request: `load a step=3`."""
         for trainer in self._trainers(words[:1]):
             trainer.loads_step = int(words[1].removeprefix("step="))
         return []
 
     def _do_state(self, words: list[str]) -> Iterable[str]:
-        """state [a b]: what every rank holds. Equal letters are equal lineages, equal w-numbers equal weights."""
+        """Show the state of every rank: `state [a b]`. Equal letters are equal lineages, equal w-numbers equal
+        weights."""
         names = words or sorted(self.cluster.replicas)
         for trainer in self._trainers(names):
             state = trainer.state_held
@@ -653,18 +674,18 @@ class Scenario:
             yield f"{trainer.name}: step {state.step}, lineage {lineage}, weights {weights}, {phase}"
 
     def _do_held(self, words: list[str]) -> Iterable[str]:
-        """held [a b]: the id of the quorum that each group holds."""
+        """Show the id of the quorum that each group holds: `held [a b]`."""
         for name in words or sorted(self.cluster.replicas):
             manager = self._replica(name).manager
             quorum = manager.group.quorum if manager is not None else None
             yield f"{name}: holds {quorum.key.quorum_id if quorum is not None else 'none'}"
 
     def _do_heard(self, words: list[str]) -> Iterable[str]:
-        """heard: how many messages of each kind the lighthouse has heard since the last time."""
+        """Show the number of messages of each type that the lighthouse has received since the last time: `heard`."""
         heard = self.cluster.our_lighthouse.num_heard
         yield ", ".join(f"{number} {kind}" for kind, number in sorted(heard.items())) or "nothing"
         heard.clear()
 
     def _do_waiting(self, words: list[str]) -> Iterable[str]:
-        """waiting: what the lighthouse's next quorum waits for."""
+        """Show what the lighthouse's next quorum waits for: `waiting`."""
         yield self.cluster.lighthouse.waiting_for(JOB)

@@ -1,7 +1,7 @@
 """A trainer's side of standing quorums: the word at the end of a round, over its process group.
 
-Law of this file: sending words and hearing sums. What a word says, what its sum means, and whether the next round asks
-is decided by the step core.
+Law of this file: send words and receive their sums. The step core decides what a word says, what its sum means, and
+whether the next round asks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tft_sim.waiting import Life, Lost, Waiter
 if TYPE_CHECKING:
     from tft_sim.trainer import Trainer
 
-LINGER_MS = 1_000  # so long one that leaves keeps its process group, for its last word
+LINGER_MS = 1_000  # a leaving rank keeps its process group for up to this time, for its last word
 
 
 class Speaking:
@@ -30,12 +30,12 @@ class Speaking:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._sent = Waiter()  # the sum of the words of the round whose own word was sent last
+        self._sent = Waiter()  # sum of the words of the round of the newest sent word
 
     # --- the beginning of a round -----------------------------------------------------------------------------------
 
     def note_begin(self, order: do.Ask | None) -> None:
-        """Tell the story of a round that begins. `order`: its request; None: it asks nobody."""
+        """Record the start of a round. `order`: its request. None: the round makes no request."""
         trainer, status = self._trainer, self._trainer.status
         if order is not None:
             if order.breaks:
@@ -79,7 +79,7 @@ class Speaking:
             trainer.note_unreached(group)
 
     def hear(self, order: do.SendWord | do.HearWord, vote: Round, plan: Plan) -> Life:
-        """Wait for the sum of the words of a round. Returns: the event that tells it."""
+        """Wait for the sum of the words of a round. Returns: the event that reports it."""
         trainer = self._trainer
         attempt, within_ms = order.attempt, trainer.outside.timeouts.timeout_ms
         if isinstance(order, do.SendWord) and order.within_ms is not None:
@@ -102,7 +102,7 @@ class Speaking:
         return on.WordEnded(attempt, total)
 
     def let_the_last_word_pass(self) -> Life:
-        """Keep the process group until the others have what this rank said last."""
+        """Keep the process group until the others have received the last word of this rank."""
         trainer, since_ms = self._trainer, self._trainer.clock.now_ms
         while trainer.group is not None and not trainer.group.word_has_passed:
             if trainer.clock.now_ms - since_ms >= LINGER_MS:

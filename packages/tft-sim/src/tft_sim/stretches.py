@@ -1,6 +1,6 @@
-"""How long something was so without a break.
+"""The durations for which a condition held without a break.
 
-Law of this file: noting times.
+Law of this file: record times.
 """
 
 from __future__ import annotations
@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections import deque
 
 STRETCHES_KEPT = 16
-LATE_MS = 4_000  # a message, a stopped manager server or lighthouse: by so much later may a stretch be judged
+# a judgement may come this much later, after a delayed message or a stopped manager server or lighthouse
+LATE_MS = 4_000
 
 
 class Stretches:
-    """When something was so without a break: the last few times, and the one that runs."""
+    """The last few intervals in which a condition held without a break, and the current one."""
 
     def __init__(self) -> None:
         self._since_ms: int | None = None
         self._over: deque[tuple[int, int]] = deque(maxlen=STRETCHES_KEPT)
 
     def now(self, is_so: bool, now_ms: int, *, anew: bool = False) -> None:
-        """It is so, or not; `anew`: and another time than before."""
+        """Record whether the condition holds. `anew`: a new interval begins."""
         if self._since_ms is not None and (anew or not is_so):
             self._over.append((self._since_ms, now_ms))
             self._since_ms = None
@@ -27,12 +28,15 @@ class Stretches:
             self._since_ms = now_ms
 
     def longest_ms(self, now_ms: int) -> int:
-        """Of those that run or have ended not long ago."""
+        """Return the length of the longest interval that is current or ended recently."""
         return max((until_ms - since_ms for since_ms, until_ms in self._recent(now_ms)), default=0)
 
     def believed_ms(self, now_ms: int, *, silent_since_ms: int, heard_ms: int) -> int:
-        """How long it seems to have been so for whoever heard that it was at `heard_ms`, or later, and nothing from
-        `silent_since_ms` on: a break between the two is not told."""
+        """Return for how long the condition seems to have held, for an observer with gaps.
+
+        The observer heard that it held at `heard_ms` or later, and heard nothing from `silent_since_ms` on. It does not
+        learn of a break between the two.
+        """
         recent = self._recent(now_ms)
         silent = [each for each in recent if each[0] <= silent_since_ms < each[1]]
         before = [each for each in recent if each[0] <= silent_since_ms and each[1] >= heard_ms]

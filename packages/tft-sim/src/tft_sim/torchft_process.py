@@ -1,8 +1,8 @@
-"""A replica group of torchft's, as far as a lighthouse sees it: unary beats, unary questions, no stream.
+"""A torchft replica group, as a lighthouse sees it: unary beats, unary questions, no stream.
 
-It "trains" by counting the quorums that it got. When it is refused it ends, as torchft's manager does.
+The group "trains": it counts the quorums that it received. It ends when it is refused, as torchft's manager does.
 
-Law of this file: what such a member sends, and when.
+Law of this file: the messages of such a member, and their times.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ PATIENCE_MS = 4_000
 
 
 class TorchftProcess(Process):
-    """One process of torchft's kind.
+    """One process of a torchft group.
 
     Args:
         cluster: whose lighthouse it asks.
         name: its replica id.
-        step: that it has reached.
+        step: the step that it has reached.
     """
 
     def __init__(self, cluster: Cluster, name: str, step: int = 0) -> None:
@@ -37,7 +37,7 @@ class TorchftProcess(Process):
         self._asks = 0
 
     def start(self) -> None:
-        """Begin to beat, and ask."""
+        """Start the beats and the questions."""
         self._beat()
         self._ask()
 

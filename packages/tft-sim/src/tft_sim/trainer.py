@@ -1,8 +1,8 @@
 """A training process of the simulated cluster: a shell of the real step core, without tensors.
 
-Weights are a digest, a gradient is a name, a process group is a meeting of those that were configured with one key. The
-core decides; this tells it what happens and performs what it orders. When the user's loop calls is `loops.py`'s and
-`syncs.py`'s; how a state crosses is `recovery.py`'s.
+Weights are a digest, a gradient is a name, and a process group is the set of members that were configured with one key.
+The core decides. This shell reports events to it and performs its orders. `loops.py` and `syncs.py` hold the user's
+loop. `recovery.py` holds the transfer of states.
 
 Law of this file: one rank's events and effects, on the training thread and beside it.
 """
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 POLL_MS = 50
 ABORT_AFTER_MS = 50  # a reduction that has its data can end
-LEAVE_WITHIN_MS = 10_000  # so long one that was told to leave stays or serves for others' sake
-# These run beside the training thread: whoever tells an event performs them, and goes on.
+LEAVE_WITHIN_MS = 10_000  # a rank that was told to leave stays or serves for up to this time, for the others' sake
+# These effects run beside the training thread. The thread that reports an event performs them at once.
 _ASIDE = (
     do.Fetch,
     do.EndFetch,
@@ -65,19 +65,20 @@ _ASIDE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """How a job's trainers are set; the same for all of them.
+    """The settings of a job's trainers, equal for all of them.
 
     Args:
         use_async_quorum, init_sync, fixed_with_spares, min_replica_size: as in Member.
-        step: at which it starts; more than 0 is a state loaded from outside.
-        run: of which it was loaded; other runs have other weights.
-        num_fragments: into which the model is split that is synchronized now and then; 0: gradients, in every step.
-        most_in_flight: syncs that run at a time.
-        check_every: committed steps between two comparisons of the states; 0: none.
+        step: initial step. More than 0 means a state loaded from outside.
+        run: the run that the state was loaded from. Other runs have other weights.
+        num_fragments: number of model fragments that are synchronized now and then. 0: gradients are reduced in every
+            step.
+        most_in_flight: maximum number of concurrent syncs.
+        check_every: committed steps between two comparisons of the states. 0: none.
         heals_divergence: a replica whose state differs recovers once before it stops.
-        weighted: means are weighted by what each replica has seen.
-        speaks: trainers exchange a word at the end of each round; how long they go on without asking is the job's
-            `lease_ms`.
+        weighted: means are weighted by the samples of each replica.
+        speaks: trainers exchange a word at the end of each round. The job's `lease_ms` limits how long they go on
+            without a request.
     """
 
     speaks: bool = False
@@ -95,7 +96,7 @@ class TrainerSettings:
     weighted: bool = False
 
     def fingerprint(self, world_size: int) -> Fingerprint:
-        """Return what a rank says that it is made of."""
+        """Return the rank's fingerprint."""
         return fingerprint_of(
             {
                 "group world size": str(world_size),
@@ -112,10 +113,10 @@ class Trainer(Place):
     """One rank of a replica group.
 
     Args:
-        job, replica_id, rank: who it is.
+        job, replica_id, rank: its identity.
         settings: of the job.
-        outside: what it works with.
-        host: where it runs, if another process runs under that replica id.
+        outside: its surroundings.
+        host: its host, if another process runs under that replica id.
     """
 
     def __init__(
@@ -154,89 +155,89 @@ class Trainer(Place):
         self.outside = outside
         self.recovery = Recovery(self)
         self.speaking = Speaking(self)
-        # A state loaded from outside doesn't know its lineage; a fresh one has its own random weights.
+        # A state loaded from outside doesn't know its lineage. A fresh trainer has its own random weights.
         first = f"random/{self.name}" if settings.init_sync else f"seeded/{rank}"
         self.weights = f"loaded{settings.run}/{rank}" if settings.step > 0 else first
         if settings.step > 0:
             self.core.handle(on.StateLoaded({"step": settings.step, "batches_committed": 0}), outside.own_ms())
-        self.unreached: dict[tuple[str, Via], Unreached] = {}  # since its last request
+        self.unreached: dict[tuple[str, Via], Unreached] = {}  # bad links found since its last request
         self.group: Group | None = None
         self.group_since_ms = 0
-        self.num_reductions = 0  # in this group
+        self.num_reductions = 0  # number of reductions in this group
         self.quorum = Quorum(self)
-        self.left_out = False  # as a straggler
+        self.left_out = False  # left out as a straggler
         self.fingerprint = settings.fingerprint(world_size)
-        # What a script may ask of the next step; random faults use the first.
+        # What a script may demand of the next step. Random faults use the first of these.
         self.gives_up_after_ms: int | None = None
         self.shrink_only = False
         self.fails_once = False
         self.tears_once = False
-        self.goes_astray_once = False  # its memory is wrong when the states are compared next
+        self.goes_astray_once = False  # its memory is wrong at the next comparison of states
         self.breaks_off = False  # its strategy ends, and is entered again
-        self.ends_early = False  # its loop ends between two steps when it was told to leave
-        self.save_once = False  # it keeps its state in a durable checkpoint
+        self.ends_early = False  # its loop ends between two steps after a request to leave
+        self.save_once = False  # it saves its state in a durable checkpoint
         self.saved: tuple[str, dict[str, int | str]] | None = None  # weights, and the core's part
         self.loads_step: int | None = None
-        self.loads_inside = False  # in the midst of a step
-        self.finishes_at: int | None = None  # its training is over with that step
+        self.loads_inside = False  # the load happens inside a step
+        self.finishes_at: int | None = None  # the step that ends its training
         self.late_ms = 0
-        self.share = 1.0  # of its batch
+        self.share = 1.0  # its share of the batch
 
     # --- what others see --------------------------------------------------------------------------------------------
 
     @property
     def status(self) -> StepStatus:
-        """What the core says of its step."""
+        """Return the core's status of its step."""
         return self.core.status
 
     @property
     def step(self) -> int:
-        """Its committed steps."""
+        """Return the number of its committed steps."""
         return self.core.status.step
 
     @property
     def lineage(self) -> int | None:
-        """Of its state; None: unknown."""
+        """Return the lineage of its state. None: unknown."""
         return self.core.status.lineage
 
     @property
     def live(self) -> bool:
-        """Whether its state was committed or fetched in this job."""
+        """Return whether its state was committed or fetched in this job."""
         return self.core.status.live
 
     @property
     def torn(self) -> bool:
-        """Whether its state is half of one."""
+        """Return whether its state is incomplete."""
         return self.core.status.torn
 
     @property
     def held(self) -> QuorumKey | None:
-        """The quorum that it was given last."""
+        """Return the quorum that it was given last."""
         return self.core.status.held
 
     @property
     def num_requests(self) -> int:
-        """Attempts that it has begun."""
+        """Return the number of attempts that it has begun."""
         return self.core.status.name.attempt
 
     @property
     def wishes_to_leave(self) -> bool:
-        """Whether it was told to leave."""
+        """Return whether it was told to leave."""
         return self.core.status.wishes
 
     @property
     def left(self) -> bool:
-        """Whether it has left."""
+        """Return whether it has left."""
         return self.core.status.left
 
     @property
     def finished_step(self) -> int | None:
-        """The step at which its training is over; None while it trains."""
+        """Return the step that ended its training, or None while it trains."""
         return self.step if self.finishes_at is not None and self.step >= self.finishes_at else None
 
     @property
     def state_held(self) -> Held:
-        """Its state, for comparison."""
+        """Return its state, for comparison."""
         status = self.core.status
         return Held(status.step, status.lineage, self.weights)
 
@@ -244,17 +245,17 @@ class Trainer(Place):
         self.outside.hangs(self)
 
     def note(self, text: str) -> None:
-        """Tell whoever tells the story."""
+        """Report an event to the transcript."""
         self.outside.note(self, text)
 
     def mark(self, name: str) -> None:
-        """Count that a case was reached."""
+        """Hit a coverage mark."""
         self.outside.marks.hit(name)
 
     # --- the mailbox ------------------------------------------------------------------------------------------------
 
     def tell(self, event: on.Event) -> Effects:
-        """Give the core an event, and perform what runs beside the training thread.
+        """Report an event to the core, and perform the effects that run beside the training thread.
 
         Returns: the other effects, in order.
         """
@@ -312,14 +313,15 @@ class Trainer(Place):
             self.mark("an older member made all ask in every step")
         outside.invariants.planned(plan, self.rank, in_flight)
         if status.configured == plan.key and self.group is None:
-            # It was aborted since it asked. A key is for one meeting: under it we would meet who has left, or nobody.
+            # The group was aborted since the request. A key is for one meeting: under it this rank would meet departed
+            # members, or none.
             self.mark("a key was not used twice")
         self.recovery.planned(plan)
 
     # --- news, on a thread of its own -------------------------------------------------------------------------------
 
     def noticed(self, notice: LossNotice) -> None:
-        """Hear of the loss of a member of a quorum."""
+        """Handle the notice of a lost member of a quorum."""
         held = self.core.status.held
         breaks = any(isinstance(each, do.BreakQuorum) for each in self._heard(on.LossNoticed(notice)))
         if breaks:
@@ -336,7 +338,7 @@ class Trainer(Place):
             self.note("hears of a loss in a quorum that it does not hold yet")
 
     def told_of_quorum(self, news: QuorumNews) -> None:
-        """Hear which quorum is the newest."""
+        """Handle the news of the newest quorum."""
         before = self.core.status.standing
         self.tell(on.QuorumNamed(news))
         if news.beat and news.age_ms > 2 * self.outside.timeouts.beat_interval_ms:
@@ -346,23 +348,23 @@ class Trainer(Place):
             self.note("is told to ask after its next word")
 
     def number_beat(self) -> int:
-        """Return the number of a beat that is sent now; 0: it needs no answer."""
+        """Return the number of a beat that is sent now. 0: the beat needs no answer."""
         return next((order.number for order in self.tell(on.BeatDue()) if isinstance(order, do.NumberBeat)), 0)
 
     def _heard(self, event: on.Event) -> Effects:
-        """Tell an event, and return all its effects, performed or not."""
+        """Report an event, and return all its effects, performed or not."""
         effects = self.core.handle(event, self.outside.own_ms())
         for effect in effects:
             self._perform(effect)
         return effects
 
     def group_lost(self, message: str) -> None:
-        """Hear that a rank of this group is lost."""
+        """Handle the news that a rank of this group is lost."""
         self.mark("a rank heard that its group is lost")
         self.tell(on.GroupWasLost(GroupLost(message)))
 
     def told_of_its_pace(self, news: StragglerNews) -> None:
-        """Hear what the lighthouse says of its pace; a share that is told is taken from the next step on."""
+        """Handle the lighthouse's news of this replica's pace. A new share of the batch holds from the next step on."""
         if news.sentence:
             self.note(f"hears of its pace: {news.kind.name}")
         self.share = news.share
@@ -370,13 +372,13 @@ class Trainer(Place):
         self.tell(on.PaceHeard(self.left_out))
 
     def leave(self) -> None:
-        """Leave after the running step, as somebody says."""
+        """Leave after the current step, on request."""
         if not self.core.status.wishes:
             self.note("is told to leave")
         self.tell(on.LeaveWished("it was told to", self.outside.own_ms() + LEAVE_WITHIN_MS))
 
     def look(self) -> None:
-        """Look once a beat whether it waits in vain."""
+        """Check once a beat whether this rank waits in vain."""
         waits_ms = self.clock.now_ms - self.phase_since_ms if self.phase in ("reduction", "word") else None
         for effect in self.tell(on.Looked(self.left_out, waits_ms)):
             match effect:
@@ -389,7 +391,7 @@ class Trainer(Place):
                     self.outside.say_late(self, key, step)
 
     def report_error(self) -> None:
-        """Report an error of the user's, at whatever moment."""
+        """Report an error of the user's, at any moment."""
         inside = self.core.status.is_open
         self.mark("the user reported an error in a step" if inside else "the user reported an error between two steps")
         self.tell(on.UserReportedError(UserError("the user's own")))
@@ -401,11 +403,11 @@ class Trainer(Place):
     # --- the process group ------------------------------------------------------------------------------------------
 
     def end(self, *, vanish: bool = False) -> None:
-        """Be killed, or gone with its host."""
+        """End, killed or gone with the host."""
         if not self.alive:
             return
         super().end(vanish=vanish)
-        if not vanish:  # nobody is told anything by a host that is gone
+        if not vanish:  # a host that is gone tells no process anything
             self.leave_group()
 
     def leave_group(self) -> None:
@@ -415,17 +417,18 @@ class Trainer(Place):
             group.leave(self.replica_id)
 
     def _abort(self, key: QuorumKey) -> None:
-        """End what runs in that quorum; another one is not touched."""
+        """End the work in that quorum. Work in another quorum goes on."""
         self.recovery.look()
         if self.group is None or self.group.key != key:
             return
         self.note("aborts what runs in its broken quorum")
-        # Whoever waits in the group itself is told by it; who has lost nothing but a neighbour's answer is not.
+        # The group tells this to members that wait in the group itself. A member that only lacks a neighbour's answer
+        # is not told.
         self.group.abort(self.replica_id)
         self.leave_group()
 
     def note_unreached(self, group: Group) -> None:
-        """Keep whom it could not reach in that group, for its next request."""
+        """Keep the bad links found in that group, for the next request."""
         for report in group.unreached_by(self.replica_id):
             self.could_not_reach(report)
 
@@ -441,7 +444,7 @@ class Trainer(Place):
     # --- reductions -------------------------------------------------------------------------------------------------
 
     def reduce(self, part: str, gradient: str) -> Life:
-        """Reduce one tensor. Returns: `Reduced`; None: it is lost."""
+        """Reduce one tensor. Returns: `Reduced`. None: the reduction is lost."""
         for order in self.tell(on.ReductionAsked()):
             match order:
                 case do.Reduce():
@@ -489,9 +492,9 @@ class Trainer(Place):
         """End a step.
 
         Args:
-            number: of one that was put aside; 0: the open one.
+            number: of a deferred step. 0: the open step.
             results: of its reductions.
-        Returns: what the training loop is told, and the round that was voted on, if one was.
+        Returns: the outcome for the training loop, and the voted round, or None.
         """
         if number and self.core.status.is_open:
             yield from self.exchange_now()
@@ -533,7 +536,7 @@ class Trainer(Place):
             orders = self.tell(asks)
 
     def exchange_now(self, results: Collection[Waiter] = ()) -> Life:
-        """Give or take state as soon as the plan is here, as a strategy wants it. `results`: of the reductions."""
+        """Give or take state as soon as the plan is known, as a strategy wants it. `results`: of the reductions."""
         self.tell(on.StrategyExchanges())
         yield from self.quorum.wait()
         if self.status.speaks_first:
@@ -547,28 +550,28 @@ class Trainer(Place):
         yield from self.recovery.exchange()
 
     def vote(self, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Life:
-        """Return the verdict; a rank that can't have it ends, unless it is the only one of its group."""
+        """Return the verdict. A rank without a verdict ends, unless it is the only rank of its group."""
         self.phase = vote.purpose.value
         verdict = yield self.outside.vote(self, vote, yes, leaving=leaving, stands=stands)
         if isinstance(verdict, Verdict):
             return verdict
         if verdict.fatal:
             yield from self.quit(f"vote: {verdict.code}", verdict)
-        # The manager server of a group of one rank died with the vote open: that is a no.
+        # The manager server of a group of one rank died with the vote open, which counts as a no.
         self.mark("an open vote was taken for a no")
         self.note("takes its open vote for a no")
         self.tell(on.ServerRestarted())
         return Verdict(yes=False)
 
     def raises(self, error: Exception) -> Life:
-        """End this process by what is raised in the training loop."""
+        """End this process with an error that is raised in the training loop."""
         answer = answer_of(error)
         yield from self.quit(answer.code, answer)
 
     def quit(self, reason: str, answer: Refused) -> Life:
         """End this process."""
         self.outside.ended(self, reason, answer)
-        yield Waiter()  # for ever
+        yield Waiter()  # waits for ever
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
@@ -600,4 +603,4 @@ class Trainer(Place):
                         yield self.sleep(POLL_MS)
         yield from self.speaking.let_the_last_word_pass()
         self.outside.ended(self, "left")
-        yield Waiter()  # for ever
+        yield Waiter()  # waits for ever

@@ -1,6 +1,6 @@
-"""What a simulated process waits for, and what a call that failed tells it.
+"""The waits of a simulated process, and the results of its failed calls.
 
-Law of this file: values and their waiters; nothing is decided.
+Law of this file: values and their waiters. Decisions belong elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tft_coord.errors import Refused as RefusedByName
 
 
 class Waiter:
-    """Something that a process waits for: resolved once, with a value."""
+    """A future of a process: it resolves once, with a value."""
 
     def __init__(self) -> None:
         self.done = False
@@ -24,7 +24,7 @@ class Waiter:
         self._then: list[Callable[[Any], None]] = []
 
     def resolve(self, value: Any) -> None:
-        """Give it its value; later values are ignored."""
+        """Set the value. Later values are ignored."""
         if self.done:
             return
         self.done = True
@@ -34,7 +34,7 @@ class Waiter:
             action(value)
 
     def then(self, action: Callable[[Any], None]) -> None:
-        """Let `action` happen with the value."""
+        """Call `action` with the value."""
         if self.done:
             action(self.value)
         else:
@@ -46,7 +46,7 @@ Life = Generator[Waiter, Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A call failed. `fatal`: this process can only end."""
+    """A failed call. `fatal`: this process has to end."""
 
     code: str
     message: str = ""
@@ -58,11 +58,11 @@ class UserError(Exception):
 
 
 class Lost(Exception):
-    """Something of a process group's failed."""
+    """A failure in a process group."""
 
 
 def error_of(answer: Refused) -> Exception:
-    """Return what a client raises for that answer."""
+    """Return the error that a client raises for that answer."""
     match answer.code:
         case "deadline" | "unreachable":
             return DeadlinePassed(answer.message)
@@ -77,7 +77,7 @@ def error_of(answer: Refused) -> Exception:
 
 
 def answer_of(error: Exception) -> Refused:
-    """Return what a process was told that ends by that error."""
+    """Return the answer behind an error that ends a process."""
     message = str(error.args[0])
     match error:
         case RefusedByName():

@@ -1,10 +1,10 @@
 """The words of rounds, as the process groups of the simulation carry them.
 
-Each member sends its word to all others, so a link that fails takes the word from its two ends alone. When a member has
-the words of all others it learns the sum a little later. A member that is torn away in between takes it from those that
+Each member sends its word to all others, so a failing link takes the word from its two ends alone. A member with the
+words of all others learns the sum a little later. A member that is cut off in between takes the sum from those that
 have not learned it yet.
 
-Law of this file: one group's words; whoever tells it that somebody left is `group.Group`.
+Law of this file: one group's words. `group.Group` reports the members that left.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Words:
     """The words of one process group, by the step of the round.
 
     Args:
-        members: replica ids that belong to it.
+        members: replica ids of the group.
         clock: of the simulation.
-        spread_ms: gives the time after which a member learns the sum.
-        reaches: whether what one member sends comes to another one, and back.
-        fails: told which member finds after a while that another one does not hear it; returns whether it does so.
+        spread_ms: returns the time after which a member learns the sum.
+        reaches: whether messages between two members come through, in both directions.
+        fails: called with a member and a peer when that member notices after a while that the peer does not hear it.
+            Returns whether the word fails.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Words:
         self._words: dict[int, _Word] = {}
 
     def exchange(self, step: int, replica_id: str, values: Sequence[int], waiter: Waiter) -> None:
-        """Give a member's word of a round; `waiter` is given the sum, or None when it fails."""
+        """Send a member's word of a round. `waiter` resolves to the sum, or to None if it fails."""
         for over in [each for each, word in self._words.items() if self._is_over(word)]:
             del self._words[over]
         word = self._words.setdefault(step, _Word())
@@ -73,11 +74,12 @@ class Words:
         return len(word.given) == len(self._members) and all(waiter.done for waiter in word.waiting.values())
 
     def has_passed(self) -> bool:
-        """Whether every member that waits for a word has it."""
+        """Return whether every member that waits for a word has it."""
         return all(waiter.done for word in self._words.values() for waiter in word.waiting.values())
 
     def look(self, misses: Callable[[str], bool]) -> None:
-        """Somebody came, left, or can be reached again. `misses`: whether a member sees that another one has left."""
+        """Update after a member came, left or can be reached again. `misses`: whether a member sees that another
+        left."""
         for step, word in list(self._words.items()):
             for replica_id, waiter in list(word.waiting.items()):
                 if not waiter.done and misses(replica_id):
@@ -85,7 +87,7 @@ class Words:
             self._look_at(step, word)
 
     def abort(self, replica_id: str) -> None:
-        """End that member's own waiting."""
+        """End the member's own waits."""
         for word in list(self._words.values()):
             waiter = word.waiting.get(replica_id)
             if waiter is not None:

@@ -1,9 +1,10 @@
-"""Small worlds around a core, for a search that leaves nothing to chance.
+"""Small worlds around a core, for an exhaustive search.
 
-Replicas that only say hello, ask and hear stand around a lighthouse, or the ranks of one group around its manager
-server. They live as badly as they like; what the core owes them is looked at after every event.
+One world has simple replicas around a lighthouse, which say hello, ask and hear. The other has the ranks of one group
+around its manager server. They misbehave in every possible way. After every event the core's obligations to them are
+checked.
 
-Law of this file: worlds only; nothing is left to chance, and nothing but events changes a world.
+Law of this file: worlds only. Nothing is random, and only events change a world.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TIMEOUTS = Timeouts(
 BUSY_FOR_LONG = Progress(0, Phase.OWN, TIMEOUTS.slowest_step_ms, slowest_step_ms=TIMEOUTS.slowest_step_ms)
 WALL_MS = 1_000_000
 STARTS = ("fresh", "trained", "joining", "restarted")
-# What happens to a replica, and what to all.
+# Events of one replica, and events of all.
 KINDS = (
     *("hello", "ask", "withdraw", "break", "die", "silence", "deafen", "echo", "leave", "hang", "wake"),
     *("grace", "join", "restart"),
@@ -55,7 +56,7 @@ KINDS = (
 
 @dataclass(slots=True)
 class _Replica:
-    """One replica group as the lighthouse sees it: what it says, and what it has heard."""
+    """One replica group as the lighthouse sees it: the messages that it sends and has received."""
 
     name: str
     number: int
@@ -64,13 +65,13 @@ class _Replica:
     session: int = WALL_MS
     welcomed: bool = False
     ready: bool = False
-    deaf: bool = False  # what is sent to it goes down with its stream
+    deaf: bool = False  # messages to it are lost with its stream
     dead: bool = False  # its end was reported
     left: bool = False
     hangs: bool = False
-    hung_ms: int = 0  # since when nothing says that it should not be lost by that
-    told_busy: bool = False  # its newest beat said that it hangs
-    held_back: bool = False  # it was lost by that, and opens no newer session
+    hung_ms: int = 0  # time since which nothing forbids its loss for the hang
+    told_busy: bool = False  # its newest beat reported the hang
+    held_back: bool = False  # it was lost for the hang, and opens no newer session
     refused: bool = False
     request: int | None = None
     num_requests: int = 0
@@ -83,12 +84,12 @@ class _Replica:
 
 
 class LighthouseWorld:
-    """A lighthouse, and up to three replicas that live as badly as they like.
+    """A lighthouse, and up to three replicas that misbehave in every possible way.
 
     Args:
         names: of the replicas, in order.
-        start: `fresh`: nobody has come. `trained`: all have committed a step together. `joining`: all but the last
-            have, and that one asks. `restarted`: all have, and the lighthouse is new and has heard of nobody.
+        start: `fresh`: no replica has come. `trained`: all have committed a step together. `joining`: all but the last
+            have, and the last one asks. `restarted`: all have, and the lighthouse is new and knows no replica.
         min_replicas: of the lighthouse.
     """
 
@@ -105,7 +106,7 @@ class LighthouseWorld:
         self._pass(2)
         trained = {"fresh": "", "trained": names, "joining": names[:-1], "restarted": names}[start]
         for name in trained:
-            self._replicas[name].ready = True  # or the first to ask would have trained before the others came
+            self._replicas[name].ready = True  # otherwise the first to ask would train before the others come
             self._say_hello(self._replicas[name])
         for _ in range(2):
             for name in trained:
@@ -123,7 +124,7 @@ class LighthouseWorld:
         for replica in self._replicas.values():
             if replica.refused:
                 continue
-            found.append(f"hello {replica.name}")  # of the dead too: a message that comes late
+            found.append(f"hello {replica.name}")  # a dead replica's hello may come late too
             if replica.stream is None:
                 continue
             found += [f"break {replica.name}", f"die {replica.name}"]
@@ -135,9 +136,10 @@ class LighthouseWorld:
             elif not replica.dead and not replica.left:
                 found += [f"ask {replica.name}" if replica.request is None else f"withdraw {replica.name}"]
                 found.append(f"leave {replica.name}")
-                # Who waits for a quorum does not hang, and who has never trained is in no step.
+                # A replica that waits for a quorum does not hang. A replica that has never trained is in no step.
                 found += [f"hang {replica.name}"] if replica.request is None and replica.quorum is not None else []
-            if replica.num_streams > 1 and not replica.held_back:  # the newest may not have taken the older's place
+            # the newest stream may not have replaced the older one yet
+            if replica.num_streams > 1 and not replica.held_back:
                 found.append(f"echo {replica.name}")
         return [*found, "grace", "join", "restart"]
 
@@ -177,7 +179,7 @@ class LighthouseWorld:
                 replica.left, replica.request = True, None
                 if replica.welcomed:
                     self._say_that_it_has_left(replica)
-            case "hang":  # for as long as no step may take; all else stands still meanwhile
+            case "hang":  # for the maximum duration of a step; all else stands still
                 replica.hangs, replica.hung_ms = True, self._now_ms
                 self._pass(2)
             case "wake":
@@ -185,7 +187,7 @@ class LighthouseWorld:
             case "silence":
                 self._pass(TIMEOUTS.heartbeat_timeout_ms // TIMEOUTS.quorum_tick_ms, silent=replica.name)
                 self._look_anew_who_hangs()
-            case "echo":  # what the stream before the newest one said last arrives now
+            case "echo":  # the last messages of the stream before the newest one arrive now
                 older = 100 * replica.number + replica.num_streams - 1
                 member = self._member(replica)
                 self._give(events.QuorumRequested(older, replica.num_requests + 1, member, replica.held))
@@ -198,12 +200,12 @@ class LighthouseWorld:
         return frozen((self._core, self._replicas, self._now_ms, self._broken))
 
     def calm_down(self) -> None:
-        """All that live come back and ask again and again: soon they are in one quorum, and at one state."""
+        """Let all live replicas come back and ask repeatedly. Soon they must be in one quorum, and in one state."""
         living = [each for each in self._replicas.values() if not (each.dead or each.refused or each.left)]
         names = tuple(replica.name for replica in living)
         if len(names) < self._config.min_replicas:
             return
-        for replica in self._replicas.values():  # what is left of the dead ends, and what hears nothing is noticed
+        for replica in self._replicas.values():  # remains of dead replicas end, and deaf streams are noticed
             if (replica.dead or replica.deaf or replica.left) and replica.stream is not None:
                 self._close(replica)
             if replica.hangs:
@@ -276,7 +278,7 @@ class LighthouseWorld:
         return replica.stream
 
     def _say_hello(self, replica: _Replica) -> None:
-        """On a new stream; the lighthouse may not have noticed that the older one is gone."""
+        """Say hello on a new stream. The lighthouse may not have noticed that the older one is gone."""
         replica.num_streams += 1
         replica.stream = 100 * replica.number + replica.num_streams
         replica.deaf = False
@@ -297,7 +299,7 @@ class LighthouseWorld:
         self._give(events.LeaveReceived(self._stream(replica), "it was told to", serve_ms=10_000))
 
     def _wake(self, replica: _Replica) -> None:
-        """It goes on; if it was lost meanwhile it opens a newer session."""
+        """End a hang. A replica that was lost meanwhile opens a newer session."""
         replica.hangs, replica.hung_ms = False, 0
         if replica.held_back:
             self._open_newer(replica)
@@ -337,7 +339,7 @@ class LighthouseWorld:
         self._perform(self._core.handle(event, self._now_ms, WALL_MS + self._now_ms))
 
     def _perform(self, orders: list[effects.LighthouseEffect]) -> None:
-        """Everything is told at once, in order; what is said in answer comes after all of it."""
+        """Deliver all effects at once, in order. Answers to them come after all of them."""
         for order in orders:
             self._attendances.decided(order, self._now_ms)
         for order in orders:
@@ -368,7 +370,7 @@ class LighthouseWorld:
         if isinstance(order, effects.AnswerQuorum):
             self._invariants.answered(replica.name, order.quorum)
         if isinstance(order, effects.Welcome):
-            self._look_anew_who_hangs()  # it has come, whether it hears of that or not
+            self._look_anew_who_hangs()  # the replica has come, whether it hears of that or not
         if replica.deaf:
             return
         match order:
@@ -406,7 +408,7 @@ class LighthouseWorld:
                     self._commit(replica, Quorum(order.key, tuple(self._as_own(replica, replica.quorum))))
 
     def _as_own(self, replica: _Replica, quorum: Quorum) -> list[Member]:
-        """Unchanged: every member is where the asker is."""
+        """Return the members of an unchanged quorum: every member is where the asker is."""
         own = self._member(replica)
         return [
             Member(
@@ -422,7 +424,7 @@ class LighthouseWorld:
         ]
 
     def _commit(self, replica: _Replica, quorum: Quorum) -> None:
-        """It heals if it must, reduces, and commits, all at once."""
+        """Heal if needed, reduce, and commit, all at once."""
         self._invariants.received(replica.name, quorum.key)
         common = assign(quorum)
         replica.request, replica.quorum, replica.held = None, quorum, quorum.key
@@ -431,7 +433,7 @@ class LighthouseWorld:
         replica.notices = {(key, who) for key, who in replica.notices if key >= quorum.key}
 
     def _look(self) -> None:
-        """Whoever holds a quorum that is broken, and can be told, has been told; and who hangs is lost."""
+        """Check that reachable holders of a broken quorum were told, and that hanging replicas are lost."""
         for replica in self._replicas.values():
             self._look_if_hung(replica)
         for key, who in self._broken:
@@ -441,19 +443,20 @@ class LighthouseWorld:
                     raise InvariantBroken("P3", f"{replica.name} holds {key}, which {who} has left, and was not told")
 
     def _look_anew_who_hangs(self) -> None:
-        """Somebody has come, or there is another quorum: who was spared as the last that holds the state is no more."""
+        """Restart the hang times: a replica came, or there is a new quorum, so no replica is the spared last holder
+        now."""
         for replica in self._replicas.values():
             replica.hung_ms = self._now_ms if replica.hangs else 0
 
     def _look_if_hung(self, replica: _Replica) -> None:
-        """One at a time is lost, and not the last that holds the state."""
+        """Check that a hanging replica is lost. Only one at a time is lost, and never the last holder of the state."""
         if not replica.hangs or not replica.welcomed or replica.deaf or replica.dead:
             return
         attendance = self._attendances.of(JOB)
         if not attendance.lives(replica.name) or attendance.is_last_holder(replica.name):
             return
         since_ms = max(replica.hung_ms, self._lost_by_hang_ms + TIMEOUTS.heartbeat_timeout_ms)
-        if self._now_ms - since_ms >= 2 * TIMEOUTS.quorum_tick_ms:  # a beat has told it, and a tick has come since
+        if self._now_ms - since_ms >= 2 * TIMEOUTS.quorum_tick_ms:  # a beat has reported it, and a tick has come since
             raise InvariantBroken("H2", f"{replica.name} hangs since {since_ms} ms, within reach, and is not lost")
 
 
@@ -461,7 +464,7 @@ class LighthouseWorld:
 
 
 class GroupWorld:
-    """A manager server and the two ranks of its group; the lighthouse answers when it is told to."""
+    """A manager server and the two ranks of its group. The lighthouse answers on command."""
 
     def __init__(self) -> None:
         self._timeouts = TIMEOUTS
@@ -470,7 +473,7 @@ class GroupWorld:
         )
         self._now_ms = 0
         self._calls = 0
-        self._open: dict[int, tuple[int, str, QuorumKey | None]] = {}  # call -> (rank, what it asks, in which quorum)
+        self._open: dict[int, tuple[int, str, QuorumKey | None]] = {}  # call -> (rank, its question, its quorum)
         self._streams: dict[int, int] = {0: 1, 1: 2}
         self._num_streams = 2
         self._request: int | None = None
@@ -556,7 +559,7 @@ class GroupWorld:
 
     def _call(self, rank: int, what: str) -> int:
         self._calls += 1
-        if what == "vote":  # whoever says its vote again has given the older call up
+        if what == "vote":  # a repeated vote replaces the older call
             self._open = {call: each for call, each in self._open.items() if each[:2] != (rank, what)}
         self._open[self._calls] = rank, what, self._key
         return self._calls
@@ -566,7 +569,7 @@ class GroupWorld:
         return frozen((self._core, own, self._votes, self._verdicts))
 
     def calm_down(self) -> None:
-        """Every deadline passes: nobody is left without an answer."""
+        """Let every deadline pass. Every call must have an answer."""
         self._now_ms += 5_000 + self._timeouts.reconnect_grace_ms
         self._perform(self._core.tick(self._now_ms))
         waiting = [what for _, what, _ in self._open.values()]
@@ -600,7 +603,7 @@ class GroupWorld:
                     pass
 
     def _answered(self, call: int, rank: int) -> QuorumKey | None:
-        """Each call has one answer, and its own rank's; one that gave up is told nothing. Returns: its quorum."""
+        """Check that a call is answered once, to its own rank, unless it was withdrawn. Returns: its quorum."""
         whose, _, key = self._open.pop(call, (None, "", None))
         if whose != rank:
             raise InvariantBroken("I5", f"call {call} of {whose} is answered to rank {rank}")
