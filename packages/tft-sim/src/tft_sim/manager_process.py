@@ -1,6 +1,6 @@
 """A manager server of a simulated cluster: the session core and the group core behind the simulated network.
 
-Law of this file: what the gRPC shell of a manager server does; nothing is decided.
+Law of this file: the work of the manager server's gRPC shell. Decisions belong elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tft_sim.cluster import Cluster, Replica
     from tft_sim.hang_truth import Told
 
-TRIED_AFTER_MS = 5  # all peers answer
+TRIED_AFTER_MS = 5  # duration of a trial in which all peers answer
 FATAL = frozenset(
     {
         "group_lost",
@@ -94,25 +94,26 @@ class ManagerProcess(Process):
         self._beat: Timer | None = None
         self._leaving = False
         self._open_request: int | None = None
-        self.on_end: list[Callable[[], object]] = []  # the calls that wait here fail with it
+        self.on_end: list[Callable[[], object]] = []  # make the calls fail that wait in this server
 
     @property
     def stream_number(self) -> int | None:
-        """Of its stream to the lighthouse."""
+        """Return the number of its stream to the lighthouse."""
         return self._stream.number if self._stream is not None else None
 
     def rank_since_ms(self, rank: int) -> int | None:
-        """Since when that rank's stream stands, if it does; this end may not know yet that it has broken."""
+        """Return the time since which the rank's stream is open, or None. This end may not know yet that it has
+        broken."""
         stream = self._ranks.get(rank)
         return stream.stands_since_ms if stream is not None and stream.open else None
 
     @property
     def lighthouse(self) -> Process | None:
-        """To which its stream goes, if it stands."""
+        """Return the lighthouse that its stream goes to, or None."""
         return self._stream.server if self._stream is not None else None
 
     def lighthouse_since_ms(self) -> int | None:
-        """Since when its stream to the lighthouse stands, if it does."""
+        """Return the time since which its stream to the lighthouse is open, or None."""
         return self._stream.stands_since_ms if self._stream is not None and self._stream.open else None
 
     def start(self) -> None:
@@ -122,7 +123,7 @@ class ManagerProcess(Process):
     # --- from the ranks ---------------------------------------------------------------------------------------------
 
     def rank_connected(self, rank: int, stream: Stream, session: int) -> None:
-        """A rank's stream stands; its process has that session."""
+        """Register a rank's open stream. The rank's process has that session."""
 
         def closed() -> None:
             if self._ranks.get(rank) is stream:
@@ -144,12 +145,12 @@ class ManagerProcess(Process):
     def called(
         self, event: events.RankAsked | events.RankVoted | events.RankLeft, answer: Callable[[Any], None]
     ) -> None:
-        """A rank's call; `answer` is given what the core decides."""
+        """Handle a rank's call. `answer` receives the core's decision."""
         self._answers[event.call] = answer
         self.handle(event)
 
     def handle(self, event: events.GroupEvent) -> None:
-        """Give the group core an event."""
+        """Pass an event to the group core, and perform its effects."""
         self._cluster.trace(self.name, event)
         now_ms = self.clock.now_ms
         if isinstance(event, events.QuorumArrived):
@@ -163,7 +164,7 @@ class ManagerProcess(Process):
             self._looks = self.after(0, self._look_at_ranks)
 
     def _look_at_ranks(self) -> None:
-        """Look which ranks on this host are stopped, for as long as the core wants it."""
+        """Check which ranks on this host are stopped, for as long as the core wants it."""
         self._looks = self.after(LOOK_EVERY_MS, self._look_at_ranks)
         self.handle(events.RanksLookedAt(self._stops_now()))
         if not self.group.looks(self.clock.now_ms):
@@ -175,7 +176,7 @@ class ManagerProcess(Process):
         return {each.rank: each.state is State.STOPPED and not each.is_seen_running for each in local}
 
     def _is_hung(self) -> bool:
-        """Whether a rank hangs or is stopped just now."""
+        """Return whether a rank hangs or is stopped now."""
         if self._cluster.config.probes:
             self.handle(events.RanksLookedAt(self._stops_now()))
         return self.group.is_hung(self.clock.now_ms)
@@ -259,11 +260,11 @@ class ManagerProcess(Process):
                     self._perform_session(self.session.leave(order.reason, order.serve_ms, order.finished_step))
                 case effects.TellGroupLost(rank, _, left):
                     self._cluster.marks.hit("a rank was told that its group is lost")
-                    # After a goodbye that rank may be about its own end; it learns of it if it asks.
+                    # A rank that said goodbye may be about to end. It learns of the loss if it asks.
                     if rank in self._ranks and not left:
                         self._ranks[rank].send(self, order)
                 case effects.RefuseSession():
-                    raise AssertionError(order.message)  # here no two processes have one rank
+                    raise AssertionError(order.message)  # in the simulation no two processes have one rank
 
     def _answer(self, call: int, value: Any) -> None:
         answer = self._answers.pop(call, None)
@@ -344,13 +345,13 @@ class ManagerProcess(Process):
                     if key is not None and key == self.session.held:
                         self._cluster.marks.hit("a key stood on a foreign lighthouse")
                     if self.session.answered(event.request, key):
-                        # After what runs now: the core must not be entered twice.
+                        # The event is handled later, because the core must not be entered twice.
                         self.after(0, partial(self.handle, event))
 
     def _refuse_open(self, refused: GiveUp) -> None:
         request = self._open_request
         if request is not None:
-            # After what runs now: the core must not be entered twice.
+            # The event is handled later, because the core must not be entered twice.
             self.after(0, lambda: self.handle(events.RequestRefused(request, refused.code, refused.message)))
 
     def _send(self, make: Callable[[int], events.LighthouseEvent], *, extra: bool = False) -> None:
@@ -358,7 +359,7 @@ class ManagerProcess(Process):
             self._stream.send(self, make(self._stream.number), extra=extra)
 
     def _look(self, address: int) -> None:
-        """Ask another lighthouse what it is."""
+        """Ask another lighthouse for its identity."""
         lighthouse, network = self._cluster.lighthouse_at(address), self._cluster.network
 
         def asked() -> None:
@@ -378,7 +379,7 @@ class ManagerProcess(Process):
         self._perform_session(orders)
 
     def _try_peers(self, order: effects.TryPeers) -> None:
-        """Dial these members; who has a bad link to one of them finds out after a while."""
+        """Dial these members. A bad link to one of them is found after a while."""
         links, marks = self._cluster.links, self._cluster.marks
         unreached = tuple(
             Unreached(peer.replica_id, Via.GROUP, "no answer")
@@ -418,7 +419,7 @@ class ManagerProcess(Process):
             self._perform_session(self.session.stream_broke(self.clock.now_ms))
 
     def beat(self) -> None:
-        """Give a sign of life, out of turn."""
+        """Send an extra beat."""
         self._send(partial(events.BeatReceived, healed_bytes=0))
 
     def _tick_session(self) -> None:
@@ -487,7 +488,7 @@ class ManagerProcess(Process):
                     self._cluster.invariants_of(self.replica.job).received(self.replica.host, order.key)
                     self.handle(events.UnchangedArrived(order.request, order.key))
             case effects.RefuseRequest(_, _, Refusal.LOST):
-                pass  # it lives: the newer session that follows says the request again
+                pass  # the replica lives, so its next session sends the request again
             case effects.RefuseRequest():
                 if self.session.answered(order.request, None):
                     code = order.refusal.value
