@@ -1,6 +1,6 @@
-"""A server of grpc.aio whose one handler answers nothing to anything: what P12's heartbeats cost at the very least.
+"""A grpc.aio server whose one handler returns an empty answer: the lower bound for the cost of P12's heartbeats.
 
-Law of this file: started as a module, with `--bind host:port` as a lighthouse is; other flags are for lighthouses.
+Law of this file: started as a module, with `--bind host:port` as a lighthouse is. Other flags are for lighthouses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Several sources, and several newcomers: what a cap on each source leaves of a state's speed.
+"""Several sources, and several newcomers: the speed of a state transfer when each source is capped.
 
-`two`: one newcomer reads a state from one capped source, and from two. `chain`: eight newcomers at once read it from
-one capped source, and give each other what they have. Every source and newcomer is a process of its own. A first turn,
-which pays for everybody's fresh memory, is not counted.
+`two`: one newcomer reads a state from one capped source, and from two. `chain`: eight newcomers read it at once from
+one capped source, and share what they have. Every source and newcomer is a separate process. The first turn pays for
+fresh memory everywhere and is not counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHAIN_AT_MOST = 3.0
 
 
 def measure_two(*, turns: int) -> Row:
-    """One newcomer from two sources, against one from one."""
+    """Measure one newcomer with two sources, against one newcomer with one source."""
     ratios, rates = [], []
     with _processes(_source, 2) as sources, _processes(_newcomer, 1) as newcomers:
         urls = [each.recv() for each in sources]
@@ -58,7 +58,7 @@ def measure_two(*, turns: int) -> Row:
 
 
 def measure_chain(*, turns: int) -> Row:
-    """Eight newcomers at once from one source, against one alone."""
+    """Measure eight newcomers at once with one source, against one newcomer alone."""
     ratios, times, sent = [], [], []
     with _processes(_source, 1) as sources, _processes(_newcomer, NUM_NEWCOMERS) as newcomers:
         urls = [each.recv() for each in sources]
@@ -86,7 +86,7 @@ def measure_chain(*, turns: int) -> Row:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Of newcomers that began together: until the last had the state, and good bytes that came from sources."""
+    """The result of newcomers that began together: time until the last had the state, and bytes read from sources."""
 
     wall_s: float
     from_sources_bytes: int
@@ -109,7 +109,7 @@ def _receive(
 
 @contextmanager
 def _processes(run: Any, count: int) -> Iterator[list[Connection]]:
-    """So many processes of a function that is given one end of a pipe; it ends at an EOFError."""
+    """Run that many processes of a function with one end of a pipe. A None on the pipe ends each."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tft_ckpt"])
     pipes: list[Connection] = []

@@ -1,6 +1,6 @@
-"""A lighthouse that counts by kind what it hears, and tells the counts when it is asked.
+"""A lighthouse that counts its received messages by type, and reports the counts on request.
 
-Law of this file: started as a module; an order is a line, and so is its answer.
+Law of this file: started as a module. An order is a line, and so is its answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--min-replicas", dest="min_replicas", type=int, required=True)
     arguments = parser.parse_args()
     heard: Counter[str] = Counter()
-    # Each message of a stream and each unary call comes by here, before anything is decided.
+    # Each message of a stream and each unary call passes here before any decision.
     for name in ("handle", "handle_unary"):
         setattr(Kinds, name, _counted(getattr(Kinds, name), heard))
     with LighthouseServer("127.0.0.1:0", min_replicas=arguments.min_replicas) as lighthouse:

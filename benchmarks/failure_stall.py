@@ -1,8 +1,8 @@
-"""P3: how long the survivors stand still when a replica is killed, beside torchft.
+"""P3: how long the survivors stall when a replica is killed, beside torchft.
 
-Three replicas train; one is killed with SIGKILL; the figure is the time from the kill to the slower survivor's first
-commit with two participants. The systems take turns, and so do the replicas that are killed. The heartbeat time-out is
-5 s in both, so it is no help to either.
+Three replicas train, and one is killed with SIGKILL. The figure is the time from the kill to the slower survivor's
+first commit with two participants. The systems take turns, and so do the killed replicas. The heartbeat timeout is 5 s
+in both systems, so it does not shorten the stall.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BAR_S = 0.6
 
 
 def measure(turns: int) -> Row:
-    """The row; a turn is one kill in each system."""
+    """Return the row. A turn is one kill in each system."""
     stalls: dict[str, list[float]] = {"torchft": [], "tft": []}
     for turn in range(turns):
         for system, found in stalls.items():
@@ -50,7 +50,14 @@ def _replica(system: str, rank: int, port: int) -> Worker:
 
 
 def _wait_for(replica: Worker, participants: int, *, steady: bool, after_s: float = 0.0) -> float:
-    """When it first told so after a moment, in seconds since 1970. Raises: RuntimeError: not in time."""
+    """Return the time of the replica's first matching report, in seconds since 1970.
+
+    Args:
+        replica: the worker.
+        participants, steady: facts of the report.
+        after_s: earlier reports do not count.
+    Raises: RuntimeError: no such report in time.
+    """
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
         told = replica.told(deadline_s - time.monotonic())
@@ -59,7 +66,7 @@ def _wait_for(replica: Worker, participants: int, *, steady: bool, after_s: floa
 
 
 def _turn(system: str, victim: int) -> float:
-    """The stall of one kill, in seconds."""
+    """Return the stall of one kill, in seconds."""
     command = Path(sys.executable).parent / "tft-lighthouse" if system == "tft" else peer.lighthouse_command()
     flags = ["--heartbeat_timeout_ms", str(HEARTBEAT_TIMEOUT_MS)]
     replicas: list[Worker] = []

@@ -1,7 +1,7 @@
-"""One replica of the failure benchmark, of ours or of the peer: trains until it is killed.
+"""One replica of the failure benchmark, of tft or of torchft: it trains until it is killed.
 
-It prints a JSON line whenever it commits with another number of participants than before, and once more when it has
-committed with all of them for a while, so that whoever kills one of them knows that all are at it.
+The worker prints a JSON line whenever it commits with a different number of participants. It prints one more when it
+has committed with all of them for a while, so the parent knows that all train.
 
 Law of this file: started as a module under the interpreter that has the system installed.
 """

@@ -1,9 +1,11 @@
-"""P10 to P13: what a lighthouse of thousands of replica groups costs.
+"""P10 to P13: the cost of a lighthouse with thousands of replica groups.
 
-P10 and P11: n replicas, each on a connection of its own, ask for the quorum at once, as at the start of a step; the
-clock runs from the first request to the last answer, and all bytes count, those of the requests and of the framing too.
-The members are the same in each round and all commit, so that the quorum is unchanged. P12: unary heartbeats, as
-torchft's managers send ten times a second, by h2load. P13: replica groups that are held alive by a beat a second.
+P10 and P11: n replicas, each on its own connection, ask for the quorum at once, as at the start of a step. The time
+runs from the first request to the last answer. All bytes count, including requests and framing. The members are the
+same in each round and all commit, so the quorum is unchanged.
+
+P12: unary heartbeats by h2load, as torchft's managers send them ten times a second. P13: replica groups that one beat a
+second keeps alive.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ BYTE_BARS_MB = {1000: 0.2, 2000: 0.4}
 HEARTBEATS_BAR_PER_S = 6_000.0
 STREAMS_BAR = 5_000
 CORE_BAR = 0.6
-# Some streams are opened at once, for a lighthouse that answers nobody for seconds takes them for silent.
+# Streams are opened in batches, because a lighthouse that answers nothing for seconds takes them for silent.
 OPENED_AT_ONCE = 250
-# The peer's rounds of thousands take longer than its usual time-out where the machine is busy.
+# On a busy machine the peer's rounds with thousands of members exceed its usual timeout.
 PATIENT = ("--heartbeat_timeout_ms", "60000")
 
 
 def members(number: int, lease_ms: int | None = None) -> list[Member]:
-    """Groups of one rank as they report themselves; without a lease they ask in every step."""
+    """Return groups of one rank as they report themselves. Without a lease they ask in every step."""
     return [
         Member(
             f"replica_{index}:{uuid.UUID(int=index)}",
@@ -58,18 +60,21 @@ def members(number: int, lease_ms: int | None = None) -> list[Member]:
 
 
 def at_step(member: Member, step: int) -> Member:
-    """That member when it has committed so many steps."""
+    """Return that member after it has committed that many steps."""
     return replace(member, step=step, lineage=step * 0x9E3779B97F4A7C15 % 2**64, live=step > 0)
 
 
 def our_command() -> Path:
-    """Our lighthouse, as a command."""
+    """Return the path of tft's lighthouse command."""
     return Path(sys.executable).parent / "tft-lighthouse"
 
 
 def open_sessions(clients: Swarm, groups: Sequence[Member]) -> None:
-    """Say hello for each and wait until it is welcomed; open the connections that are missing, each just before, for
-    the lighthouse ends one that says nothing for half a minute."""
+    """Say hello for each group and wait for its welcome.
+
+    A missing connection is opened just before its hello, because the lighthouse ends one that is silent for half a
+    minute.
+    """
     now_ms = time.time_ns() // 1_000_000
     for first in range(0, len(groups), OPENED_AT_ONCE):
         batch = groups[first : first + OPENED_AT_ONCE]
@@ -85,9 +90,9 @@ def open_sessions(clients: Swarm, groups: Sequence[Member]) -> None:
 
 
 def our_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[int]]:
-    """Unchanged quorums of that many members on our lighthouse, of a job whose lease is 0.
+    """Measure rounds of an unchanged quorum on tft's lighthouse, for a job whose lease is 0.
 
-    Returns: of each round, seconds and bytes.
+    Returns: the seconds and the bytes of each round.
     Raises: RuntimeError: an answer was not "unchanged".
     """
     groups = members(number, lease_ms=0)
@@ -95,7 +100,7 @@ def our_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[i
     with swarm(port, number) as clients:
         open_sessions(clients, groups)
         held: QuorumKey | None = None
-        # The first forms the quorum; after the second all know it and are at one live state.
+        # The first round forms the quorum. After the second all members know it and have one live state.
         for step in range(rounds + 2):
             words = [
                 connection.framed(
@@ -122,7 +127,7 @@ def our_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[i
 
 
 def unary_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[int]]:
-    """The same by torchft's unary calls, on any lighthouse."""
+    """Measure the same rounds by torchft's unary calls, on any lighthouse."""
     groups = members(number)
     times_s, byte_counts = [], []
     with swarm(port, number) as clients:
@@ -140,8 +145,10 @@ def unary_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list
 
 
 def _rounds(sizes: Sequence[int], rounds: int) -> dict[str, dict[int, tuple[float, float]]]:
-    """Medians of milliseconds and megabytes by system and size. A lighthouse serves one size only, so that nobody of
-    the last is still waited for."""
+    """Return median milliseconds and megabytes by system and size.
+
+    A lighthouse serves one size only, so it never waits for members of the previous size.
+    """
     systems: dict[str, tuple[Path, Callable[[int, int, int], tuple[list[float], list[int]]]]] = {
         "peer": (peer.lighthouse_command(), unary_rounds),
         "ours": (our_command(), our_rounds),
@@ -157,7 +164,7 @@ def _rounds(sizes: Sequence[int], rounds: int) -> dict[str, dict[int, tuple[floa
 
 
 def measure_rounds(rounds: int, sizes: Sequence[int] = SIZES) -> Row:
-    """P10."""
+    """Measure P10."""
     found = _rounds(sizes, rounds)
     ours, theirs = ([found[name][number][0] for number in sizes] for name in ("ours", "peer"))
     judged = RATIO_SIZE if RATIO_SIZE in sizes else sizes[-1]
@@ -176,7 +183,7 @@ def measure_rounds(rounds: int, sizes: Sequence[int] = SIZES) -> Row:
 
 
 def measure_bytes(rounds: int) -> Row:
-    """P11."""
+    """Measure P11."""
     sizes = tuple(BYTE_BARS_MB)
     found = _rounds(sizes, rounds)
     return Row(
@@ -192,7 +199,7 @@ def measure_bytes(rounds: int) -> Row:
 
 
 def measure_heartbeats(turns: int, seconds: int) -> Row:
-    """P12. Raises: RuntimeError: h2load (Debian's nghttp2-client) is not installed, or a heartbeat failed."""
+    """Measure P12. Raises: RuntimeError: h2load (Debian's nghttp2-client) is not installed, or a heartbeat failed."""
     bare = [sys.executable, "-m", "benchmarks.bare_handler"]
     commands: dict[str, Path | Sequence[str]] = {
         "peer": peer.lighthouse_command(),
@@ -242,7 +249,7 @@ def _heartbeats_per_s(port: int, seconds: int) -> float:
 
 
 def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
-    """P13: the share of a core that so many groups cost; it grows with their number."""
+    """Measure P13: the share of a core that this many groups cost. It grows with their number."""
     allow_descriptors(number + SPARE_DESCRIPTORS)
     groups = members(number)
     with servers.lighthouse(our_command(), min_replicas=number) as started, swarm(started.port, number) as clients:
@@ -257,7 +264,8 @@ def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
         _beat(clients, words, seconds)
         took_s = time.perf_counter() - began
         after = server.cpu_times()
-        told = sum(connection.answers for connection in clients.connections) - number  # a loss would be told
+        # a loss would be reported on a stream
+        told = sum(connection.answers for connection in clients.connections) - number
     cores = (after.user + after.system - before.user - before.system) / took_s
     streams = number * CORE_BAR / cores
     return Row(
@@ -273,7 +281,7 @@ def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
 
 
 def _beat(clients: Swarm, words: Sequence[bytes], seconds: float) -> None:
-    """Every client beats once a second, spread over the second."""
+    """Send one beat a second for every client, spread over the second."""
     number = len(words)
     began, beaten = time.perf_counter(), 0
     while (passed := time.perf_counter() - began) < seconds:
@@ -281,7 +289,7 @@ def _beat(clients: Swarm, words: Sequence[bytes], seconds: float) -> None:
         for index in range(beaten, due):
             lap, which = divmod(index, number)
             connection = clients.connections[which]
-            # A manager server's channel pings after half of heartbeat_timeout, which is more seldom than this.
+            # A manager server's channel pings after half of heartbeat_timeout, which is less frequent than this.
             connection.say(words[which] + connection.ping() if lap % 2 else words[which])
         beaten = due
         clients.hear_for(0.01)

@@ -1,4 +1,4 @@
-"""P14: how long a lighthouse takes until its port answers, and what it weighs."""
+"""P14: the time until a lighthouse's port answers, and the lighthouse's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WEIGHT_BAR_MB = 70.0
 
 
 def measure(turns: int) -> Row:
-    """Ours and the peer's in turn; medians."""
+    """Measure tft and the peer in turn, and return the row of the medians."""
     commands = {"ours": Path(sys.executable).parent / "tft-lighthouse", "peer": peer.lighthouse_command()}
     starts: dict[str, list[float]] = {"ours": [], "peer": []}
     weights: dict[str, list[float]] = {"ours": [], "peer": []}

@@ -1,4 +1,4 @@
-"""A lighthouse on a host of its own: tells its address, and serves until it is killed."""
+"""A lighthouse on its own host: it prints its address, and serves until it is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tft_lighthouse import LighthouseServer
 
 
 def main() -> None:
-    """Serve."""
+    """Serve until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", choices=["tft"], required=True)
     parser.add_argument("--hostname", required=True)

@@ -1,6 +1,6 @@
-"""The peer's own environment: torchft's wheel on the same torch as ours.
+"""The peer's own environment: torchft's wheel on the same torch version as the project's.
 
-It is a requirement of the benchmarks alone; the project itself never needs it.
+Only the benchmarks need it. The project itself never does.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ REQUIREMENTS = ("torch==2.13.0", "torchft-nightly==2026.10.26", "numpy")
 
 
 def python() -> Path:
-    """The peer's interpreter; makes its environment on the first call.
+    """Return the peer's interpreter. The first call creates its environment.
 
-    Raises: subprocess.CalledProcessError: the environment can't be made; pip says why.
+    Raises: subprocess.CalledProcessError: the environment can't be created. pip's output gives the reason.
     """
     interpreter = PEER_VENV / "bin" / "python"
     done = PEER_VENV / "made-for-benchmarks"
@@ -29,5 +29,5 @@ def python() -> Path:
 
 
 def lighthouse_command() -> Path:
-    """The peer's lighthouse command."""
+    """Return the path of the peer's lighthouse command."""
     return python().parent / "torchft_lighthouse"

@@ -1,11 +1,11 @@
-"""What ProcessGroupGloo costs above torch's own Gloo: two processes on loopback, four floats, one operation at a time.
+"""The cost of ProcessGroupGloo above torch's Gloo: two processes on loopback, four floats, one operation at a time.
 
 python -m benchmarks.pg_overhead             nine turns of a thousand operations
 python -m benchmarks.pg_overhead --short     three turns of three hundred, for a quick look
 
-The two groups take turns within one run, because machines are shared and noisy; the figure of a turn is the median
-operation at rank 0, the figure of a group the median of its turns. `python` is the part that can be told apart from
-the noise: the same call with a group inside whose operations have ended before they begin, less that group alone.
+The two groups take turns within one run, because machines are shared and noisy. The figure of a turn is the median
+operation at rank 0. The figure of a group is the median of its turns. `python` is the part that noise does not hide:
+the same call with an inner group whose operations end before they begin, minus that group alone.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ OPERATIONS: Mapping[str, Callable[[dist.ProcessGroup, int, torch.Tensor], None]]
 
 
 def groups_of(port: int, rank: int) -> tuple[dist.ProcessGroup, ProcessGroupGloo]:
-    """A bare Gloo group and one of ours."""
+    """Return a bare Gloo group and a ProcessGroupGloo of tft-pg."""
     store = PrefixStore("bare", TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -80,7 +80,7 @@ def groups_of(port: int, rank: int) -> tuple[dist.ProcessGroup, ProcessGroupGloo
 
 
 def run(port: int, rank: int, turns: int, repeats: int) -> dict[str, tuple[float, float]]:
-    """The microseconds of each operation, bare and ours."""
+    """Return the microseconds of each operation, for the bare group and for tft-pg."""
     torch.set_num_threads(1)
     bare, ours = groups_of(port, rank)
     found = {}
@@ -104,7 +104,7 @@ def _median_us(operate: Callable[[], object], repeats: int) -> float:
 
 
 class _Ended:
-    """Stands where the torch group stands, and has ended everything before it begins."""
+    """A replacement for the torch group whose operations have all ended before they begin."""
 
     def __init__(self) -> None:
         self._work = DummyWork([])
@@ -114,7 +114,7 @@ class _Ended:
 
 
 def python_us(repeats: int) -> float:
-    """What the Python between a caller and the torch group takes for an allreduce and its wait."""
+    """Return the time of the Python code between a caller and the torch group, for an allreduce and its wait."""
     group = ProcessGroupGloo(TIMEOUT)
     ended = _Ended()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

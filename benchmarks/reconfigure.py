@@ -1,8 +1,9 @@
 """P15: how long a Gloo group takes to be configured, and again after a member's death, beside torchft.
 
-Groups of 2, 4 and 8 processes. In each turn a group is configured again and again, each time under a fresh prefix of a
-store of this process; the figure of one configure is its slowest member's. Then the last member is killed with SIGKILL
-and the others are configured without it: once a turn, because a member dies only once. The systems take turns.
+The groups have 2, 4 and 8 processes. In each turn a group is configured repeatedly, each time under a fresh prefix of a
+store of this process. The figure of one configure is its slowest member's. Then the last member is killed with SIGKILL
+and the others are configured without it. This happens once a turn, because a member dies only once. The systems take
+turns.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WARM_UPS = 3
 
 
 def measure(turns: int, configures: int) -> Row:
-    """The row; each size in each system, `turns` times."""
+    """Return the row. Each size runs in each system, `turns` times."""
     living: dict[str, dict[int, list[float]]] = {system: {size: [] for size in SIZES} for system in ("torchft", "tft")}
     bereft: dict[str, dict[int, list[float]]] = {system: {size: [] for size in SIZES} for system in ("torchft", "tft")}
     for _ in range(turns):
@@ -45,7 +46,7 @@ def measure(turns: int, configures: int) -> Row:
 
 
 def _figures(times_ms: Sequence[float]) -> str:
-    """Those of the three sizes, and after the semicolon those after a death."""
+    """Format the times of the three sizes, and after the semicolon those after a death."""
     texts = [f"{time_ms:.1f}" for time_ms in times_ms]
     return f"{'/'.join(texts[: len(SIZES)])}; {'/'.join(texts[len(SIZES) :])}"
 
@@ -55,7 +56,7 @@ def _order(member: Worker, address: str, rank: int, world_size: int) -> None:
 
 
 def _turn(system: str, size: int, configures: int) -> tuple[list[float], float]:
-    """The times of a whole group, and the time after a death, in milliseconds."""
+    """Return the times of a whole group, and the time after a death, in milliseconds."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     members: list[Worker] = []
 

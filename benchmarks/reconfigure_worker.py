@@ -1,10 +1,10 @@
-"""One member of the reconfiguration benchmark, of ours or of the peer: configures its group when it is told to.
+"""One member of the reconfiguration benchmark, of tft or of torchft: it configures its group on request.
 
-It reads a JSON line an order (store address, rank, world size) and answers with one: the time that building the group
-took, in milliseconds. Each group reduces once, outside the clock, so that it is known to work.
+An order is one JSON line (store address, rank, world size). The answer is one line: the time for building the group, in
+milliseconds. Each group reduces once, outside the measured time, to show that it works.
 
-Law of this file: started as a module under the interpreter that has the system installed; imports nothing of ours or
-the peer's before it knows which is asked for.
+Law of this file: started as a module under the interpreter that has the system installed. It imports no package of
+either system before it knows the requested one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Configure = Callable[[str, int, int], None]
 
 
 def of_tft() -> tuple[Any, Configure]:
-    """Ours."""
+    """Return a group of tft, and its configure function."""
     from tft_pg import ProcessGroupGloo
 
     group = ProcessGroupGloo(timeout=TIMEOUT)
@@ -33,7 +33,7 @@ def of_tft() -> tuple[Any, Configure]:
 
 
 def of_torchft() -> tuple[Any, Configure]:
-    """The peer's, through its public function for use without a Manager."""
+    """Return a group of the peer, configured through its public function for use without a Manager."""
     from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
 
     group = ProcessGroupGloo(timeout=TIMEOUT)
@@ -44,7 +44,7 @@ SYSTEMS = {"tft": of_tft, "torchft": of_torchft}
 
 
 def main() -> None:
-    """Obey until standard input ends."""
+    """Perform orders until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", choices=sorted(SYSTEMS), required=True)
     arguments = parser.parse_args()

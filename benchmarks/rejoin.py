@@ -1,10 +1,12 @@
-"""P4 and P5: what it costs when a killed replica starts again, the survivors and the newcomer, beside torchft.
+"""P4 and P5: the cost for survivors and newcomer when a killed replica starts again, beside torchft.
 
-Replicas train; one is killed with SIGKILL, and when the others have gone on without it for a while it is started again.
-P4, with three replicas, is the longest time between two commits of a survivor from that start until the newcomer has
-committed a few steps. P5 is the newcomer's: from its construction to its first commit, and from the start of its
-process to its construction; with two replicas, so that it does not share a core with the others, who take more of it
-the faster they train. The systems take turns, and so do the replicas that are killed.
+Replicas train, and one is killed with SIGKILL. When the others have trained without it for a while, it is started
+again. P4, with three replicas, covers the time from that start until the newcomer has committed a few steps. It is the
+longest time between two commits of a survivor in that time.
+
+P5 is the newcomer's time from its construction to its first commit, and from the start of its process to its
+construction. P5 has two replicas, so that the newcomer does not share a core with the others, which use more of it the
+faster they train. The systems take turns, and so do the killed replicas.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ MAX_STEPS: Final = 2.0
 
 @dataclass(frozen=True)
 class Turn:
-    """Of one rejoin, in seconds.
+    """The times of one rejoin, in seconds.
 
     Args:
-        gap_s: longest between two commits of a survivor.
+        gap_s: longest time between two commits of a survivor.
         step_s: a survivor's median step before the newcomer came.
-        first_commit_s: newcomer, from its construction.
-        construct_s: newcomer, from the start of its process.
+        first_commit_s: newcomer's time from its construction to its first commit.
+        construct_s: newcomer's time from the start of its process to its construction.
     """
 
     gap_s: float
@@ -47,7 +49,7 @@ class Turn:
 
 
 def measure_survivors(turns: int) -> Row:
-    """P4; a turn is one rejoin in each system."""
+    """Measure P4. A turn is one rejoin in each system."""
     ours, theirs = _measure(turns, REPLICAS_OF_P4)
     in_steps = ours.gap_s / ours.step_s
     return Row(
@@ -63,7 +65,7 @@ def measure_survivors(turns: int) -> Row:
 
 
 def measure_newcomer(turns: int) -> Row:
-    """P5; a turn is one rejoin in each system."""
+    """Measure P5. A turn is one rejoin in each system."""
     ours, theirs = _measure(turns, REPLICAS_OF_P5)
     return Row(
         name="P5",
@@ -78,7 +80,7 @@ def measure_newcomer(turns: int) -> Row:
 
 
 def _measure(turns: int, replicas: int) -> tuple[Turn, Turn]:
-    """Medians of ours and of the peer. Who was second in one turn is first in the next: a machine's speed drifts."""
+    """Return the medians of tft and of the peer. The order alternates, because a machine's speed drifts."""
     found: dict[str, list[Turn]] = {"torchft": [], "tft": []}
     for turn in range(turns):
         for system in sorted(found, reverse=turn % 2 == 0):
@@ -97,7 +99,7 @@ def _medians(turns: list[Turn]) -> Turn:
 
 @final
 class _Replica:
-    """A worker, and when it committed, as far as that was heard."""
+    """A worker, and its commits as far as they were reported."""
 
     def __init__(self, system: str, rank: int, min_replicas: int, port: int) -> None:
         shape = ["--min-replicas", str(min_replicas), "--hidden", str(HIDDEN)]
@@ -108,7 +110,8 @@ class _Replica:
         self.commits: list[dict[str, Any]] = []
 
     def wait_for(self, participants: int, times: int) -> None:
-        """Until its last commits had that many participants. Raises: RuntimeError: not in time."""
+        """Wait until its last `times` commits had that many participants. Raises: RuntimeError: they did not in
+        time."""
         deadline_s = time.monotonic() + PATIENCE_S
         while [each["participants"] for each in self.commits[-times:]] != [participants] * times:
             told = self.worker.told(deadline_s - time.monotonic())
@@ -118,7 +121,7 @@ class _Replica:
                 self.constructed_s = told["at_s"]
 
     def gaps_s(self, after_s: float, until_s: float) -> list[float]:
-        """Between its commits of that time, the one before it included."""
+        """Return the times between its commits in that interval, the commit before it included."""
         times_s = [each["at_s"] for each in self.commits]
         return [
             later - earlier for earlier, later in itertools.pairwise(times_s) if after_s <= later and earlier <= until_s

@@ -1,7 +1,7 @@
-"""One replica of the rejoin benchmark, of ours or of the peer: trains until it is killed.
+"""One replica of the rejoin benchmark, of tft or of torchft: it trains until it is killed.
 
-It prints a JSON line when all that a training loop needs is constructed, and one for each commit. Whoever heals takes
-weights and optimizer state from another, as every replica does that starts in a running job.
+The worker prints a JSON line when the training loop's parts are constructed, and one for each commit. A healing replica
+takes weights and optimizer state from another, as every replica does that starts in a running job.
 
 Law of this file: started as a module under the interpreter that has the system installed.
 """

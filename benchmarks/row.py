@@ -1,4 +1,4 @@
-"""One line of the table: ours, the peer's, the ratio, the bar."""
+"""One line of the table: tft's figure, the peer's, the ratio, the bar."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class Row:
 
     Args:
         name: P1 to P19, or a word for a bar of the project's own.
-        what: is measured, with unit.
-        ours, peer, other: figures as text; `other` is a reference besides torchft.
-        ratio: ours over the peer's.
+        what: the measured quantity, with its unit.
+        ours, peer, other: figures as text. `other` is a reference besides torchft.
+        ratio: tft's figure over the peer's.
         bar: in words, with its figure in this run.
-        met: whether ours is within it.
+        met: whether tft's figure is within the bar.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Prints the whole table: ours, the peer's, the ratio, the bar.
+"""The command that prints the whole table: tft's figure, the peer's, the ratio, the bar.
 
 python -m benchmarks.run             every row
-python -m benchmarks.run p1 p14      some
-python -m benchmarks.run --short     few turns, for a quick look; the bars are judged by the full run
+python -m benchmarks.run p1 p14      some rows
+python -m benchmarks.run --short     few turns, for a quick look; only the full run judges the bars
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ LAYOUT = "{:<5} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 
 
 def compile_sources() -> None:
-    """Leave bytecode beside our sources, as pip does beside what it installs, the peer included: a process would else
-    begin by compiling all that it imports, wherever the environment keeps Python from writing bytecode.
+    """Write bytecode beside the project's sources, as pip does for installed packages such as the peer.
 
-    Raises: RuntimeError: a file can't be compiled, or its bytecode not be written.
+    Otherwise each process would first compile all its imports, if the environment keeps Python from writing bytecode.
+
+    Raises: RuntimeError: a file can't be compiled, or its bytecode can't be written.
     """
     root = Path(__file__).resolve().parent.parent
     for tree in ("packages", "benchmarks", "examples", "integration_tests"):
@@ -72,12 +73,12 @@ def compile_sources() -> None:
 @final
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One sentence; argparse would print the usage before it."""
+        """Print the error in one sentence, without the usage that argparse prints before it."""
         self.exit(2, f"{self.prog}: {message}; see --help\n")
 
 
 def main() -> int:
-    """Returns 0 if every bar is met, else 1."""
+    """Run the command. Returns: 0 if every bar is met, else 1."""
     parser = _Parser(
         prog="python -m benchmarks.run",
         description="measure what must be fast, side by side with its peers",

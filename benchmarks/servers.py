@@ -1,4 +1,4 @@
-"""Lighthouses as users start them: a command in a process of its own, ready when its port answers."""
+"""Lighthouses as users start them: a command in a separate process, ready when its port answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import psutil
 
 @dataclass(frozen=True)
 class Started:
-    """A lighthouse that answers.
+    """A running lighthouse.
 
     Args:
-        port: it listens on.
+        port: the listening port.
         pid: of the process.
-        start_s: process start to the first accepted connection, seconds.
-        resident_bytes: memory of the process and its children then.
+        start_s: time from the process start to the first accepted connection, in seconds.
+        resident_bytes: memory of the process and its children at that moment.
     """
 
     port: int
@@ -32,7 +32,7 @@ class Started:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that no process listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -41,13 +41,12 @@ def free_port() -> int:
 def lighthouse(
     command: Path | Sequence[str], *, min_replicas: int, flags: Sequence[str] = (), port: int | None = None
 ) -> Iterator[Started]:
-    """Run a lighthouse's command, a path or words, while the block lasts, and kill it then.
+    """Run a lighthouse's command while the block lasts, and kill it afterwards.
 
     Args:
-        command: path or words.
+        command: path, or words of a command.
         min_replicas, flags: of its command line.
-        port: it listens on; None takes a free one.
-    Raises: RuntimeError: it ended, or did not answer within 30 s.
+        port: the listening port. None takes a free one.
     """
     port = free_port() if port is None else port
     words = [str(command)] if isinstance(command, Path) else command

@@ -1,11 +1,14 @@
-"""P8: what a trainer loses because others read its state, beside torchft.
+"""P8: the time that a trainer loses because others read its state, beside torchft.
 
-One process trains: it waits for its device, works, and lets its optimizer write. It offers its state, and another one
-reads it, over a link as fast as this machine, or of 50 MB/s; the trainer goes on. It loses what offering takes, and
-what its steps take longer, until the reader has everything, than those before anybody came; less what a bystander
-loses in that time, a trainer just like it whose state nobody reads: for the readers are on this machine as well, and
-take its cores from both. A second row has four readers on slow links, during 100 steps. Buffers are warm; the first
-snapshot is told beside.
+One process trains: it waits for its device, works, and lets its optimizer write. It offers its state and goes on.
+Another process reads the state, over a link as fast as this machine, or of 50 MB/s.
+
+The loss is the time for the offer, plus the extra time of the steps until the reader has everything, compared with the
+steps before. The loss of a bystander in that time is subtracted. The bystander is an equal trainer whose state no
+process reads. The readers are on this machine as well, and take its cores from both.
+
+A second row has four readers on slow links, during 100 steps. Buffers are warm. The first snapshot is reported
+separately.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ PATIENCE_S: Final = 300.0
 
 @dataclass(frozen=True)
 class Lost:
-    """What the trainer lost.
+    """The time that the trainer lost.
 
     Args:
-        first_s: by its first snapshot.
-        fast_s, slow_s: while one reads at full speed, and over a slow link.
+        first_s: for its first snapshot.
+        fast_s, slow_s: while one reader reads at full speed, and over a slow link.
     """
 
     first_s: float
@@ -42,7 +45,7 @@ class Lost:
 
 
 def measure(turns: int, mib: int = MIB) -> Row:
-    """P8; a turn is a fresh set of processes in each system, which transfers twice."""
+    """Measure P8. A turn is a fresh set of processes in each system, which transfers twice."""
     found: dict[str, list[Lost]] = {"torchft": [], "tft": []}
     for _ in range(turns):
         for system, so_far in found.items():
@@ -61,7 +64,7 @@ def measure(turns: int, mib: int = MIB) -> Row:
 
 
 def measure_slow_readers(turns: int, mib: int = MIB) -> Row:
-    """Four slow readers over 100 steps; a turn is one fresh set of processes in each system."""
+    """Measure four slow readers over 100 steps. A turn is one fresh set of processes in each system."""
     found: dict[str, list[float]] = {"torchft": [], "tft": []}
     for _ in range(turns):
         for system, so_far in found.items():
@@ -89,7 +92,7 @@ def _median(found: Sequence[Lost]) -> Lost:
 
 @dataclass(frozen=True)
 class _Processes:
-    """A trainer, one like it that nobody reads, and the readers."""
+    """A trainer, an equal trainer without readers, and the readers."""
 
     trainer: Worker
     bystander: Worker
@@ -121,7 +124,8 @@ def _slow_readers(system: str, mib: int) -> float:
 
 
 def _warm(trainer: Worker) -> float:
-    """Have it offer a state that nobody reads, and go on until its checksums are made. Returns: what offering took."""
+    """Let the trainer offer a state without readers, and train until its checksums exist. Returns: time of the
+    offer."""
     first_s = _offer(trainer, 1)[0]
     trainer.tell({"do": "train", "steps": SLOW_STEPS})
     trainer.told(PATIENCE_S)
@@ -135,9 +139,9 @@ def _offer(trainer: Worker, step: int) -> tuple[float, str]:
 
 
 def _read(processes: _Processes, step: int, bytes_per_s: float | None, steps: int | None = None) -> float:
-    """What the trainer loses, in s, while these read; to their end, or for so many steps.
+    """Return the trainer's loss in s while these read, to their end or for that many steps.
 
-    Raises: RuntimeError: what arrived is not what was sent.
+    Raises: RuntimeError: the received state differs from the sent one.
     """
     offered_s, metadata = _offer(processes.trainer, step)
     for reader in processes.readers:

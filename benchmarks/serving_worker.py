@@ -1,9 +1,11 @@
-"""One end of the serving benchmark, of ours or of the peer: a trainer that offers its state, or one who reads it.
+"""One end of the serving benchmark, of tft or of torchft: a trainer that offers its state, or a reader.
 
-A trainer is told {"do": "offer", "step": n}, and tells how long that took and where the state is; {"do": "train"},
-until {"do": "stop"} comes or "steps" of them are done, and tells how much longer its steps took than the median of
-those that it did alone at the start. A reader is told {"step": n, "metadata": where, "bytes_per_s": its link's, or
-null}, and tells when it begins and when the state is here.
+A trainer receives {"step": n, "do": "offer"}, and reports the duration of the offer and the address of the state. It
+receives {"do": "train"} and trains until {"do": "stop"}, or for "steps" steps. It then reports by how much its steps
+exceeded the median of its steps alone at the start.
+
+A reader receives {"step": n, "metadata": address, "bytes_per_s": rate of its link, or null}. It reports the start of
+the transfer, and its end.
 
 Law of this file: started as a module under the interpreter that has the system installed.
 """
@@ -30,7 +32,7 @@ from benchmarks.step_worker import tell
 from benchmarks.transfer_worker import make_state
 
 TIMEOUT = timedelta(seconds=120)
-# What a step does: the device computes, for which the trainer waits, and then its own thread has something to do.
+# Work of a step: the device computes while the trainer waits, and then the trainer's own thread works.
 DEVICE_S = 0.02
 WORK = torch.ones(96, 96)
 ROUNDS = 100
@@ -39,7 +41,7 @@ FORWARD_BYTES = 64 << 10
 
 
 def main() -> None:
-    """Do as told until standard input ends."""
+    """Perform orders until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", choices=["tft", "torchft"], required=True)
     parser.add_argument("--role", choices=["trainer", "reader"], required=True)
@@ -109,7 +111,7 @@ def _reader(transport: Any, orders: queue.SimpleQueue[dict[str, Any] | None]) ->
 
 @contextmanager
 def _link(metadata: str, bytes_per_s: float | None) -> Iterator[str]:
-    """Where to fetch from, such that no more than that rate comes through. With None it is the source itself."""
+    """Yield an address to fetch from that limits the rate. With None it is the source itself."""
     if bytes_per_s is None:
         yield metadata
         return
@@ -130,7 +132,7 @@ def _link(metadata: str, bytes_per_s: float | None) -> Iterator[str]:
 
 
 def _carry(client: socket.socket, parts: Any, bytes_per_s: float) -> None:
-    # Small buffers: else the kernel would take from the source what the link has not carried yet.
+    # The buffers are small. Otherwise the kernel would take bytes from the source before the link has carried them.
     server = socket.socket(socket.AF_INET6 if _is_ipv6(parts) else socket.AF_INET)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, FORWARD_BYTES)
     with client, server:
@@ -154,7 +156,7 @@ def _questions(client: socket.socket, server: socket.socket) -> None:
             server.sendall(data)
         server.shutdown(socket.SHUT_WR)
     except OSError:
-        return  # one of the two has ended, which the other direction finds as well
+        return  # one of the two has ended, and the other direction finds that too
 
 
 if __name__ == "__main__":

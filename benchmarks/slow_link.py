@@ -1,10 +1,12 @@
-"""Islands over a slow link: how much of the compute time of no synchronization at all Streaming DiLoCo keeps there.
+"""Islands over a slow link: the share of the compute time without synchronization that Streaming DiLoCo keeps.
 
-Two islands, each a host of its own with a cable that carries little; the lighthouse on a third. All three ways to train
-(alone, torch's own DistributedDataParallel, Streaming DiLoCo) take turns in the same two processes, so that what the
-machine does besides harms all alike. The cable is so slow that a gradient takes SLOWDOWN steps to send; how many bits
-that is depends on the machine, and is measured first. The loss of DistributedDataParallel does not depend on the cable,
-so most of its steps are done over an unlimited one, untimed.
+There are two islands, each on its own host with a slow cable, and the lighthouse is on a third host. The three ways to
+train are alone, torch's own DistributedDataParallel, and Streaming DiLoCo. They take turns in the same two processes,
+so that other load of the machine affects all alike.
+
+The cable is so slow that a gradient takes SLOWDOWN steps to send. The resulting bit rate depends on the machine, and is
+measured first. The loss of DistributedDataParallel does not depend on the cable, so most of its steps run over an
+unlimited one, untimed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ SLOWDOWN: Final = 5.0
 FRAGMENTS: Final = 4
 SYNC_EVERY: Final = 16
 DELAY: Final = 3
-TIMED: Final = 4  # of these, how many DistributedDataParallel does over the slow link
+TIMED: Final = 4  # steps of a slice that DistributedDataParallel does over the slow link
 WITHIN_S: Final = 120.0
 KEPT: Final = 0.9
 KEPT_BY_DDP: Final = 0.2
@@ -35,13 +37,13 @@ LOSS: Final = 0.02
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run found.
+    """The result of one run.
 
     Args:
-        kept: by name of the way, the part of the time of training alone that is not lost; the median of the turns.
-        losses: by name of the way, at the end, of text that is never trained on; the islands' mean.
-        mbit_per_s: of the cables.
-        step_ms: a step alone.
+        kept: by name of the way, the share of the time of training alone that is kept. Median of the turns.
+        losses: by name of the way, final loss on text that is never trained on. Mean of the islands.
+        mbit_per_s: rate of the cables.
+        step_ms: duration of a step alone.
     """
 
     kept: dict[str, float]
@@ -51,7 +53,7 @@ class Measured:
 
 
 class Islands:
-    """Two workers that do the same, each on its host."""
+    """Two workers with equal work, each on its own host."""
 
     def __init__(self, cluster: Hosts, workers: list[Worker]) -> None:
         self._cluster = cluster
@@ -60,11 +62,11 @@ class Islands:
         self.gradient_bytes: int = ready[0]["gradient_bytes"]
 
     def train(self, way: str, steps: int) -> float:
-        """So many steps more. Returns: seconds, of the slower one."""
+        """Train that many more steps. Returns: seconds of the slower worker."""
         return max(self._all({"way": way, "steps": steps}))
 
     def loss(self, way: str) -> float:
-        """Of text that is never trained on; their mean."""
+        """Return the mean loss of the workers on text that is never trained on."""
         return statistics.mean(self._all({"way": way}))
 
     def _all(self, order: dict[str, Any]) -> list[float]:
@@ -74,7 +76,7 @@ class Islands:
 
     @contextmanager
     def limited(self, mbit_per_s: float) -> Iterator[None]:
-        """Slow cables while the block lasts."""
+        """Limit the cables while the block lasts."""
         for name in NAMES:
             self._cluster.limit(name, mbit_per_s)
         yield
@@ -84,7 +86,7 @@ class Islands:
 
 @contextmanager
 def islands(steps: int) -> Iterator[Islands]:
-    """Hosts, a lighthouse and workers that are ready."""
+    """Yield the islands with hosts, a lighthouse and workers that are ready."""
     with hosts(LIGHTHOUSE, *NAMES) as cluster, ExitStack() as stack:
 
         def start(host: str, module: str, **flags: Any) -> Worker:
@@ -107,12 +109,12 @@ def islands(steps: int) -> Iterator[Islands]:
 
 
 def run(turns: int, rounds: int) -> Measured:
-    """One slice of each way to begin with, then so many turns.
+    """Run one slice of each way first, then the turns.
 
     Args:
-        turns: each way has its slice in each.
-        rounds: of DiLoCo in a slice, at whose end nothing is in flight.
-    Raises: RuntimeError: there can be no slow cables here.
+        turns: number of turns. Each way has one slice in each.
+        rounds: DiLoCo rounds in a slice. At their end nothing is in flight.
+    Raises: RuntimeError: this machine can't limit cables.
     """
     reason = why_not(limited=True)
     if reason is not None:
@@ -128,7 +130,7 @@ def run(turns: int, rounds: int) -> Measured:
         kept: dict[str, list[float]] = {"ddp": [], "diloco": []}
         alone: list[float] = []
         for turn in range(turns):
-            taken: dict[str, float] = {}  # a step, in seconds
+            taken: dict[str, float] = {}  # duration of a step, in seconds
             for way in (*WAYS[turn % 3 :], *WAYS[: turn % 3]):
                 timed = TIMED if way == "ddp" else size
                 with pair.limited(mbit_per_s):
@@ -146,7 +148,7 @@ def run(turns: int, rounds: int) -> Measured:
 
 
 def measure(turns: int) -> Row:
-    """The row."""
+    """Return the row."""
     found = run(turns, rounds=4)
     ours, ddp = found.kept["diloco"], found.kept["ddp"]
     above = found.losses["diloco"] / found.losses["ddp"] - 1

@@ -1,9 +1,10 @@
-"""One island of the slow-link benchmark: a language model trained in three ways, each a piece at a time, as ordered.
+"""One island of the slow-link benchmark: a language model trained in three ways, piece by piece, on request.
 
-Alone, without any synchronization; with torch's own DistributedDataParallel; with Streaming DiLoCo. Each way has its
-own model, all begun alike, and sees the same text in the same steps. An order is a JSON line, and so is its answer.
+The ways are: alone, without synchronization; with torch's own DistributedDataParallel; with Streaming DiLoCo. Each way
+has its own model. All models start equal, and see the same text in the same steps. An order is a JSON line, and so is
+its answer.
 
-Law of this file: one process and what it computes; the link, the order of the ways and the figures are the parent's.
+Law of this file: one process and its computation. The parent owns the link, the order of the ways and the figures.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from integration_tests.hosts import INTERFACE
 from tft_suite import DiLoCo, Manager, ProcessGroupGloo, fragment_model
 
 ISLANDS: Final = 2
-SEQUENCES: Final = 18  # a step, of each island
+SEQUENCES: Final = 18  # in a step, of each island
 LEARNING_RATE: Final = 3e-3
 OUTER_LEARNING_RATE: Final = 0.9
 OUTER_MOMENTUM: Final = 0.5
@@ -40,13 +41,13 @@ MODEL: Final = Settings(width=64, layers=4, heads=4, context=64)
 
 
 def make_model() -> nn.Module:
-    """Equal on every island."""
+    """Return the model, equal on every island."""
     torch.manual_seed(0)
     return Decoder(MODEL)
 
 
 class Text:
-    """What an island trains on, and what nobody does."""
+    """The training text of an island, and the validation text."""
 
     def __init__(self, island: int) -> None:
         text = read_text(MODEL.characters)
@@ -54,29 +55,29 @@ class Text:
         self._island = island
 
     def at(self, step: int) -> Tensor:
-        """The island's share of a step: (sequences, context + 1)."""
+        """Return the island's share of a step: (sequences, context + 1)."""
         drawn = torch.Generator().manual_seed(ISLANDS * step + self._island)
         starts = torch.randint(len(self._train) - MODEL.context, (SEQUENCES,), generator=drawn)
         return self._train[starts[:, None] + torch.arange(MODEL.context + 1)]
 
     def validation(self) -> Tensor:
-        """512 sequences."""
+        """Return 512 sequences of the validation text."""
         length = MODEL.context + 1
         return self._validation[: len(self._validation) // length * length].view(-1, length)[:512]
 
 
 def loss_of(model: nn.Module, sequences: Tensor) -> Tensor:
-    """Of the characters that follow, their mean."""
+    """Return the mean loss of predicting each next character."""
     return F.cross_entropy(model(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
 
 
 class Way:
-    """One way to train: a model, and how far it has come.
+    """One way to train: a model and its progress.
 
     Args:
         text: of the island.
-        steps: of the whole run; the learning rate depends on it.
-        wrap: makes of a model and its optimizer what is called in their places.
+        steps: of the whole run. The learning rate depends on it.
+        wrap: maps a model and its optimizer to the module that is called instead of the model.
     """
 
     def __init__(self, text: Text, steps: int, wrap: Callable[[nn.Module, torch.optim.Optimizer], nn.Module]) -> None:
@@ -88,11 +89,11 @@ class Way:
         self._wrapped = wrap(self._model, self._adam)
 
     def obey(self, order: dict[str, Any]) -> float:
-        """Train if the order has a number of steps, else tell the loss."""
+        """Train if the order has a number of steps, else return the loss."""
         return self.train(order["steps"]) if "steps" in order else self.loss()
 
     def train(self, steps: int) -> float:
-        """So many steps more. Returns: how long they took, in seconds."""
+        """Train that many more steps. Returns: their duration in seconds."""
         began_s = time.perf_counter()
         for _ in range(steps):
             self._train()
@@ -110,19 +111,19 @@ class Way:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Of text that is never trained on."""
+        """Return the loss on text that is never trained on."""
         losses = [loss_of(self._model, part).item() for part in self._text.validation().split(64)]
         return sum(losses) / len(losses)
 
 
 def ddp_of_torch(model: nn.Module, _: torch.optim.Optimizer) -> nn.Module:
-    """Torch's own, over its default group."""
+    """Wrap the model in torch's own DistributedDataParallel, over the default group."""
     return nn.parallel.DistributedDataParallel(model)
 
 
 @contextmanager
 def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
-    """All three, by name."""
+    """Yield all three ways, by name."""
     text = Text(arguments.island)
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     store = TCPStore(arguments.store, arguments.port, is_master=arguments.island == 0, wait_for_workers=False)
@@ -168,13 +169,13 @@ def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
         try:
             yield made
         finally:
-            made.clear()  # torch's DDP must not be the last that holds a Gloo group (docs/troubleshooting.md)
+            made.clear()  # torch's DDP must not hold the last reference to a Gloo group (docs/troubleshooting.md)
             gc.collect()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    """Do what is ordered, until told to end."""
+    """Perform orders until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", choices=["tft"], required=True)
     for flag in ("island", "port", "steps", "fragments", "sync-every", "delay"):

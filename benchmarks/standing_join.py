@@ -1,14 +1,14 @@
-"""P19: one replica joins thousands that stand; the time until all have the new quorum.
+"""P19: one replica joins thousands in a standing quorum; the time until all have the new quorum.
 
-n groups stand: each holds a stream, beats once a second with a number, and is answered. One newcomer asks. The
-lighthouse recalls the n members, each asks, and all n + 1 are given the new quorum. The clock runs from the newcomer's
-request to the last answer. A member asks as soon as it hears the recall, as if its round had no length, and the
-newcomer reaches the peers that it is to try at once: what a job adds to this is the rest of a step and a dial.
+n groups stand: each holds a stream, sends a numbered beat once a second, and is answered. One newcomer asks. The
+lighthouse recalls the n members, each asks, and all n + 1 receive the new quorum. The time runs from the newcomer's
+request to the last answer. A member asks as soon as it hears the recall, as if its round had no length. The newcomer
+reaches the peers of its trial at once. A real job adds the rest of a step and a dial.
 
-Beside it stands torchft's lighthouse, whose members ask in every step: the time in which n + 1 of them are in one
+The comparison is torchft's lighthouse, whose members ask in every step. Its time is that of n + 1 members in one
 quorum, from the first request to the last answer, as in P10. The systems take turns within one run.
 
-Law of this file: what the groups say and hear; connections are the swarm's.
+Law of this file: the messages of the groups. The connections belong to the swarm.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ RATIO_BAR: Final = 0.35
 TURNS: Final = {1_000: 5, 10_000: 3}
 LEASE_MS: Final = 60_000
 BEAT_S: Final = 1.0
-# More than about so many beats a second, each with its answer, are more than half of the one core that a lighthouse
-# has: of more groups each beats less often here. A Manager has no setting for that.
+# More beats a second, each with its answer, would take over half of the lighthouse's one core. So with more groups each
+# group beats less often here. A Manager has no setting for that.
 BEATS_PER_S_MOST: Final = 2_000
 WITHIN_S: Final = 300.0
-# Of a quorum that others were given too: as much as tells it from another one, and as no other message is longer than.
-# Kept whole, those of ten thousand would take eleven gigabytes.
+# Bytes kept of a quorum's answer to the other members. They identify the quorum, and no other message is longer. Whole
+# answers of ten thousand members would take eleven gigabytes.
 HEAD_BYTES: Final = 8 << 10
-# What a group of a quorum of ten thousand takes in both processes and in the kernel's buffers, measured, and some more.
+# The measured memory of a group in a quorum of ten thousand, in both processes and in the kernel's buffers, plus some.
 GROUP_BYTES: Final = 1 << 20
 
 _ANSWER: Final = codec.frame_quorum_answer(1, b"")[:1]
@@ -52,17 +52,17 @@ _decode = functools.lru_cache(maxsize=256)(codec.decode_from_lighthouse)
 
 
 class NotAnswered(RuntimeError):
-    """Somebody was not answered in time."""
+    """A missing answer: a member was not answered in time."""
 
 
 @dataclass(frozen=True)
 class Joined:
-    """One newcomer's join.
+    """The measurement of one newcomer's join.
 
     Args:
-        took_s: from its request to the last answer.
+        took_s: time from its request to the last answer.
         lighthouse_s, swarm_s: CPU seconds of the server and of the clients in that time.
-        beats_core: the share of a core that the server spent on the beats before, while all stood.
+        beats_core: the share of a core that the server spent on beats before, while all stood.
     """
 
     took_s: float
@@ -76,17 +76,17 @@ class _Group:
     """A replica group on its connection.
 
     Args:
-        connection: of it.
-        member: as it asks.
+        connection: of the group.
+        member: the group's member in its requests.
     """
 
     def __init__(self, connection: Connection, member: Member) -> None:
         self.connection = connection
         self.member = member
-        self.answer = b""  # the last one
-        self.answered_s = 0.0  # when it came
-        self.num_renewals = 0  # beats that were answered
-        self.on_recall = b""  # what it says then
+        self.answer = b""  # the newest answer
+        self.answered_s = 0.0  # arrival time of the newest answer
+        self.num_renewals = 0  # number of beats that were answered
+        self.on_recall = b""  # the request that it sends on a recall
         connection.keep_bytes = HEAD_BYTES
         connection.on_message = self._told
 
@@ -95,19 +95,19 @@ class _Group:
         self.connection.keep_bytes = None
 
     def request(self, number: int, step: int, held: QuorumKey | None) -> bytes:
-        """A request as it goes over the wire; all but the first name only what has changed."""
+        """Return a request as bytes on the wire. Every request after the first contains only the changes."""
         said = at_step(self.member, step - 1) if number > 1 else None
         asked = events.QuorumRequested(0, number, at_step(self.member, step), held)
         return self.connection.framed(codec.encode_to_lighthouse(asked, said))
 
     def ask(self, words: bytes) -> None:
-        """Say a request."""
+        """Send a request."""
         self.answer = b""
         self.connection.say(words)
 
     @property
     def quorum(self) -> effects.AnswerQuorum | effects.AnswerUnchanged:
-        """What it was answered. Raises: RuntimeError: a refusal."""
+        """Return the answer to its request. Raises: RuntimeError: a refusal."""
         answer = codec.decode_from_lighthouse(self.answer)
         if not isinstance(answer, effects.AnswerQuorum | effects.AnswerUnchanged):
             raise RuntimeError(f"the lighthouse refuses {self.member.replica_id} a quorum: {answer}")
@@ -136,7 +136,7 @@ class _Group:
 
 @final
 class _Beats:
-    """Each group beats once in `every_s`, spread over that time."""
+    """The beats of all groups: one for each group in `every_s`, spread over that time."""
 
     def __init__(self, groups: Sequence[_Group]) -> None:
         self.every_s = max(BEAT_S, len(groups) / BEATS_PER_S_MOST)
@@ -160,13 +160,13 @@ class _Beats:
 
 
 def join(started: servers.Started, number: int, *, settle_beats: float = 2.0) -> Joined:
-    """Let one replica join so many that stand, on our lighthouse.
+    """Let one replica join a standing quorum on tft's lighthouse.
 
     Args:
-        started: that lighthouse; its least quorum is `number`.
-        number: of members that stand.
-        settle_beats: how long they stand before, in times between two beats of one of them.
-    Raises: NotAnswered: somebody was not, in time. RuntimeError: somebody was not given the quorum of all.
+        started: that lighthouse. Its smallest quorum is `number`.
+        number: of standing members.
+        settle_beats: duration of the standing phase before, in beat intervals of one member.
+    Raises: NotAnswered: a member was not answered in time. RuntimeError: a member did not receive the quorum of all.
     """
     server = psutil.Process(started.pid)
     *standing, joins = members(number + 1, LEASE_MS)
@@ -205,7 +205,7 @@ def join(started: servers.Started, number: int, *, settle_beats: float = 2.0) ->
 
 
 def _stand(clients: Swarm, beats: _Beats, groups: Sequence[_Group]) -> QuorumKey:
-    """The first quorum, in which all but one recover, and once more the same, in which nobody does."""
+    """Form the first quorum, in which all but one recover, and the same again, in which none does. Returns: its key."""
     key = None
     for step in (0, 1):
         words = [group.request(step + 1, step, key) for group in groups]
@@ -230,14 +230,15 @@ def _serve(clients: Swarm, beats: _Beats, done: Callable[[], bool]) -> None:
 
 
 def _check(groups: Sequence[_Group], newcomer: _Group, held: QuorumKey) -> None:
-    """All have the same quorum, which is a new one and has all of them as members."""
+    """Check that all have the same new quorum, with all of them as members."""
     for group in (groups[0], newcomer):
         answer = group.quorum
         if not isinstance(answer, effects.AnswerQuorum) or answer.quorum.key <= held:
             raise RuntimeError(f"{group.member.replica_id} was not given a new quorum")
         if len(answer.quorum.members) != len(groups) + 1:
             raise RuntimeError(f"the new quorum has {len(answer.quorum.members)} members, not {len(groups) + 1}")
-    # They asked by one number, so they are given the same bytes: their length and the quorum's id among the first.
+    # Their requests have one number, so their answers have equal bytes. The head contains the length and the quorum's
+    # id.
     head = groups[0].answer[:HEAD_BYTES]
     if any(group.answer[:HEAD_BYTES] != head for group in groups):
         raise RuntimeError("two members were given different quorums")
@@ -249,9 +250,9 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def allowed(number: int) -> int:
-    """The largest number of groups up to that one that this machine allows, by its open files and its memory.
+    """Return the largest number of groups, up to `number`, that the open files and the memory of this machine allow.
 
-    A lighthouse takes connections up to half of its open files.
+    A lighthouse accepts connections up to half of its open files.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     files = number if hard == resource.RLIM_INFINITY else hard // 2 - SPARE_DESCRIPTORS
@@ -259,7 +260,7 @@ def allowed(number: int) -> int:
 
 
 def our_turn(number: int) -> Joined:
-    """A join on a lighthouse of ours of its own."""
+    """Measure a join on a fresh lighthouse of tft."""
     allow_descriptors(number + SPARE_DESCRIPTORS)
     with servers.lighthouse(our_command(), min_replicas=number, flags=PATIENT) as started:
         return join(started, number)
@@ -272,11 +273,11 @@ def _peers_turn(number: int) -> float:
 
 
 def measure(turns: dict[int, int]) -> Row:
-    """P19.
+    """Measure P19.
 
     Args:
-        turns: how many for each number of groups that stand, `JUDGED` among them; of a number that the machine does not
-            allow the largest is taken that it does.
+        turns: number of turns by number of standing groups, including `JUDGED`. A number beyond the machine's limit is
+            replaced by that limit.
     """
     ours: dict[int, list[Joined]] = {}
     theirs: list[float] = []
@@ -291,7 +292,7 @@ def measure(turns: dict[int, int]) -> Row:
             except NotAnswered:
                 if number <= JUDGED:
                     raise
-                break  # no bar is of that number; the row says that there is no figure
+                break  # no bar is of that number; the row shows that the figure is missing
     ratio = _median_s(ours[JUDGED]) / statistics.median(theirs)
     return Row(
         name="P19",

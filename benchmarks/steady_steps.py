@@ -1,13 +1,12 @@
-"""P17 and P18: what a steady step of a standing quorum needs of the lighthouse: nothing.
+"""P17 and P18: a steady step of a standing quorum needs nothing of the lighthouse.
 
-P17 counts by kind what the lighthouse hears in a thousand steps of three replicas. Beats are signs of life, one a
-second from each replica, and a probe is answered when the lighthouse began it; anything else would be a message for a
-step.
+P17 counts the lighthouse's received messages by type in a thousand steps of three replicas. Each replica sends one beat
+a second as a sign of life, and answers the lighthouse's probes. Any other message would be a message for a step.
 
 P18 kills the lighthouse under four replicas and starts it again at the same address. A step is lost if its replica did
-not commit it. It is late if it took longer than twice the longest of the time before, about as long: the longest of
-two equal times on a busy machine differ, and who waited for a lighthouse would wait for a second at least. Torchft's
-replicas ask in every step, so neither row has a peer.
+not commit it. A step is late if it took over twice the longest step of an equally long time before. The factor is
+needed because the longest steps of two equal times differ on a busy machine. A replica that waits for a lighthouse
+would wait for a second at least. torchft's replicas ask in every step, so neither row has a peer.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ REPLICAS_OF_P18: Final = 4
 HIDDEN: Final = 512
 STEADY_STEPS: Final = 50
 LOOK_S: Final = 0.2
-AFTER_S: Final = 5.0  # the lighthouse is back, and is told again who is there
+AFTER_S: Final = 5.0  # the lighthouse is back, and learns again which replicas exist
 LATE: Final = 2.0  # times the longest step before
 BEATS: Final = frozenset((events.BeatReceived.__name__, events.ProbeAnswered.__name__))
 
@@ -43,12 +42,12 @@ Steps = list[tuple[float, int]]
 
 @dataclass(frozen=True)
 class Heard:
-    """What the lighthouse heard in some steady steps.
+    """The messages that the lighthouse received in some steady steps.
 
     Args:
-        steps: of each replica, at least.
-        seconds: that they took.
-        kinds: number of messages by kind.
+        steps: minimum over the replicas.
+        seconds: duration of the steps.
+        kinds: number of messages by type.
     """
 
     steps: int
@@ -58,11 +57,11 @@ class Heard:
 
 @dataclass(frozen=True)
 class Away:
-    """Steps before the lighthouse was killed, and while it was away and back for a moment; of all replicas.
+    """The steps of all replicas before the lighthouse was killed, and while it was away and shortly after.
 
     Args:
-        before_ms, away_ms: their times.
-        lost: steps that were not committed, of both.
+        before_ms, away_ms: durations of these steps.
+        lost: steps that were not committed, in both times.
     """
 
     before_ms: list[float]
@@ -71,12 +70,12 @@ class Away:
 
     @property
     def late(self) -> int:
-        """Number of steps that took far longer than any before."""
+        """Return the number of steps that took far longer than any before."""
         return sum(1 for step_ms in self.away_ms if step_ms > LATE * max(self.before_ms))
 
 
 def count_messages(steps: int) -> Heard:
-    """Count what a lighthouse hears in so many steady steps of each of three replicas."""
+    """Count the lighthouse's messages in that many steady steps of each of three replicas."""
     lighthouse = Worker("tft", "benchmarks.counting_lighthouse", ["--min-replicas", str(REPLICAS_OF_P17)])
     try:
         with _replicas(REPLICAS_OF_P17, lighthouse.told()["address"]) as replicas:
@@ -90,7 +89,7 @@ def count_messages(steps: int) -> Heard:
 
 
 def take_away(seconds: float) -> Away:
-    """Kill the lighthouse under four replicas, for so long."""
+    """Kill the lighthouse under four replicas for that time, and return their steps."""
     command = Path(sys.executable).parent / "tft-lighthouse"
     port = servers.free_port()
     with contextlib.ExitStack() as stack:
@@ -111,7 +110,7 @@ def take_away(seconds: float) -> Away:
 
 @contextlib.contextmanager
 def _replicas(number: int, lighthouse: str) -> Iterator[list[Worker]]:
-    """So many replicas that train together in a quorum that stands, while the block lasts."""
+    """Yield that many replicas that train together in a standing quorum, while the block lasts."""
     replicas: list[Worker] = []
     try:
         for rank in range(number):
@@ -135,7 +134,7 @@ def _asked(replica: Worker) -> Steps:
 
 
 def _committed(replicas: Sequence[Worker]) -> int:
-    """How many steps the slowest has committed; they need all replicas."""
+    """Return the number of committed steps of the slowest replica. Steps need all replicas."""
     return min(steps[-1][1] if steps else 0 for steps in [_asked(replica) for replica in replicas])
 
 
@@ -157,7 +156,7 @@ def _lost(steps: Steps) -> int:
 
 
 def measure_messages(steps: int) -> Row:
-    """P17."""
+    """Measure P17."""
     found = count_messages(steps)
     more = found.kinds.total() - sum(found.kinds[kind] for kind in BEATS)
     kinds = ", ".join(f"{number} {kind}" for kind, number in found.kinds.most_common())
@@ -174,7 +173,7 @@ def measure_messages(steps: int) -> Row:
 
 
 def measure_away(seconds: float) -> Row:
-    """P18."""
+    """Measure P18."""
     found = take_away(seconds)
     before, away = (f"{max(each):.0f}, {_p99(each):.1f} ms" for each in (found.before_ms, found.away_ms))
     return Row(

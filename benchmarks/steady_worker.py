@@ -1,7 +1,7 @@
-"""One replica of the steady-step benchmarks: trains until it is killed, and tells its steps when it is asked.
+"""One replica of the steady-step benchmarks: it trains until it is killed, and reports its steps on request.
 
-Law of this file: started as a module; an order is a line, and so is its answer. Between two orders it says nothing, so
-that its steps are not disturbed.
+Law of this file: started as a module. An order is a line, and so is its answer. The worker is silent between two
+orders, so its steps are not disturbed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
 
     model, optimizer, data = one_layer(arguments)
     manager = optimizer.manager
-    steps: list[tuple[float, int]] = []  # when each ended, and how many were committed then
+    steps: list[tuple[float, int]] = []  # end of each step, and the number of committed steps at that time
 
     def answer() -> None:
         for _ in sys.stdin:

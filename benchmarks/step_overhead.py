@@ -1,9 +1,9 @@
-"""P1 and P2: what a committed step costs above torch's own DistributedDataParallel, and beside torchft.
+"""P1 and P2: the cost of a committed step above torch's own DistributedDataParallel, and beside torchft.
 
-The systems take turns within one run, because machines are shared and noisy; the figure of a turn is the median step
-of the slower replica, the figure of a system the median of its turns. What is judged is compared within each turn, and
-of that the median taken: a machine that slows down for a minute slows all three of a turn. Who begins changes with
-each turn, so that none always runs behind the same other.
+The systems take turns within one run, because machines are shared and noisy. The figure of a turn is the median step of
+the slower replica. The figure of a system is the median of its turns. The judged figures are compared within each turn,
+and the bar applies to the median of these. A machine that slows down for a minute slows all three systems of a turn.
+The order changes with each turn, so that no system always runs behind the same other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TURN_TIMEOUT_S = 180
 
 
 def measure_small(turns: int, steps: int) -> Row:
-    """P1: 4 x Linear(64): all of it is overhead."""
+    """Measure P1: 4 x Linear(64), where all of the step is overhead."""
     found = _measure(hidden=64, turns=turns, steps=steps, warmup=30)
     times, ratio = _medians(found), _median_of_turns(found, lambda turn: turn["tft"] / turn["torchft"])
     above_ms = _median_of_turns(found, lambda turn: turn["tft"] - turn["ddp"])
@@ -48,7 +48,7 @@ def measure_small(turns: int, steps: int) -> Row:
 
 
 def measure_large(turns: int, steps: int) -> Row:
-    """P2: 4 x Linear(2048), 67 MB of gradients: all of it is bandwidth."""
+    """Measure P2: 4 x Linear(2048), 67 MB of gradients, where all of the step is bandwidth."""
     found = _measure(hidden=2048, turns=turns, steps=steps, warmup=5)
     times, ratio = _medians(found), _median_of_turns(found, lambda turn: turn["tft"] / turn["torchft"])
     of_ddp = _median_of_turns(found, lambda turn: turn["tft"] / turn["ddp"])
@@ -65,7 +65,7 @@ def measure_large(turns: int, steps: int) -> Row:
 
 
 def _measure(*, hidden: int, turns: int, steps: int, warmup: int) -> list[dict[str, float]]:
-    """Of each turn the median step in ms of each system."""
+    """Return each system's median step in ms, for each turn."""
     found = []
     for turn in range(turns):
         order = SYSTEMS[turn % len(SYSTEMS) :] + SYSTEMS[: turn % len(SYSTEMS)]
@@ -129,7 +129,7 @@ def _slower(system: str, workers: list[subprocess.Popen[str]], least_committed: 
 
 @contextlib.contextmanager
 def _surroundings(system: str) -> Iterator[tuple[str, list[str]]]:
-    """The interpreter of a system, and the flags that name its server."""
+    """Yield the interpreter of a system, and the flags that name its server."""
     if system == "ddp":
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 

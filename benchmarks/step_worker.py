@@ -1,9 +1,9 @@
-"""One replica of the step benchmark, for each of the systems that are compared.
+"""One replica of the step benchmark, for each of the compared systems.
 
-The same model, data, optimizer and clock for all; only the wrapping differs. It runs under the interpreter that has
-the system installed and prints one JSON line: the time of each committed step, in milliseconds.
+Model, data, optimizer and clock are the same for all systems, and only the wrapping differs. The worker runs under the
+interpreter that has the system installed. It prints one JSON line: the time of each committed step, in milliseconds.
 
-Law of this file: imports nothing of ours or the peer's before it knows which system is asked for.
+Law of this file: it imports no package of either system before it knows the requested one.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 BATCH = 4
 LAYERS = 4
-SECRET = "benchmark"  # without one other hosts are not served
+SECRET = "benchmark"  # without a secret other hosts are not served
 Closer = Callable[[], None]
 
 
 def make_model(hidden: int) -> nn.Module:
-    """LAYERS linear layers of `hidden` by `hidden`, with ReLU between them; equal on every replica."""
+    """Return LAYERS linear layers of `hidden` by `hidden`, with ReLU between them, equal on every replica."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -38,7 +38,7 @@ def make_model(hidden: int) -> nn.Module:
 
 
 def wrap_ddp(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module, Any, Closer]:
-    """torch's own DistributedDataParallel over Gloo."""
+    """Wrap the model in torch's own DistributedDataParallel over Gloo."""
     host, port = arguments.store.rsplit(":", 1)
     store = TCPStore(host, int(port), is_master=False)
     dist.init_process_group("gloo", store=store, rank=arguments.rank, world_size=arguments.replicas)
@@ -47,7 +47,7 @@ def wrap_ddp(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module
 
 
 def wrap_torchft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module, Any, Closer]:
-    """The peer, through its public API, constructed in the order of its own examples: the Manager first."""
+    """Wrap the model with the peer's public API, constructed in the order of its own examples: the Manager first."""
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -70,7 +70,7 @@ def wrap_torchft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Mo
 
 
 def wrap_tft(arguments: argparse.Namespace, model: nn.Module) -> tuple[nn.Module, Any, Closer]:
-    """Ours, through its public API, with the same settings."""
+    """Wrap the model with tft's public API, with the same settings."""
     from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     manager = Manager(
@@ -91,7 +91,7 @@ WRAPPERS = {"ddp": wrap_ddp, "torchft": wrap_torchft, "tft": wrap_tft}
 
 
 def one_layer(arguments: argparse.Namespace) -> tuple[nn.Module, Any, torch.Tensor]:
-    """A layer of `hidden` by `hidden` and its optimizer, wrapped, and the batch of this replica."""
+    """Return a layer of `hidden` by `hidden` and its optimizer, wrapped, and the batch of this replica."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, optimizer, _ = WRAPPERS[arguments.system](arguments, nn.Linear(arguments.hidden, arguments.hidden))
@@ -99,12 +99,12 @@ def one_layer(arguments: argparse.Namespace) -> tuple[nn.Module, Any, torch.Tens
 
 
 def batch_of(arguments: argparse.Namespace) -> torch.Tensor:
-    """The same for a rank in each of its runs."""
+    """Return the replica's batch, equal in each run of a rank."""
     return torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
 
 
 def tell(**facts: object) -> None:
-    """One line for the parent."""
+    """Print one line for the parent."""
     json.dump(facts, sys.stdout)
     sys.stdout.write("\n")
     sys.stdout.flush()
@@ -140,7 +140,7 @@ def main() -> None:
     committed = manager.current_step() if manager is not None else arguments.warmup + arguments.steps
     tell(times_ms=times_ms, committed=committed)
     sys.stdin.readline()  # the other replica may still need this one
-    del model  # torch's DDP must not be the last that holds a Gloo group (docs/troubleshooting.md)
+    del model  # torch's DDP must not hold the last reference to a Gloo group (docs/troubleshooting.md)
     gc.collect()
     close()
 

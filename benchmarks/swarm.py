@@ -1,10 +1,10 @@
-"""Thousands of clients of a lighthouse in one process: gRPC spoken by hand over plain sockets.
+"""Thousands of clients of a lighthouse in one process: gRPC by hand over plain sockets.
 
-A client library would cost more than the server that is measured, on the same two cores. So requests are laid out as
-bytes before the clock starts, and of what comes back only as much is read as tells one message from the next. Every
-byte in both directions is counted.
+A client library would cost more than the measured server, on the same two cores. So requests are encoded before the
+measured time starts. Of the answers only the bytes that distinguish messages are parsed. Every byte in both directions
+is counted.
 
-Law of this file: HTTP/2 as a gRPC server needs it, connections and their bytes; what is said in them is the rows'.
+Law of this file: HTTP/2 as a gRPC server needs it, connections and their bytes. The rows own the content of messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _MOST: Final = 2**31 - 1
 _FRAME_BYTES: Final = 16_384
 _AT_ONCE: Final = 1 << 20
-_INITIAL_WINDOW: Final = 4  # the setting
+_INITIAL_WINDOW: Final = 4  # id of the setting
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -36,13 +36,13 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _text(value: str) -> bytes:
-    """A string of HPACK, as it is; at most 126 bytes."""
+    """Encode an HPACK string literally. It has at most 126 bytes."""
     assert len(value) < 127
     return bytes((len(value),)) + value.encode()
 
 
 def _headers(method: str, timeout: str = "") -> bytes:
-    """Of a gRPC call, none of them remembered by the server from one call to the next."""
+    """Encode the headers of a gRPC call. The server remembers none of them between calls."""
     plain = {"te": "trailers", "content-type": "application/grpc"}
     if timeout:
         plain["grpc-timeout"] = timeout
@@ -57,34 +57,34 @@ def _headers(method: str, timeout: str = "") -> bytes:
 
 
 class Writes(Protocol):
-    """A socket's one method that a connection needs."""
+    """The one method of a socket that a connection needs."""
 
     def sendall(self, words: bytes, /) -> object: ...
 
 
 @final
 class Connection:
-    """One client's connection: a stream that stays, or unary calls one after the other.
+    """One client's connection: a lasting stream, or unary calls one after the other.
 
     Args:
-        sock: connected to the server, or what else takes its words.
+        sock: a socket connected to the server, or another receiver of its bytes.
     """
 
     def __init__(self, sock: Writes) -> None:
         self.sent_bytes = 0
         self.received_bytes = 0
-        self.messages: list[bytes] = []  # that came on the stream and were not taken yet
-        self.answers = 0  # messages on the stream, or unary calls that ended
-        self.on_message: Callable[[bytes], object] = self.messages.append  # takes each message of the stream
-        # Of a longer message only so many bytes, the first ones, are read and given to `on_message`; None: all.
+        self.messages: list[bytes] = []  # messages of the stream that were not taken yet
+        self.answers = 0  # messages on the stream, or ended unary calls
+        self.on_message: Callable[[bytes], object] = self.messages.append  # receives each message of the stream
+        # Only this many first bytes of a longer message are read and given to `on_message`. None: all.
         self.keep_bytes: int | None = None
         self._last_stream = -1
         self._unary = False
         self._unread = bytearray()
-        self._skip = 0  # bytes of a unary answer that need not be looked at
-        self._message = bytearray()  # of the stream, of which the end has not come
-        self._head = b""  # of a long message, of which the end has not come
-        self._left = 0  # bytes of it that have not come
+        self._skip = 0  # remaining bytes of a unary answer, which are not parsed
+        self._message = bytearray()  # an incomplete message of the stream
+        self._head = b""  # the head of an incomplete long message
+        self._left = 0  # remaining bytes of the long message
         self._sock = sock
         settings = struct.pack(">HI", _INITIAL_WINDOW, _MOST)
         window = struct.pack(">I", _MOST - 65_535)
@@ -96,17 +96,17 @@ class Connection:
         self._write(_frame(_HEADERS, _END_HEADERS, 1, _headers(method)) + self.framed(message))
 
     def framed(self, message: bytes) -> bytes:
-        """A message on the stream as it goes over the wire."""
+        """Return a message on the stream as bytes on the wire."""
         body = b"\0" + struct.pack(">I", len(message)) + message
         parts = (body[at : at + _FRAME_BYTES] for at in range(0, len(body), _FRAME_BYTES))
         return b"".join(_frame(_DATA, 0, self._last_stream, part) for part in parts)
 
     def ping(self) -> bytes:
-        """What grpc sends in between, to hear whether the server is there."""
+        """Return the ping that grpc sends to check that the server is there."""
         return _frame(_PING, 0, 0, b"\0" * 8)
 
     def unary(self, method: str, message: bytes, timeout: str = "") -> bytes:
-        """The next call as it goes over the wire; a time-out as gRPC writes it, such as 50m for milliseconds."""
+        """Return the next call as bytes on the wire. The timeout has gRPC's format, such as 50m for milliseconds."""
         self._unary = True
         self._last_stream += 2
         body = b"\0" + struct.pack(">I", len(message)) + message
@@ -114,7 +114,7 @@ class Connection:
         return head + _frame(_DATA, _END_STREAM, self._last_stream, body)
 
     def say(self, words: bytes) -> None:
-        """Send what `framed` or `unary` made."""
+        """Send the bytes that `framed` or `unary` returned."""
         self._write(words)
 
     def _write(self, words: bytes) -> None:
@@ -122,7 +122,7 @@ class Connection:
         self.sent_bytes += len(words)
 
     def hear(self, data: bytes | memoryview) -> None:
-        """Take what came. Raises: RuntimeError: the server ended the call or the connection."""
+        """Process received bytes. Raises: RuntimeError: the server ended the call or the connection."""
         self.received_bytes += len(data)
         if self._skip:
             skipped = min(self._skip, len(data))
@@ -180,7 +180,7 @@ class Connection:
             self._message_came(message[: self.keep_bytes])
 
     def _long_message_came(self, num_bytes: int) -> None:
-        """Count what came of a message that is not kept whole; of a unary answer nothing is counted."""
+        """Count the received bytes of a message that is not kept whole. Bytes of a unary answer do not count."""
         if self._left and num_bytes:
             self._left -= num_bytes
             if not self._left:
@@ -231,17 +231,17 @@ class Swarm:
 
     @property
     def bytes_so_far(self) -> int:
-        """Sent and received, frames and all."""
+        """Return the number of bytes sent and received, frames included."""
         return sum(connection.sent_bytes + connection.received_bytes for connection in self.connections)
 
     def hear_for(self, seconds: float) -> None:
-        """Take what comes, for so long."""
+        """Process received bytes for that time."""
         end = time.perf_counter() + seconds
         while (left := end - time.perf_counter()) > 0:
             self._hear(left)
 
     def hear_until(self, done: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
-        """Take what comes until that is so. Raises: RuntimeError: it took too long, or the server hung up."""
+        """Process received bytes until `done` holds. Raises: RuntimeError: it took too long, or the server hung up."""
         end = time.perf_counter() + within_s
         while not done():
             if time.perf_counter() > end:
@@ -249,8 +249,10 @@ class Swarm:
             self._hear(1.0)
 
     def exchange(self, words: Sequence[bytes], within_s: float = PATIENCE_S) -> float:
-        """Each client says its words, and all are answered once. Returns: seconds from the first word to the last
-        answer."""
+        """Send each client's request, and wait until all are answered once.
+
+        Returns: seconds from the first request to the last answer.
+        """
         before = sum(connection.answers for connection in self.connections)
         began = time.perf_counter()
         for connection, said in zip(self.connections, words, strict=True):
@@ -277,7 +279,7 @@ class Swarm:
 
 @contextlib.contextmanager
 def swarm(port: int, number: int) -> Iterator[Swarm]:
-    """So many clients while the block lasts. Raises: RuntimeError: this machine does not allow as many sockets."""
+    """Yield that many clients while the block lasts. Raises: RuntimeError: this machine allows fewer sockets."""
     allow_descriptors(number + SPARE_DESCRIPTORS)
     clients = Swarm(port, number)
     try:
@@ -287,7 +289,7 @@ def swarm(port: int, number: int) -> Iterator[Swarm]:
 
 
 def allow_descriptors(number: int) -> None:
-    """Let this process and those that it starts open so many. Raises: RuntimeError: the machine does not allow it."""
+    """Let this process and its children open that many files. Raises: RuntimeError: the machine does not allow it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < number:
         if hard != resource.RLIM_INFINITY and hard < number:

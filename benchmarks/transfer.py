@@ -1,10 +1,11 @@
-"""P6, P7 and P9: what it takes to fetch a live state over HTTP, beside torchft and a bare socket.
+"""P6, P7 and P9: the cost of fetching a live state over HTTP, beside torchft and a bare socket.
 
-Two processes on this machine, a state of 64 tensors on the CPU. P6 is a warm pair's receive, best of four, each system
-with the number of connections that suits it best; ours checks every chunk, and receives into the same memory every time
-(`reuse_buffers`), for which the peer has no setting. P7 is the first receive of a fresh pair, and
-P9 how much memory that takes, both into tensors that are there already: the peer receives into fresh ones and copies.
-The systems take turns.
+Two processes on this machine have a state of 64 tensors on the CPU. P6 is a warm pair's receive, best of four, each
+system with its best number of connections. tft checks every chunk, and receives into the same memory every time
+(`reuse_buffers`), for which the peer has no setting.
+
+P7 is the first receive of a fresh pair, and P9 is the memory for it. Both receive into existing tensors. The peer
+receives into fresh tensors and copies. The systems take turns.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ MAX_EXTRA_MIB: Final = 64.0
 
 @dataclass(frozen=True)
 class Received:
-    """One receive.
+    """The measurement of one receive.
 
     Args:
-        receive_s, send_s: how long the receiver and, before it, the source's trainer took.
-        extra_mib: by how much the receiver's memory grew at most.
+        receive_s, send_s: time of the receiver and, before it, of the source's trainer.
+        extra_mib: maximum growth of the receiver's memory.
     """
 
     receive_s: float
@@ -41,7 +42,7 @@ class Received:
 
 
 def measure_warm(turns: int, mib: int = MIB) -> Row:
-    """P6; a turn is four transfers of each system in each of its forms."""
+    """Measure P6. A turn is four transfers of each system in each of its forms."""
     ours: list[float] = []
     bare: list[float] = []
     theirs: dict[int, list[float]] = {num_chunks: [] for num_chunks in PEERS_NUM_CHUNKS}
@@ -67,7 +68,7 @@ def measure_warm(turns: int, mib: int = MIB) -> Row:
 
 
 def measure_first(turns: int, mib: int = MIB) -> Row:
-    """P7; a turn is one transfer of a fresh pair of processes in each system."""
+    """Measure P7. A turn is one transfer of a fresh pair of processes in each system."""
     ours, theirs = _first_ones(turns, mib)
     our, their = _rate(mib, ours.receive_s), _rate(mib, theirs.receive_s)
     whole = (theirs.receive_s + theirs.send_s) / (ours.receive_s + ours.send_s)
@@ -84,7 +85,7 @@ def measure_first(turns: int, mib: int = MIB) -> Row:
 
 
 def measure_memory(turns: int, mib: int = MIB) -> Row:
-    """P9; a turn is as for P7."""
+    """Measure P9. A turn is as for P7."""
     ours, theirs = _first_ones(turns, mib)
     return Row(
         name="P9",
@@ -99,7 +100,7 @@ def measure_memory(turns: int, mib: int = MIB) -> Row:
 
 
 def _first_ones(turns: int, mib: int) -> tuple[Received, Received]:
-    """Medians of ours and of the peer's."""
+    """Return the medians of tft and of the peer."""
     found: dict[str, list[Received]] = {"torchft": [], "tft": []}
     for _ in range(turns):
         for system, so_far in found.items():
@@ -116,7 +117,7 @@ def _median(received: Sequence[Received]) -> Received:
 
 
 def _rate(mib: int, seconds: float) -> float:
-    """In GB/s."""
+    """Return the rate in GB/s."""
     return (mib << 20) / seconds / 1e9
 
 
@@ -134,7 +135,7 @@ def _transfers(
     into: bool = False,
     reuse: bool = False,
 ) -> list[Received]:
-    """Transfers of one fresh pair of processes. Raises: RuntimeError: what arrived is not what was sent."""
+    """Transfer with one fresh pair of processes. Raises: RuntimeError: the received state differs from the sent one."""
     arguments = ["--way", way, "--mib", str(mib), "--num-chunks", str(num_chunks), *(["--reuse"] if reuse else [])]
     workers: list[Worker] = []
     try:

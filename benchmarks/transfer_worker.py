@@ -1,7 +1,7 @@
-"""One end of the transfer benchmark, of ours, of the peer, or of a bare socket: sends or receives a state when told.
+"""One end of the transfer benchmark, of tft, torchft or a bare socket: it sends or receives a state on request.
 
-A source is told {"step": n}, offers its state and tells where; a receiver is told {"step": n, "metadata": where,
-"into": whether into tensors that are there already}, and tells how long that took and by how much its memory grew.
+A source receives {"step": n}, offers its state and reports its address. A receiver receives {"step": n, "metadata":
+address, "into": whether it fills existing tensors}. It reports the duration and the growth of its memory.
 
 Law of this file: started as a module under the interpreter that has the system installed.
 """
@@ -26,17 +26,17 @@ from benchmarks.step_worker import tell
 
 TENSORS = 64
 TIMEOUT = timedelta(seconds=60)
-# Where a step's number stands in every tensor, so that nothing that was there before passes for what came.
+# The positions of a step's number in a tensor. With them, old content can't be mistaken for received content.
 PLACES = (0, -1)
 
 
 def make_state(mib: int) -> dict[str, torch.Tensor]:
-    """So much in so many tensors, their memory touched."""
+    """Return a state of that size in TENSORS tensors, with its memory touched."""
     return {f"tensor_{index}": torch.full(((mib << 18) // TENSORS,), float(index)) for index in range(TENSORS)}
 
 
 def main() -> None:
-    """Do as told until standard input ends."""
+    """Perform orders until standard input ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", choices=["tft", "torchft"], required=True)
     parser.add_argument("--way", choices=["http", "socket"], required=True)
@@ -97,11 +97,11 @@ def _receive(transport: Any, state: dict[str, torch.Tensor], order: dict[str, An
 
 
 class Memory:
-    """By how much this process's memory grew at most, in between."""
+    """The maximum growth of this process's memory within the block."""
 
     def __enter__(self) -> Memory:
         with open("/proc/self/clear_refs", "w") as marks:
-            marks.write("5")  # forget the peak
+            marks.write("5")  # reset the peak
         self._before = _status("VmRSS")
         return self
 

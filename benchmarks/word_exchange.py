@@ -1,13 +1,14 @@
-"""How long a round's word takes: eight integers, in groups of 2, 4, 8 and 16 processes on loopback.
+"""The duration of a round's word: eight integers, in groups of 2, 4, 8 and 16 processes on loopback.
 
 python -m benchmarks.word_exchange             seven turns
 python -m benchmarks.word_exchange --short     three turns, for a quick look
 
-Beside each other: `exchange_word` of a Gloo group as it chooses its way; the same with each rank sending to every other
-one; the same by recursive doubling; and an allreduce of eight 64-bit integers of the same group. They take turns within
-one run, because machines are shared and noisy; the figure of a turn is the median at rank 0, the figure of a way the
-median of its turns. All processes share the cores of one machine, so a large group is measured in messages; over a
-network the way with fewer messages also has more of them one after the other.
+Four ways are compared: `exchange_word` of a Gloo group with its own choice; the same with direct messages between all
+ranks; the same by recursive doubling; an allreduce of eight 64-bit integers of the same group.
+
+They take turns within one run, because machines are shared and noisy. The figure of a turn is the median at rank 0. The
+figure of a way is the median of its turns. All processes share the cores of one machine, so in a large group the number
+of messages dominates. Over a network the way with fewer messages also has more of them one after the other.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LAYOUT = "{:>9} {:>11} {:>11} {:>11} {:>11} {:>9}"
 
 
 def rounds_of(group: ProcessGroupGloo) -> dict[str, Callable[[int], None]]:
-    """One round in each way, given its number."""
+    """Return a function for each way that runs one round, by its number."""
     live = group._live
     assert isinstance(live, LiveGroup)
     chosen = live.words
@@ -66,7 +67,7 @@ def rounds_of(group: ProcessGroupGloo) -> dict[str, Callable[[int], None]]:
 
 
 def run(port: int, rank: int, size: int, turns: int, told: Connection | None) -> dict[str, float]:
-    """The milliseconds of each way."""
+    """Return the milliseconds of each way."""
     torch.set_num_threads(1)
     group = ProcessGroupGloo(TIMEOUT)
     group.configure(format_store_addr("127.0.0.1", port, f"size/{size}"), rank, size)
@@ -92,7 +93,7 @@ def run(port: int, rank: int, size: int, turns: int, told: Connection | None) ->
 
 
 def measure(size: int, turns: int) -> dict[str, float]:
-    """The milliseconds of each way, at rank 0."""
+    """Return the milliseconds of each way, at rank 0."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

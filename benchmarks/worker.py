@@ -1,6 +1,6 @@
-"""A worker process of a benchmark: started under its system's interpreter, it tells JSON lines and takes them.
+"""A worker process of a benchmark: it runs under its system's interpreter, and exchanges JSON lines.
 
-Law of this file: one process and its lines; what is said in them is its benchmark's.
+Law of this file: one process and its lines. The benchmark owns their content.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Worker:
 
     Args:
         system: "tft", or "torchft" for the peer's interpreter.
-        module: for example "benchmarks.failure_worker"; it is given `--system` and the arguments.
+        module: for example "benchmarks.failure_worker". It receives `--system` and the arguments.
         arguments: of its command line.
         prefix: a command that starts the interpreter, such as one that enters a network namespace first.
     """
@@ -42,7 +42,8 @@ class Worker:
             stderr=subprocess.DEVNULL,
             text=True,
             cwd=ROOT,
-            # A name server that does not answer costs each client of a store five seconds, which is not measured here.
+            # A name server that does not answer costs each client of a store five seconds, which would distort the
+            # figures.
             env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error", "RES_OPTIONS": "timeout:1 attempts:1"},
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -52,19 +53,19 @@ class Worker:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith("\n"):  # else it was killed in the middle of one
+            if line.endswith("\n"):  # otherwise it was killed in the middle of a line
                 self._lines.put(line)
         self._lines.put("")
 
     def tell(self, order: dict[str, Any]) -> None:
-        """One line for the worker."""
+        """Send one line to the worker."""
         assert self.process.stdin is not None
         json.dump(order, self.process.stdin)
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
     def told(self, within_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Its next line. Raises: RuntimeError: it ended, or said nothing in time."""
+        """Return its next line. Raises: RuntimeError: it ended, or was silent for too long."""
         try:
             line = self._lines.get(timeout=max(within_s, 0.001))
         except queue.Empty:
