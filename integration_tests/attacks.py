@@ -1,8 +1,8 @@
-"""What a stranger without the secret does to a port for as long as it likes. Each attack runs in a process of its own.
+"""Attacks of a stranger without the secret on a port, for any length of time. Each attack is a separate process.
 
-The attacker gives way to everybody else on the machine (nice 19), so that its cost is what its victim spends on it.
+The attacker yields to all other processes of the machine (nice 19), so that its cost is what its victim spends on it.
 
-Law of this file: one function an attack, which goes on until its process is killed. What it may cost stands in tests.
+Law of this file: one function an attack, which goes on until its process is killed. Tests hold the allowed costs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS: Final = (services.LIGHTHOUSE_QUORUM, services.LIGHTHOUSE_DESCRIBE, serv
 
 @dataclass(frozen=True)
 class Ports:
-    """Where the servers of a job listen.
+    """The ports of a job's servers.
 
     Args:
         grpc: lighthouse and manager servers.
@@ -51,7 +51,7 @@ class Ports:
 
 
 def attack(name: str, ports: Ports, ready: Connection) -> None:
-    """Do it until this process is killed; says "ready" when it has begun."""
+    """Run the attack until this process is killed, and send "ready" when it has begun."""
     os.nice(19)
     ATTACKS[name](ports, lambda: ready.send("ready"))
 
@@ -70,17 +70,17 @@ def _calls(ports: Ports, began: Callable[[], None], body: bytes, at_once: int) -
 
 
 def big_bodies(ports: Ports, began: Callable[[], None]) -> None:
-    """Calls that announce eight megabytes."""
+    """Call with bodies of eight megabytes."""
     _calls(ports, began, LARGE, at_once=4)  # each is a copy in this process
 
 
 def refused_calls(ports: Ports, began: Callable[[], None]) -> None:
-    """Calls without a secret, as many as are answered."""
+    """Call without a secret, as often as calls are answered."""
     _calls(ports, began, b"", at_once=100)
 
 
 def wrong_secrets(ports: Ports, began: Callable[[], None]) -> None:
-    """Calls and requests with a secret that is not the job's, alternately."""
+    """Call and request alternately, with a secret that is not the job's."""
     request = f"GET {data_path(KEY)} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\n\r\n".encode()
     with ExitStack() as ends:
         channels = [ends.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}")) for port in ports.grpc]
@@ -98,12 +98,12 @@ def wrong_secrets(ports: Ports, began: Callable[[], None]) -> None:
 
 
 def many_connections(ports: Ports, began: Callable[[], None]) -> None:
-    """Connections that say nothing; those that are ended are made again."""
+    """Open silent connections, and reopen those that are ended."""
     _hold(ports.all, began, b"", each_s=0.1)
 
 
 def slow_headers(ports: Ports, began: Callable[[], None]) -> None:
-    """Requests that are never done: a byte of a header at a time."""
+    """Send requests that never end: a byte of a header at a time."""
     _hold(ports.all, began, f"GET {manifest_path(KEY)} HTTP/1.1\r\nhost: x\r\nx-".encode(), each_s=0.5, more=b"a")
 
 
@@ -134,7 +134,7 @@ def _hold(ports: Sequence[int], began: Callable[[], None], words: bytes, *, each
 
 
 def ping_floods(ports: Ports, began: Callable[[], None]) -> None:
-    """Pings of HTTP/2, as fast as they are taken."""
+    """Send HTTP/2 pings, as fast as the server reads them."""
     pings = b"".join(b"\0\0\x08\6\0\0\0\0\0" + struct.pack(">Q", number) for number in range(500))
     open_ones: dict[int, socket.socket] = {}
     for turn in itertools.count():

@@ -1,9 +1,9 @@
-"""What every integration test starts from: real processes, and the certainty that none of them outlives its module.
+"""The base of every integration test: real processes, and the check that none of them outlives its module.
 
-Law of this file: starting, killing and counting processes, threads and ports. What a test is about stands in the test.
+Law of this file: starting, killing and counting processes, threads and ports. The tests hold their own subjects.
 
 Each process that a test starts, directly or through others, inherits an environment variable that only this pytest
-process has set; so those whose parent was killed are found too.
+process has set. So the check also finds processes whose parent was killed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ SETTLE_S: Final = 5.0
 STACKS_S: Final = 0.5
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's stores look up each address before they go on
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # torch's stores look up each address before they continue
 os.environ[MARK] = str(uuid.uuid4())
 
 Spawn: TypeAlias = Callable[..., ForkServerProcess]
 Launch: TypeAlias = Callable[..., "subprocess.Popen[str]"]
 Kill: TypeAlias = Callable[[int], None]
 
-SPAWNED: Final[list[ForkServerProcess]] = []  # by `spawning`, until they are killed
+SPAWNED: Final[list[ForkServerProcess]] = []  # processes of `spawning`, until they are killed
 
 
 def started_by_us() -> list[psutil.Process]:
-    """Every living process of this session but the two helpers that multiprocessing keeps for its parent's life."""
+    """Return every living process of this session, except multiprocessing's two helpers of this process."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -57,7 +57,7 @@ def started_by_us() -> list[psutil.Process]:
 
 
 def is_kept(process: psutil.Process) -> bool:
-    """Whether `process` is this process's own forkserver or resource tracker."""
+    """Return whether `process` is this process's own forkserver or resource tracker."""
     command = " ".join(process.cmdline())
     return process.ppid() == os.getpid() and (
         "multiprocessing.forkserver" in command or "multiprocessing.resource_tracker" in command
@@ -71,7 +71,7 @@ def listening_ports() -> list[int]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left() -> Iterator[None]:
-    """After each module: no process, no thread of ours, no listening port that was not there before."""
+    """Check after each module that no process, tft thread or new listening port is left."""
     ports_before = set(listening_ports())
     yield
     _, processes = psutil.wait_procs(started_by_us(), timeout=SETTLE_S)
@@ -79,7 +79,7 @@ def nothing_left() -> Iterator[None]:
     for thread in ours:
         thread.join(SETTLE_S)
     left = [f"thread {thread.name}" for thread in ours if thread.is_alive()]
-    gc.collect()  # what nobody can reach any more is not left behind
+    gc.collect()  # unreachable objects do not count as left behind
     left += [f"port {port}" for port in listening_ports() if port not in ports_before]
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -90,9 +90,9 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def forkserver() -> ForkServerContext:
-    """A context whose children are forked from a server that has torch imported: one is up in some 20 ms."""
+    """Return a context whose children fork from a server that has imported torch. A child starts in some 20 ms."""
     context = multiprocessing.get_context("forkserver")
-    # An optimizer imports the second; the last two take half a second in each process of a sharded model.
+    # An optimizer imports the second. The last two take half a second in each process of a sharded model.
     context.set_forkserver_preload(
         ["torch", "torch._dynamo", "tft_algos", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
     )
@@ -101,8 +101,11 @@ def forkserver() -> ForkServerContext:
 
 @final
 class Process(ForkServerProcess):
-    """One whose end nobody has looked at yet is not signalled: its number may be another process's by now, or a
-    thread's, which is as deadly to the process that has it. It is the forkserver's child, so its number is not kept."""
+    """A process that is not signalled after an unseen end.
+
+    Its pid may belong to another process by then, or to a thread, and a signal to a thread kills its process. It is the
+    forkserver's child, so its pid is not reserved.
+    """
 
     def kill(self) -> None:
         if self.is_alive():
@@ -115,7 +118,8 @@ class Process(ForkServerProcess):
 
 @contextmanager
 def spawning(forkserver: ForkServerContext) -> Iterator[Spawn]:
-    """`spawn(target, *args)` starts `target(*args)` in a process; what still runs at the end is killed."""
+    """Yield `spawn(target, *args)`, which runs `target(*args)` in a process. Remaining processes are killed at the
+    end."""
     processes: list[ForkServerProcess] = []
 
     def start(target: Callable[..., object], *args: object) -> ForkServerProcess:
@@ -136,7 +140,7 @@ def spawning(forkserver: ForkServerContext) -> Iterator[Spawn]:
 
 
 def _run(target: Callable[..., object], *args: object) -> None:
-    """What a spawned process does; where its threads stand can be asked for, and is told if it crashes."""
+    """Run the target of a spawned process. SIGUSR1 and a crash print the stacks of its threads."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     target(*args)
@@ -146,7 +150,7 @@ def _run(target: Callable[..., object], *args: object) -> None:
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that fails tells what became of the processes that it spawned; those that live write their stacks."""
+    """Report the exit codes of a failed test's processes, and let the living ones print their stacks."""
     report = yield
     if call.when == "call" and report.failed and SPAWNED:
         ends = "\n".join(f"{process.pid}: {process.exitcode}" for process in SPAWNED)
@@ -155,20 +159,21 @@ def pytest_runtest_makereport(
             if process.exitcode is None and process.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(STACKS_S)  # nothing tells when they have written; it is captured as of the teardown
+        time.sleep(STACKS_S)  # there is no signal that they have written; the output is captured as of the teardown
     return report
 
 
 @pytest.fixture
 def spawn(forkserver: ForkServerContext) -> Iterator[Spawn]:
-    """As `spawning`, for one test."""
+    """Yield `spawning` for one test."""
     with spawning(forkserver) as start:
         yield start
 
 
 @pytest.fixture
 def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
-    """`launch(command, env=..., cwd=...)` starts a command line of its own process group, with its output as text.
+    """Yield `launch(command, env=..., cwd=...)`, which starts a command in a new process group, with its output as
+    text.
 
     Standard output and standard error come on one pipe, `process.stdout`. The group is killed when the test ends.
     """
@@ -194,7 +199,8 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
     yield start
     for process in processes:
         if request.session.testsfailed > failed_before and process.poll() is None:
-            process.send_signal(signal.SIGABRT)  # it tells where each of its threads is, in the report of the failure
+            # the process prints the stack of each thread into the report of the failure
+            process.send_signal(signal.SIGABRT)
             print(process.communicate(timeout=SETTLE_S)[0])
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -203,7 +209,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Launch]:
 
 @pytest.fixture
 def kill() -> Kill:
-    """`kill(pid)` is kill -9, and returns when the process is gone."""
+    """Return `kill(pid)`, which sends kill -9 and returns when the process is gone."""
 
     def kill_and_wait(pid: int) -> None:
         with suppress(psutil.NoSuchProcess):

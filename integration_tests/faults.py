@@ -1,9 +1,9 @@
-"""A job whose hosts suffer every kind of fault, by chance, from a seed; what it tells of its progress.
+"""A job whose hosts suffer random faults of every kind, from a seed, and its progress.
 
-Each group is on a host of its own, and so is the lighthouse. Whoever is struck comes back: by itself, or started anew.
-Who ends without having been struck, or after it has got over it, fails the test.
+Each group is on a separate host, and so is the lighthouse. A group that was hit comes back by itself, or is restarted.
+A group that ends without a fault, or after it has recovered from one, fails the test.
 
-Law of this file: faults, and the time without a commit; how many there are, and what must hold, stands in the tests.
+Law of this file: faults, and times without a commit. The tests hold the number of faults and the requirements.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tft_algos.testing import Action, Fault, Place
 from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
 
-# A host's or a process's, as they come from outside.
+# Faults of a host or a process, as they come from outside.
 OF_HOSTS: Final = ("kill", "stop", "cut", "leave", "lighthouse")
-# Also: of parts of a group, of one link, and of the user's own code.
+# The same, and faults of parts of a group, of one link, and of the user's own code.
 ALL_KINDS: Final = (
     *OF_HOSTS,
     "stop all",
@@ -46,14 +46,14 @@ ALL_KINDS: Final = (
     "error",
     "stop lighthouse",
 )
-PORT: Final = 29510  # a host's ports are its own
-AWAY_S: Final = (0.2, 4.0)  # how long somebody is stopped, cut off, or the lighthouse dead
+PORT: Final = 29510  # each host has its own ports
+AWAY_S: Final = (0.2, 4.0)  # how long a process is stopped, a host cut off, or the lighthouse dead
 STALL_S: Final = 0.5  # a longer time without a commit is a stall
 DEFAULTS: Final = Timeouts()
 
 
 def serve(bind: str, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
-    """A lighthouse, until it is killed."""
+    """Run a lighthouse until it is killed."""
     with LighthouseServer(
         bind,
         hostname=bind.rpartition(":")[0],
@@ -67,12 +67,12 @@ def serve(bind: str, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
 
 @dataclass(frozen=True)
 class Stall:
-    """A time without a commit of anybody.
+    """A time without a commit of any trainer.
 
     Args:
-        at_s: when it began, in seconds since 1970.
+        at_s: its start, in seconds since 1970.
         seconds: its length.
-        faults: that began shortly before or in it.
+        faults: those that began shortly before or in it.
     """
 
     at_s: float
@@ -84,19 +84,19 @@ class Group:
     """One replica group through all its lives.
 
     Args:
-        name: of its host, too.
-        start: gives it a new life.
+        name: of the group and of its host.
+        start: starts a new life.
     """
 
     def __init__(self, name: str, start: Callable[[str], Trainer]) -> None:
         self.name = name
         self._start = start
         self.trainer = start(name)
-        self.struck = 0  # how often, in this life, since all were together last
+        self.struck = 0  # number of faults in this life, since all groups last committed together
         self.was_sent_away = False
 
     def start_again(self) -> None:
-        """A new life."""
+        """Start a new life."""
         self.trainer = self._start(self.name)
         self.struck = 0
         self.was_sent_away = False
@@ -107,23 +107,23 @@ class Group:
 
     @property
     def is_leaving(self) -> bool:
-        """It was sent away, and has not gone yet."""
+        """Return whether the group was told to leave, and has not ended yet."""
         return self.was_sent_away and not self.has_ended
 
     def send(self, fault: Fault) -> None:
-        """Let it strike this life; one that is about to end has no use for it."""
+        """Send a fault to this life. A life that is about to end ignores it."""
         with suppress(BrokenPipeError):
             self.trainer.connection.send(fault)
 
     def processes(self) -> list[psutil.Process]:
-        """Its trainer, and then its manager server where it lives."""
+        """Return its trainer, and then its manager server if that lives."""
         trainer = psutil.Process(self.trainer.process.pid)
         with suppress(StopIteration, psutil.NoSuchProcess):
             return [trainer, self.trainer.manager_server()]
         return [trainer]
 
     def end(self) -> None:
-        """This life, now."""
+        """Kill this life now."""
         self.trainer.process.kill()
         self.trainer.process.join()
 
@@ -132,11 +132,11 @@ class Run:
     """A job with faults.
 
     Args:
-        cluster: a host a group, and one for the lighthouse.
+        cluster: one host for each group, and one for the lighthouse.
         spawn: the fixture.
         names: of the groups.
-        rng: says what happens.
-        kinds: of faults that happen.
+        rng: makes the random choices.
+        kinds: of faults that may happen.
         timeouts: of the lighthouse and of every trainer.
         batch_s: how long a trainer takes to get a batch.
     """
@@ -158,14 +158,14 @@ class Run:
         self._kinds = kinds
         self._timeouts = timeouts
         self._batch_s = batch_s
-        self.log: list[tuple[float, str]] = []  # each fault: when, in seconds since 1970, and what
+        self.log: list[tuple[float, str]] = []  # time of each fault in seconds since 1970, and its description
         self._bind = f"{cluster.address('lighthouse')}:{PORT}"
         self._lighthouse = self._start_lighthouse()
         self.job = job_of(cluster, spawn, f"http://{self._bind}")
         self.groups = [Group(name, self._start) for name in names]
         self.happened: Counter[str] = Counter()
-        self._due: list[tuple[float, Callable[[], None]]] = []  # what ends a fault that is under way
-        self._over_s = 0.0  # when the last fault ended, in seconds since 1970
+        self._due: list[tuple[float, Callable[[], None]]] = []  # ends of the current faults
+        self._over_s = 0.0  # end of the last fault, in seconds since 1970
         self._down: set[str] = set()
 
     def _start_lighthouse(self) -> ForkServerProcess:
@@ -192,7 +192,7 @@ class Run:
         )
 
     def strike(self) -> None:
-        """One fault, of a kind and on a victim by chance."""
+        """Inject one fault, of a random kind and on a random victim."""
         kind = self._rng.choice(self._kinds)
         self.happened[kind] += 1
         if kind in ("lighthouse", "stop lighthouse"):
@@ -218,7 +218,7 @@ class Run:
                 self._later(self._rng.uniform(0, 1), group.start_again)
             case "leave":
                 group.was_sent_away = True
-                group.trainer.process.terminate()  # it ends by itself, and is then started again
+                group.trainer.process.terminate()  # it ends by itself, and is then restarted
             case "cut":
                 self._cluster.cut(group.name)
                 self._later(away_s, lambda: self._cluster.mend(group.name))
@@ -249,7 +249,7 @@ class Run:
         other = self._rng.choice([other for other in self.groups if other is not group])
         ways = [(group.name, other.name), (other.name, group.name)]
         ways = ways if both else [self._rng.choice(ways)]
-        other.struck += 1  # it may be the one that is left out
+        other.struck += 1  # the other group may be the one that is left out
         self.log[-1] = (self.log[-1][0], f"{self.log[-1][1]}: {', '.join(' to '.join(way) for way in ways)}")
         for way in ways:
             self._cluster.lose(*way)
@@ -278,7 +278,7 @@ class Run:
         self._due.append((time.monotonic() + after_s, end))
 
     def pump(self, seconds: float) -> None:
-        """Let time pass: faults that are over end, and whoever has ended by a fault is started again."""
+        """Let time pass, end the faults that are due, and restart groups that a fault has ended."""
         until = time.monotonic() + seconds
         while True:
             now = time.monotonic()
@@ -292,7 +292,7 @@ class Run:
             self.job.take_in(min(0.05, until - now))
 
     def look(self) -> None:
-        """Who has ended must have been struck, and not have got over it."""
+        """Check that an ended group was hit by a fault from which it has not recovered, and restart it."""
         for group in self.groups:
             if group.has_ended and group.trainer.process.exitcode != -signal.SIGKILL:
                 told = [event.text for event in group.trainer.events[-3:]]
@@ -301,14 +301,14 @@ class Run:
                 group.start_again()
 
     def all_together(self, patience_s: float) -> bool:
-        """Whether all commit together again within that time; then nobody is down any more, and has an excuse."""
+        """Return whether all groups commit together within that time. If so, no group counts as hit any more."""
         give_up_at = time.monotonic() + patience_s
         began_s = time.time()
         while time.monotonic() < give_up_at:
             self.pump(0.05)
             if self._due or any(group.is_leaving for group in self.groups):
                 continue
-            # Not what was committed before the last fault, or in it, and is only heard of now.
+            # Commits from before or during the last fault do not count, even if their events arrive only now.
             since_s = max(began_s, self._over_s)
             if all(group.trainer.committed_with(len(self.groups), 3, since_s=since_s) for group in self.groups):
                 self._down.clear()
@@ -318,7 +318,7 @@ class Run:
         return False
 
     def suffer_for(self, seconds: float, every_s: float) -> None:
-        """A fault each so many seconds, whatever became of the one before, as long as one group is not struck."""
+        """Inject a fault every `every_s` seconds, whatever became of the one before, while one group stays unhit."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.pump(every_s)
@@ -327,7 +327,7 @@ class Run:
                 self.strike()
 
     def _recover(self) -> None:
-        """Whoever commits with all the others, after the last fault's end, is not down any more."""
+        """Clear the hit mark of groups that commit with all others after the end of the last fault."""
         if not self._due and not any(group.is_leaving for group in self.groups):
             for group in self.groups:
                 if group.trainer.committed_with(len(self.groups), 2, since_s=self._over_s):
@@ -335,12 +335,12 @@ class Run:
                     group.struck = 0
 
     def commits(self) -> list[Event]:
-        """Of everybody who ever lived, in the order of their times."""
+        """Return the commits of all trainers that ever lived, ordered by time."""
         found = [event for trainer in self.job.trainers for event in trainer.events if event.kind == "commit"]
         return sorted(found, key=lambda event: event.at_s)
 
     def stalls(self, since_s: float, until_s: float) -> list[Stall]:
-        """Each time without a commit of anybody that is longer than STALL_S, the longest first."""
+        """Return the times without any commit that exceed STALL_S, longest first."""
         times = [since_s, *(event.at_s for event in self.commits() if since_s < event.at_s < until_s), until_s]
         found = []
         for before, after in itertools.pairwise(times):
@@ -351,7 +351,7 @@ class Run:
 
     @property
     def may_strike(self) -> bool:
-        """A majority is left when one more goes."""
+        """Return whether a majority is left when one more group goes."""
         return 2 * (len(self.groups) - len(self._down) - 1) > len(self.groups)
 
 
@@ -362,7 +362,7 @@ def _continue(process: ForkServerProcess) -> None:
 
 @contextmanager
 def running(forkserver: ForkServerContext, num_groups: int, seed: int, **settings: Any) -> Iterator[Run]:
-    """A run of so many groups, each on a host of its own; `settings` are a Run's."""
+    """Yield a run of that many groups, each on a separate host. `settings` are those of `Run`."""
     names = [f"g{number}" for number in range(num_groups)]
     with hosts("lighthouse", *names) as cluster, spawning(forkserver) as spawn:
         yield Run(cluster, spawn, names, random.Random(seed), **settings)

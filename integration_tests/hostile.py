@@ -1,9 +1,9 @@
-"""What a stranger or a broken peer sends to a port, and what must stay true of the server behind it.
+"""Attacks of a stranger or a broken peer on a port, and the requirements on the server behind it.
 
-A server of ours runs in a process of its own, watched from outside: its log, its memory, its descriptors. An attack is
-whatever a socket or a gRPC call can carry; after each one an honest client must be served as if nothing had been.
+A tft server runs in a separate process and is watched from outside: its log, its memory, its descriptors. An attack is
+anything that a socket or a gRPC call can carry. After each attack an honest client must be served as before.
 
-Law of this file: starting and watching servers, and making bad bytes; what must hold is asserted by `Watched.check`.
+Law of this file: starting and watching servers, and making bad bytes. `Watched.check` asserts the requirements.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from tft_coord.wire import services
 
 HONEST_WITHIN_S: Final = 1.0
 TRIES: Final = 3
-# One refused message of the largest size that is read, as protobuf holds it, and what the allocator keeps of it.
+# The limit is one refused message of the largest size, as protobuf holds it, plus what the allocator keeps of it.
 GROWTH_BYTES: Final = 64 << 20
-# Of a connection that is ended in the middle of its calls grpc (1.84) keeps some 150 bytes for ever, seen over 300,000
-# of them; 98 go with each cancelled call of a bare grpc.aio handler. As much again waits for the allocator to tidy up.
+# grpc (1.84) keeps some 150 bytes for ever of a connection that ends during its calls, as measured over 300,000 of
+# them. A bare grpc.aio handler keeps 98 bytes of each cancelled call. As much again waits in the allocator.
 KEPT_BY_GRPC_BYTES: Final = 400
 SILENT_S: Final = 0.1
 LINE_BYTES: Final = 1_000
-SPARES: Final = 0.75  # of the time: nothing is said that ends a group
+SPARES: Final = 0.75  # share of the time in which no message ends a group
 HEARD_ENOUGH: Final = 25
 HEARD_WITHIN_S: Final = 20.0
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -52,8 +52,8 @@ class Watched:
 
     Args:
         log: file that its standard error goes to.
-        process: that serves; its memory is watched.
-        port: that it listens at.
+        process: the serving process, whose memory is watched.
+        port: the listening port.
     """
 
     def __init__(self, log: Path, process: psutil.Process, port: int) -> None:
@@ -65,14 +65,15 @@ class Watched:
         self._bytes = process.memory_info().rss
 
     def check(self, honest: Callable[[], object], after: object, *, connections: int = 0) -> list[str]:
-        """That the server lives, serves the honest at once, holds no memory, and logs whole sentences.
+        """Check that the server lives, serves the honest client at once, keeps its memory, and logs whole sentences.
 
         Args:
-            after: what was done to it, for messages.
-            connections: how many it has had, where they are so many that what grpc keeps of each counts.
-        Returns: the lines that it has logged since the last check.
+            honest: a call of the honest client.
+            after: description of the attack, for messages.
+            connections: their number, if so many that grpc's memory for each counts.
+        Returns: the lines logged since the last check.
         """
-        # More than once, because the machine may be late where the server is not.
+        # The call is repeated, because the machine may be late when the server is not.
         served_s = [seconds_of(honest)]
         while served_s[-1] > HONEST_WITHIN_S and len(served_s) < TRIES:
             served_s.append(seconds_of(honest))
@@ -85,7 +86,7 @@ class Watched:
         return self.check_log(after)
 
     def check_log(self, after: object) -> list[str]:
-        """That nothing but sentences was logged since the last check."""
+        """Check that only sentences were logged since the last check."""
         text = self._log.read_text(errors="replace")
         new, self._read = text[self._read :], len(text)
         assert "Traceback" not in new, f"after {after}: {new}"
@@ -97,7 +98,7 @@ class Watched:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Return the duration of the call."""
     began = time.monotonic()
     call()
     return time.monotonic() - began
@@ -108,7 +109,9 @@ def serving(command: Sequence[str], log: Path, *, in_child: bool = False) -> Ite
     """Start a server that writes `listening at http://host:port` on standard error, and end it.
 
     Args:
-        in_child: what serves is the only child of the process that is started.
+        command: of the server.
+        log: file for its standard error.
+        in_child: the server is the only child of the started process.
     """
     with log.open("w") as errors, ExitStack() as ends:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=errors)
@@ -124,12 +127,12 @@ def serving(command: Sequence[str], log: Path, *, in_child: bool = False) -> Ite
 
 
 def program(body: str) -> list[str]:
-    """A command that runs `body` until its standard input is closed."""
+    """Return a command that runs `body` until its standard input is closed."""
     return [sys.executable, "-c", f"import sys\n{body}\nsys.stdin.read()\n"]
 
 
 def lighthouse_program(secret: str) -> list[str]:
-    """A command that is a lighthouse of one replica at least."""
+    """Return the command of a lighthouse with min_replicas 1."""
     return program(
         "from tft_lighthouse import LighthouseServer\n"
         f"server = LighthouseServer('127.0.0.1:0', token={secret!r})\n"
@@ -138,7 +141,7 @@ def lighthouse_program(secret: str) -> list[str]:
 
 
 def manager_server_program(secret: str) -> list[str]:
-    """A command whose child is a manager server without a lighthouse."""
+    """Return a command whose child is a manager server without a lighthouse."""
     return program(
         "from tft_coord import ManagerServer\n"
         f"server = ManagerServer('a:1', '127.0.0.1:9', '127.0.0.1', '127.0.0.1:0', 's:1', 1, token={secret!r})\n"
@@ -147,7 +150,7 @@ def manager_server_program(secret: str) -> list[str]:
 
 
 def state_server_program(secret: str, before: str = "") -> list[str]:
-    """A command that serves the state of step 1, `{"a": torch.ones(9)}`, after some lines of code."""
+    """Return a command that serves the state of step 1, `{"a": torch.ones(9)}`, after some lines of code."""
     return program(
         f"import torch\nfrom datetime import timedelta\nfrom tft_ckpt import HTTPTransport\n{before}\n"
         f"server = HTTPTransport(timedelta(seconds=60), bind='127.0.0.1', token={secret!r})\n"
@@ -160,7 +163,7 @@ def state_server_program(secret: str, before: str = "") -> list[str]:
 
 
 def openings(seed: int) -> dict[str, bytes]:
-    """First words that are not those of a gRPC client, by name."""
+    """Return first bytes that no gRPC client sends, by name."""
     rng = random.Random(seed)
     frame = _PREFACE + _SETTINGS
     return {
@@ -176,7 +179,7 @@ def openings(seed: int) -> dict[str, bytes]:
 
 
 def say(port: int, words: bytes) -> bytes:
-    """Send, and return what comes back before the other side ends or falls silent."""
+    """Send bytes, and return what comes back before the other side ends or falls silent."""
     heard = b""
     with socket.create_connection(("127.0.0.1", port), timeout=5) as sock, suppress(OSError):
         sock.settimeout(SILENT_S)
@@ -188,7 +191,7 @@ def say(port: int, words: bytes) -> bytes:
 
 @contextmanager
 def crowd(port: int, number: int, words: bytes = b"") -> Iterator[None]:
-    """Connections that are opened, say that much, and stay."""
+    """Open that many connections, send these bytes on each, and keep them open."""
     with ExitStack() as open_ones:
         for _ in range(number):
             open_ones.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5)).sendall(words)
@@ -209,14 +212,14 @@ def _tls_hello() -> bytes:
 @final
 @dataclass(frozen=True)
 class Fuzzer:
-    """Talks to one server, and damages some of the messages.
+    """A client of one server that damages some of its messages.
 
     Args:
-        channel: to it.
+        channel: to the server.
         rng: seeded.
-        script: what is said.
+        script: the messages to send.
     Fields:
-        told: how often the server has said what: the names of its messages on streams, and of calls that it answered.
+        told: counts of the server's answers: names of its messages on streams, and of answered calls.
     """
 
     channel: grpc.Channel
@@ -226,14 +229,14 @@ class Fuzzer:
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def begin(self) -> None:
-        """Say an undamaged hello: whoever a server takes this peer for, later ones are measured by it."""
+        """Send an undamaged hello. The server measures later hellos by it."""
         self.converse(self.script.session(0)[:1])
 
     def attack(self, *, spares: bool = False) -> None:
         """Make one call, or hold one session.
 
         Args:
-            spares: nothing is said that would end for good what later attacks are to reach.
+            spares: omit messages that would end for good what later attacks are to reach.
         """
         number, share = next(self._numbers), self.rng.choice((0.0, 0.1, 0.5))
         if self.rng.random() < 0.5:
@@ -249,7 +252,7 @@ class Fuzzer:
         self.converse(messages, lingers=self.rng.random() < 0.2)
 
     def call(self, method: str, request: bytes, *, within_s: float = 0.05) -> str:
-        """One unary call. Returns: its status and the server's words."""
+        """Make one unary call. Returns: its status and the server's words."""
         try:
             services.unary_stub(self.channel, method)(request, timeout=within_s)
         except grpc.RpcError as error:
@@ -258,10 +261,12 @@ class Fuzzer:
         return "OK"
 
     def converse(self, messages: Sequence[bytes], *, within_s: float = 0.05, lingers: bool = False) -> str:
-        """One session that ends after these messages.
+        """Hold one session that ends after these messages.
 
         Args:
-            lingers: it stays as long as it may, for answers that take their time.
+            messages: sent in order.
+            within_s: deadline.
+            lingers: keep the session open as long as possible, for slow answers.
         Returns: its status and the server's last words.
         """
         stub: grpc.StreamStreamMultiCallable[bytes, bytes] = self.channel.stream_stream(
@@ -287,16 +292,17 @@ class Fuzzer:
 
 
 def call_name(method: str) -> str:
-    """Of a method's answer, among what a server has told."""
+    """Return the name of a method's answer in `told`."""
     return method.rpartition("/")[2]
 
 
 def fuzz_for(seconds: float, attack: Callable[[bool], int], least: Mapping[str, int], told: Mapping[str, int]) -> None:
-    """Attack for so long, first without what ends a group, and there until the fuzz was heard.
+    """Attack for that time, first without messages that end a group, and in that phase until the fuzz was heard.
 
     Args:
-        attack: makes some more, which spare what later ones are to reach or not; returns how many were made so far.
-        least, told: of `until_heard`.
+        seconds: duration.
+        attack: makes some attacks, with `spares` as its argument, and returns how many were made so far.
+        least, told: as in `until_heard`.
     """
     for share, spares in ((SPARES, True), (1 - SPARES, False)):
         attacks, end = 0, time.monotonic() + share * seconds
@@ -307,16 +313,16 @@ def fuzz_for(seconds: float, attack: Callable[[bool], int], least: Mapping[str, 
 
 
 def until_heard(attack: Callable[[], object], least: Mapping[str, int], told: Mapping[str, int], attacks: int) -> None:
-    """Attack until a fuzz was heard, and not turned away at the door.
+    """Attack until the fuzz was heard, and not only refused at the hello.
 
-    How many answers are listened to until they come is a matter of how fast the machine is at that moment.
+    The number of answers within the deadlines depends on the speed of the machine at that moment.
 
     Args:
-        attack: makes some more, and notes in `told` what it is told.
-        least: names of answers, each to be told once in so many attacks, up to `HEARD_ENOUGH` times. In minutes some
-            become rare: a server keeps no more votes than it has room for, and who has left asks for nothing more.
-        told: how often each was.
-        attacks: that have been made.
+        attack: makes some more attacks, and counts the answers in `told`.
+        least: for each answer's name, the number of attacks for one such answer, up to `HEARD_ENOUGH` answers. In long
+            runs some become rare: a server keeps a limited number of votes, and a departed rank asks for nothing more.
+        told: counts of the answers.
+        attacks: number of attacks so far.
     """
     wanted = {name: min(max(attacks // every, 1), HEARD_ENOUGH) for name, every in least.items()}
     end = time.monotonic() + HEARD_WITHIN_S
@@ -329,7 +335,7 @@ def until_heard(attack: Callable[[], object], least: Mapping[str, int], told: Ma
 
 
 def damaged(rng: random.Random, message: bytes) -> bytes:
-    """The message, cut, lengthened, repeated, or with some of its bits turned over."""
+    """Return the message cut, lengthened, repeated, replaced, or with some of its bits flipped."""
     data = bytearray(message)
     match rng.randrange(6):
         case 0:
@@ -344,7 +350,7 @@ def damaged(rng: random.Random, message: bytes) -> bytes:
         case 3:
             data *= 2
         case 4:
-            # A varint of ten bytes at some place: 2^63 and its neighbours, as a length or as a number.
+            # A varint of ten bytes at a random place: 2^63 and its neighbours, as a length or as a number.
             at = rng.randrange(len(data) + 1)
             data[at : at + 1] = b"\xff" * 9 + b"\x01"
         case _:

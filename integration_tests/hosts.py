@@ -1,10 +1,11 @@
-"""Several hosts on one machine, with cables that can be cut, and that carry only so much.
+"""Several hosts on one machine, with cables that can be cut or limited.
 
-A host is a network namespace with an interface `eth0` and an address of its own; a cable is a pair of virtual
-interfaces between it and a bridge, which is in a namespace of its own too, so that nothing of the machine's network is
-touched. A cable that is cut carries nothing, and nobody is told: no connection ends, packets are lost. What one host
-sends to another can be lost alone, in one direction, while all else arrives. A cable that is limited carries so many
-bits a second each way, by a token bucket at either end; what waits there waits in a queue.
+A host is a network namespace with an interface `eth0` and its own address. A cable is a pair of virtual interfaces
+between the host and a bridge. The bridge has its own namespace too, so the machine's network stays untouched.
+
+A cut cable loses packets without a signal, so no connection ends. The packets of one host to another can be lost alone,
+in one direction, while all else arrives. A limited cable carries a fixed number of bits a second each way, by a token
+bucket at either end. Waiting packets are queued.
 
 Law of this file: namespaces and their interfaces. They need root and iproute2, and are gone when the block ends.
 """
@@ -24,19 +25,19 @@ INTERFACE: Final = "eth0"
 _SWITCH: Final = "switch"
 _NOBODY: Final = "00:00:00:00:00:01"
 _CLONE_NEWNET: Final = 0x4000_0000
-# A cable takes and hands over so much at once, as a network card that does the segmentation itself. Cut into packets of
-# 1500 bytes, what passes a limited cable costs a timer, an interrupt and a wake-up each, on the very cores whose time
-# is measured: 4 to 6 % of it, as much as the synchronization itself costs there.
+# Largest unit that a cable takes at once, like a network card that does the segmentation itself. Cut into packets of
+# 1500 bytes, traffic on a limited cable costs a timer, an interrupt and a wake-up each, on the cores whose time is
+# measured. That is 4 to 6 % of it, as much as the synchronization itself costs there.
 _SEGMENT_BYTES: Final = 16_384
 _BURST_BYTES: Final = 2 * _SEGMENT_BYTES
 _NAMESPACES: Final = Path("/run/netns")
 
 
 class Hosts:
-    """Hosts with one switch between them; made by `hosts`.
+    """Hosts with one switch between them. `hosts` creates it.
 
     Args:
-        prefix: of the namespaces' names, which are the machine's.
+        prefix: of the names of the machine's namespaces.
         names: of the hosts.
     """
 
@@ -45,11 +46,11 @@ class Hosts:
         self._places = {name: place for place, name in enumerate(names, start=1)}
 
     def address(self, name: str) -> str:
-        """Of a host."""
+        """Return the address of a host."""
         return f"10.77.0.{self._places[name]}"
 
     def namespace(self, name: str) -> Path:
-        """What a process enters to be on a host."""
+        """Return the namespace that a process enters to be on a host."""
         return _NAMESPACES / f"{self._prefix}-{name}"
 
     def cut(self, name: str) -> None:
@@ -57,37 +58,37 @@ class Hosts:
         self._in(_SWITCH, "link", "set", f"to{self._places[name]}", "down")
 
     def mend(self, name: str) -> None:
-        """Mend what was cut."""
+        """Mend a cut cable."""
         self._in(_SWITCH, "link", "set", f"to{self._places[name]}", "up")
 
     def lose(self, name: str, to: str) -> None:
-        """Lose what one host sends to another, and nothing else: it goes to an interface that nobody has."""
+        """Lose the packets of one host to another, and no others: they go to a MAC address without an interface."""
         self._in(name, "neigh", "replace", self.address(to), "lladdr", _NOBODY, "dev", INTERFACE, "nud", "permanent")
 
     def find(self, name: str, to: str) -> None:
-        """Deliver again what was lost."""
-        with contextlib.suppress(subprocess.CalledProcessError):  # a cable that was cut has forgotten it by itself
+        """Deliver these packets again."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # cutting the cable has removed the entry already
             self._in(name, "neigh", "delete", self.address(to), "dev", INTERFACE)
 
     def limit(self, name: str, mbit_per_s: float) -> None:
-        """Let a host's cable carry so much and no more, each way; until `unlimit` or another limit."""
+        """Limit the rate of a host's cable, each way, until `unlimit` or another limit."""
         for namespace, interface in self._ends(name):
             tc("-n", namespace, "qdisc", "replace", "dev", interface, "root", *_bucket(mbit_per_s))
 
     def unlimit(self, name: str) -> None:
-        """Let a host's cable that was limited carry what the machine can."""
+        """Remove the limit of a host's cable."""
         for namespace, interface in self._ends(name):
             tc("-n", namespace, "qdisc", "delete", "dev", interface, "root")
 
     def _ends(self, name: str) -> tuple[tuple[str, str], ...]:
-        """Of a cable: namespace and interface."""
+        """Return namespace and interface of both ends of a cable."""
         return ((self.namespace(name).name, INTERFACE), (self.namespace(_SWITCH).name, f"to{self._places[name]}"))
 
     def _in(self, name: str, *arguments: str) -> None:
         ip("-n", self.namespace(name).name, *arguments)
 
     def make(self) -> None:
-        """The switch, the hosts and their cables."""
+        """Create the switch, the hosts and their cables."""
         ip("netns", "add", self.namespace(_SWITCH).name)
         self._in(_SWITCH, "link", "add", "bridge", "type", "bridge")
         self._in(_SWITCH, "link", "set", "bridge", "up")
@@ -103,19 +104,19 @@ class Hosts:
                 ip("-n", namespace, "link", "set", interface, "gso_max_size", str(_SEGMENT_BYTES))
 
     def remove(self) -> None:
-        """All of it; what is inside goes with it."""
+        """Remove all namespaces, with everything inside."""
         for name in (*self._places, _SWITCH):
-            with contextlib.suppress(subprocess.CalledProcessError):  # `make` may not have come so far
+            with contextlib.suppress(subprocess.CalledProcessError):  # `make` may have failed before this one
                 ip("netns", "delete", self.namespace(name).name)
 
 
 def ip(*arguments: str) -> None:
-    """iproute2's command. Raises: subprocess.CalledProcessError."""
+    """Run iproute2's command. Raises: subprocess.CalledProcessError."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 def tc(*arguments: str) -> None:
-    """iproute2's command for queues. Raises: subprocess.CalledProcessError."""
+    """Run iproute2's command for queues. Raises: subprocess.CalledProcessError."""
     subprocess.run(["tc", *arguments], check=True, capture_output=True, text=True)
 
 
@@ -124,7 +125,7 @@ def _bucket(mbit_per_s: float) -> tuple[str, ...]:
 
 
 def why_not(*, limited: bool = False) -> str | None:
-    """Why there can be no hosts here, or none with limited cables, as a sentence; None if there can."""
+    """Return why hosts, or limited cables, are impossible here, as a sentence, or None if they are possible."""
     if os.geteuid() != 0:
         return "network namespaces need root; run this test as root"
     if shutil.which("ip") is None:
@@ -147,7 +148,7 @@ def why_not(*, limited: bool = False) -> str | None:
 
 @contextlib.contextmanager
 def hosts(*names: str) -> Iterator[Hosts]:
-    """Hosts of these names while the block lasts."""
+    """Yield hosts of these names while the block lasts."""
     made = Hosts(f"tft{os.getpid()}", names)
     try:
         made.make()
@@ -157,7 +158,7 @@ def hosts(*names: str) -> Iterator[Hosts]:
 
 
 def on_host(namespace: Path, target: Callable[..., object], *arguments: object) -> None:
-    """Move this process to a host, and run the target there; for a process that has no thread or socket yet."""
+    """Move this process to a host, and run the target there. The process must not have a thread or socket yet."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(namespace, encoding="ascii") as entry:
         if libc.setns(entry.fileno(), _CLONE_NEWNET) != 0:

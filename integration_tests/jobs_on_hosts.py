@@ -1,6 +1,6 @@
-"""A job whose replicas run on hosts of their own, and a lighthouse on a further one.
+"""A job whose replicas run on separate hosts, with a lighthouse on a further one.
 
-Law of this file: where the processes of a job run; what happens to their cables stands in the tests.
+Law of this file: the hosts of a job's processes. The tests decide what happens to the cables.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from integration_tests.hosts import INTERFACE, Hosts, on_host
 from integration_tests.training import Address, Job
 from tft_lighthouse import LighthouseServer
 
-LIGHTHOUSE: Final = "lighthouse"  # its host
-SECRET: Final = "of-this-job"  # without one other hosts are not served
+LIGHTHOUSE: Final = "lighthouse"  # name of its host
+SECRET: Final = "of-this-job"  # without a secret other hosts are not served
 ENVIRONMENT: Final = {"GLOO_SOCKET_IFNAME": INTERFACE, "TFT_TOKEN": SECRET}  # of a trainer
 
 
 def job_of(cluster: Hosts, spawn: Spawn, lighthouse: str) -> Job:
-    """A job without trainers yet. Each runs on the host of its name."""
+    """Return a job without trainers yet. Each trainer runs on the host of its name."""
 
     def spawn_on_host(target: Callable[..., object], spec: Any, connection: Connection) -> ForkServerProcess:
         return spawn(on_host, cluster.namespace(spec.name), target, spec, connection)
@@ -33,7 +33,7 @@ def job_of(cluster: Hosts, spawn: Spawn, lighthouse: str) -> Job:
 
 @contextmanager
 def job_on_hosts(cluster: Hosts, spawn: Spawn, **settings: Any) -> Iterator[Job]:
-    """As `job_of`, with a lighthouse while the block lasts; its settings as keywords."""
+    """Yield `job_of` with a lighthouse, while the block lasts. `settings` are the lighthouse's."""
     ours, theirs = multiprocessing.connection.Pipe()
     bind = f"{cluster.address(LIGHTHOUSE)}:0"
     serving = spawn(on_host, cluster.namespace(LIGHTHOUSE), _serve, bind, settings, theirs)

@@ -1,10 +1,10 @@
-"""The example's language model in many processes, a supervisor that starts the dead again, and what each committed.
+"""The example's language model in many processes, a supervisor that restarts dead ones, and the commits of each.
 
-A trainer is the loop of `examples/train_lm.py` with an injector at every place, and tells of each commit the digest of
-its whole state. The supervisor does what torchrun or a cluster's scheduler does: when a process of a replica group has
-ended, it waits for the others to end and starts the group again.
+A trainer is the loop of `examples/train_lm.py` with an injector at every place. It reports the digest of its whole
+state with each commit. The supervisor works like torchrun or a cluster's scheduler. When a process of a replica group
+has ended, it waits for the others to end and restarts the group.
 
-Law of this file: starting trainers, striking them and listening to them; what must hold stands in the tests.
+Law of this file: starting trainers, injecting faults and receiving events. The tests hold the requirements.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo, init_group
 
 PATIENCE_S: Final = 60.0
-MARGIN_STEPS: Final = 60  # nobody may have passed the step at which all are told to stop
+MARGIN_STEPS: Final = 60  # margin so that no trainer has passed the step at which all must stop
 TIMEOUT: Final = timedelta(seconds=2)
 JOIN_TIMEOUT_MS: Final = 1_000
 HEARTBEAT_TIMEOUT_MS: Final = 2_000
-# A rank that alone has no quorum meets the other in the model's forward pass, where that comes when it has none either.
+# A rank that alone lacks a quorum meets the other rank in the model's forward pass, after that one's timeout as well.
 QUORUM_TIMEOUT_MS: Final = 10_000
 TIMEOUTS: Final = Timeouts(
     quorum_timeout_ms=QUORUM_TIMEOUT_MS,
@@ -62,16 +62,16 @@ OF_RANK_ZERO: Final = (Place.BACKWARD, Place.VOTE, Place.HEALING)
 
 @dataclass(frozen=True)
 class Event:
-    """What a trainer told.
+    """An event that a trainer reports.
 
     Args:
         kind: "ready", "commit", "failed", "struck", "loss" or "end".
         step: committed steps, after a commit.
-        lineage: after a commit: which commits led there.
+        lineage: identifies the commits that led there, after a commit.
         digest: of this process's part of parameters and optimizer.
         participants: of the step.
-        requests: for a quorum, so far in its life.
-        loss: of the text that is never trained on, at the end.
+        requests: number of quorum requests so far in its life.
+        loss: on text that is never trained on, at the end.
         text: the error of a failed step or of the end.
     """
 
@@ -87,15 +87,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Spec:
-    """How a trainer trains.
+    """The settings of a trainer.
 
     Args:
         lighthouse: address.
         name: of the replica group.
-        settings: the example's flags; it trains until `steps`, or until it is told another last step.
-        hold_at: at this many committed steps it waits until it is told the last step.
-        environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
-        details: for a trainer that is not this file's.
+        settings: the example's flags. The trainer stops at `steps`, or at another last step that it receives.
+        hold_at: number of committed steps at which it waits for the last step.
+        environment: of a launcher. RANK and WORLD_SIZE make it one process of several.
+        details: for a trainer that another file defines.
     """
 
     lighthouse: str
@@ -117,10 +117,13 @@ def manager_with_faults(
     around: Callable[[Group], Group] = lambda group: group,
     **settings: Any,
 ) -> tuple[Manager, EventInjector]:
-    """A Manager every part of which faults can strike; it tells of each that does.
+    """Return a Manager with an injector on every part. Each injected fault is reported.
 
     Args:
-        around: what else its process group goes through.
+        spec: of the trainer.
+        tell: receives the events.
+        timeouts: of the Manager.
+        around: wraps its process group further.
         settings: for the Manager.
     """
     injector = EventInjector(
@@ -142,8 +145,8 @@ def manager_with_faults(
 
 
 def count_requests(manager: Manager) -> Callable[[], int]:
-    """Count what that Manager asks its coordinator from now on. Returns: says how often it has."""
-    asked: list[int] = []  # the step of each
+    """Count the Manager's quorum requests from now on. Returns: a function that returns the count."""
+    asked: list[int] = []  # the step of each request
     coordinator = manager._parts.shared.coordinator
     asks = coordinator.quorum
 
@@ -156,10 +159,10 @@ def count_requests(manager: Manager) -> Callable[[], int]:
 
 
 def live(training: Callable[[Callable[[Event], None]], None], connection: Connection) -> None:
-    """The life of a trainer, in its own process: it tells of its end, whatever that is."""
+    """Run a trainer's life in its own process, and report its end, whatever the cause."""
     torch.set_num_threads(1)
     logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
-    lock = threading.Lock()  # a fault strikes on whatever thread
+    lock = threading.Lock()  # faults strike on any thread
 
     def tell(event: Event) -> None:
         with lock:
@@ -174,13 +177,13 @@ def live(training: Callable[[Callable[[Event], None]], None], connection: Connec
 
 
 def join_own_group() -> tuple[int, int]:
-    """Torch's default group of this start of the replica group's processes; returns rank and number."""
+    """Initialize torch's default group for this start of the replica group, and return rank and size."""
     group = init_group("cpu")
     return group.rank(), group.size()
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer of the language model, in its own process."""
+    """Run the life of a language model trainer, in its own process."""
     os.environ.update(spec.environment)
     live(lambda tell: _train(spec, connection, tell), connection)
 
@@ -224,7 +227,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
 
 
 def local(value: Any) -> Any:
-    """A state with each DTensor replaced by this process's part."""
+    """Return a state with each DTensor replaced by this process's part."""
     if isinstance(value, DTensor):
         return value.to_local()
     return {key: local(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -243,12 +246,12 @@ class Trainer:
 
     @property
     def commits(self) -> dict[int, Event]:
-        """By step."""
+        """Return its commits by step."""
         return {event.step: event for event in self.events if event.kind == "commit"}
 
     @property
     def step(self) -> int:
-        """Of its last commit."""
+        """Return the step of its last commit."""
         return max(self.commits, default=0)
 
     @property
@@ -257,13 +260,13 @@ class Trainer:
 
 
 class ReplicaGroup:
-    """The processes of one name; `trainers` are those of its last start.
+    """The processes of one replica group. `trainers` are those of its last start.
 
     Args:
         spawn: the fixture.
-        spec: of each; its environment is made here.
-        ranks: processes.
-        trainer: what each does.
+        spec: of each process. The environment is set here.
+        ranks: number of processes.
+        trainer: target of each process.
     """
 
     def __init__(self, spawn: Spawn, spec: Spec, ranks: int, trainer: Callable[[Spec, Connection], None]) -> None:
@@ -278,7 +281,7 @@ class ReplicaGroup:
         self.all_trainers: list[tuple[int, Trainer]] = []  # with their ranks
 
     def start(self) -> None:
-        """Start it, again if it was started before."""
+        """Start the group, or restart it."""
         self.starts += 1
         self.trainers = [self._start(rank) for rank in range(self._ranks)]
         self.all_trainers += enumerate(self.trainers)
@@ -302,31 +305,31 @@ class ReplicaGroup:
 
     @property
     def has_finished(self) -> bool:
-        """Whether all its processes have ended as they were told."""
+        """Return whether all its processes have ended as they were told."""
         return all(trainer.events[-1:] == [Event("end")] for trainer in self.trainers)
 
     def send(self, message: object) -> None:
         for trainer in self.trainers:
-            with suppress(BrokenPipeError):  # it has ended, and is started again
+            with suppress(BrokenPipeError):  # it has ended, and is restarted
                 trainer.connection.send(message)
 
     def close(self) -> None:
-        """Let go of its store, which listens."""
+        """Release its store, which listens."""
         self._store = None
 
 
 class Cluster:
-    """Replica groups that train together, and whoever ends is started again.
+    """Replica groups that train together. A group that ends is restarted.
 
     Args:
         spawn: the fixture.
-        lighthouse: that they ask.
-        groups: how many.
-        ranks: processes a group, or those of each.
+        lighthouse: of the job.
+        groups: number of groups.
+        ranks: processes in every group, or in each.
         settings: the example's flags.
-        hold_at: at this step all wait until they are told the last one.
-        trainer: what each process does: that of this file, or another that tells of the same events.
-        details: for that one.
+        hold_at: step at which all wait for the last step.
+        trainer: target of each process: that of this file, or another with the same events.
+        details: for that target.
     """
 
     def __init__(
@@ -350,16 +353,16 @@ class Cluster:
 
     @property
     def trainers(self) -> list[Trainer]:
-        """Of the last start of each group."""
+        """Return the trainers of the last start of each group."""
         return [trainer for group in self.groups for trainer in group.trainers]
 
     @property
     def step(self) -> int:
-        """The highest that anybody has told of."""
+        """Return the highest step that a trainer has reported."""
         return max(trainer.step for trainer in self.trainers)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Take in events, and start who has ended again, until the condition holds."""
+        """Receive events, and restart ended groups, until the condition holds."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             left_s = deadline - time.monotonic()
@@ -380,7 +383,7 @@ class Cluster:
                 connection.close()
 
     def are_together(self, after: int = 0, steps: int = 2) -> bool:
-        """Whether all groups have committed together, so many steps after that one."""
+        """Return whether all groups have committed together, for `steps` steps after step `after`."""
 
         def together(trainer: Trainer) -> bool:
             last = list(trainer.commits.values())[-steps:]
@@ -391,13 +394,13 @@ class Cluster:
         return all(together(trainer) for trainer in self.trainers)
 
     def until_together(self, after: int = 0, unless_at: int = FOR_EVER) -> None:
-        """Until they have, or the first has come to that other step."""
+        """Wait until they have, or until a trainer has reached the step `unless_at`."""
         self.until(
             lambda: self.step >= unless_at or self.are_together(after), f"all commit together after step {after}"
         )
 
     def until_it_stands(self, after: int = 0) -> None:
-        """Until all groups commit together, and none of their ranks has asked for the last step."""
+        """Wait until all groups commit together, and no rank has sent a request for the last step."""
 
         def stands() -> bool:
             last = [list(trainer.commits.values())[-2:] for trainer in self.trainers]
@@ -406,23 +409,23 @@ class Cluster:
         self.until(stands, f"all commit together after step {after}, and ask nobody")
 
     def until_step(self, step: int) -> None:
-        """Until the first has committed it."""
+        """Wait until a trainer has committed that step."""
         self.until(lambda: self.step >= step, f"somebody commits step {step}")
 
     def until_others_go_on(self, group: ReplicaGroup, steps: int = 2) -> None:
-        """Until the other groups have committed so many further steps."""
+        """Wait until the other groups have committed that many further steps."""
         others = [trainer for each in self.groups if each is not group for trainer in each.trainers]
         last = self.step + steps
         self.until(lambda: all(trainer.step >= last for trainer in others), f"all but {group.name} go on to {last}")
 
     def strike(self, group: ReplicaGroup, rank: int, action: Action, place: Place, **details: Any) -> None:
-        """Let a fault happen to one rank of a group, and wait until it does; then help as an operator would."""
+        """Inject a fault into one rank of a group, and wait until it strikes."""
         trainer, seen = group.trainers[rank], len(group.trainers[rank].events)
         fault = Fault(action=action, place=place, replica=group.name, rank=rank, **details)
         for asked in [*what_leads_to(fault), fault]:
             trainer.connection.send(asked)
         if place is Place.SERVING:
-            # Somebody must heal: another group whose state is said to be half written.
+            # A group must heal: another group's state is declared torn.
             other = next(each for each in self.groups if each is not group)
             other.trainers[0].connection.send(Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=other.name))
         self.until(
@@ -431,24 +434,24 @@ class Cluster:
         )
 
     def until_stopped(self, process: psutil.Process) -> None:
-        """Until SIGSTOP, of which nobody is told, has arrived."""
+        """Wait until SIGSTOP has arrived, which no event reports."""
         deadline = time.monotonic() + PATIENCE_S
         while process.status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < deadline, f"process {process.pid} does not stop; {self.story()}"
             time.sleep(0.01)
 
     def kill(self, trainer: Trainer) -> None:
-        """Kill -9, whatever it is in."""
+        """Kill a trainer with kill -9, in any phase."""
         trainer.process.kill()
         self.until(lambda: trainer.has_ended, "who was killed has ended")
 
     def finish(self, last: int | None = None) -> list[float]:
-        """Let all stop at one step, and see that they have. Returns: the losses at the end, of each process."""
+        """Stop all trainers at one step, and check that they have. Returns: the final losses of each process."""
         last = last or self.step + MARGIN_STEPS
         self.until(lambda: all(trainer.events for trainer in self.trainers), "all are ready")
         for group in self.groups:
             group.send(last)
-        for step in range(self.step, last, MARGIN_STEPS):  # each within the patience that there is for one wait
+        for step in range(self.step, last, MARGIN_STEPS):  # each wait within the patience for one wait
             self.until_step(step)
         self.until(lambda: all(trainer.has_ended for trainer in self.trainers), "all end")
         for trainer in self.trainers:
@@ -456,13 +459,13 @@ class Cluster:
             assert trainer.step == last, self.story()
             trainer.process.join(PATIENCE_S)
             assert trainer.process.exitcode == 0
-        # Who ends first is gone: one that is late may lose its last reduction by that, and commit that step without it.
+        # The first to end is gone. A late one may lose its last reduction by that, and commit that step without it.
         assert len({trainer.commits[last - 1].lineage for trainer in self.trainers}) == 1, self.story()
         self.check_digests()
         return [trainer.events[-2].loss for trainer in self.trainers]
 
     def check_digests(self) -> int:
-        """Who committed the same step after the same steps has the same state. Returns: number of such commits."""
+        """Check that equal steps after equal commits have equal states. Returns: number of such commits by several."""
         told: dict[tuple[int, int, int], dict[str, str]] = {}
         for group in self.groups:
             for rank, trainer in group.all_trainers:
@@ -475,7 +478,7 @@ class Cluster:
         return sum(len(digests) > 1 for digests in told.values())
 
     def story(self) -> str:
-        """What everybody told last, those too who have ended."""
+        """Return the last events of all trainers, ended ones included."""
         return "; ".join(
             f"{group.name}/{rank}: {[f'{each.kind} {each.step} {each.text}'.strip() for each in trainer.events[-3:]]}"
             for group in self.groups
@@ -488,7 +491,7 @@ class Cluster:
 
 
 def what_leads_to(fault: Fault) -> list[Fault]:
-    """What must happen first, so that the place is come to."""
+    """Return the faults that must happen first, so that the fault's place is reached."""
     before = {Place.CONFIGURE: Place.REDUCTION, Place.HEALING: Place.OPTIMIZER}.get(fault.place)
     if before is None:
         return []
@@ -497,7 +500,7 @@ def what_leads_to(fault: Fault) -> list[Fault]:
 
 @contextmanager
 def training_together(spawn: Spawn, **details: Any) -> Iterator[Cluster]:
-    """A lighthouse and a Cluster with those details, which has begun to commit together."""
+    """Yield a Cluster with these details and a lighthouse, after its first common commits."""
     with LighthouseServer(
         "127.0.0.1:0", join_timeout_ms=JOIN_TIMEOUT_MS, heartbeat_timeout_ms=HEARTBEAT_TIMEOUT_MS
     ) as lighthouse:

@@ -1,6 +1,6 @@
-"""A lighthouse as a program of its own, ours or torchft's, which is killed and started anew at the same address.
+"""A lighthouse as a separate program, of tft or torchft, which is killed and restarted at the same address.
 
-Law of this file: one process, its address and what it logged; no test.
+Law of this file: one process, its address and its log; no test.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ LISTENING = re.compile(r"listening (?:at|on:) http://\S+?:(\d+)")
 
 @final
 class LighthouseProgram:
-    """One address, and one life of a lighthouse after another there.
+    """One address, and successive lives of a lighthouse there.
 
     Args:
         command: the program and its settings, without `--bind`.
-        log: a file for what all lives say.
-        environment: besides our own.
+        log: a file for the output of all lives.
+        environment: additional variables.
     """
 
     def __init__(self, command: Sequence[str | Path], log: Path, *, environment: dict[str, str] | None = None) -> None:
@@ -39,12 +39,12 @@ class LighthouseProgram:
 
     @property
     def address(self) -> str:
-        """`http://host:port`, the same for all lives."""
+        """Return `http://host:port`, the same for all lives."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def said(self) -> str:
-        """All that was logged so far."""
+        """Return the whole log so far."""
         return self._log.read_text(errors="replace")
 
     def start(self) -> None:
@@ -68,21 +68,21 @@ class LighthouseProgram:
         self._port = int(found[-1])
 
     def kill(self) -> None:
-        """kill -9; returns when it is gone."""
+        """Kill it with kill -9, and return when it is gone."""
         self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGSTOP, until `go_on`."""
+        """Stop it with SIGSTOP, until `go_on`."""
         assert self._process is not None, "it does not live"
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Resume it with SIGCONT."""
         assert self._process is not None, "it does not live"
         self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """End what runs, if anything does."""
+        """End the current life, if there is one."""
         if self._process is not None:
             self.kill()
 

@@ -1,6 +1,6 @@
-"""A script as a user starts it, but in a process of the forkserver, where torch is imported already.
+"""A script as a user starts it, but in a process of the forkserver, which has imported torch already.
 
-Law of this file: starting scripts and reading what they write; what they must write stands in the tests.
+Law of this file: starting scripts and reading their output. The tests hold the expected output.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from integration_tests.conftest import Spawn
 
-SECRET: Final = "made-by-openssl-rand"  # of a job of examples, which are run as the documentation says
+SECRET: Final = "made-by-openssl-rand"  # of a job of examples, which run as the documentation says
 SECONDS_TO_END: Final = 120  # on a machine that is busy
 
 
 def run_script(script: Path, words: Sequence[str], environment: Mapping[str, str], output: Connection) -> None:
-    """`python script words`, with its output and its errors on one pipe."""
+    """Run `python script words`, with its output and its errors on one pipe."""
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()
@@ -36,7 +36,7 @@ def run_script(script: Path, words: Sequence[str], environment: Mapping[str, str
 
 
 def _first_match(pattern: str, lines: Iterable[str], read: list[str]) -> re.Match[str]:
-    """The first line that matches; all that were read are added to `read`."""
+    """Return the first match. All lines that were read are added to `read`."""
     for line in lines:
         read.append(line)
         if match := re.search(pattern, line):
@@ -45,19 +45,19 @@ def _first_match(pattern: str, lines: Iterable[str], read: list[str]) -> re.Matc
 
 
 def wait_for(pattern: str, process: subprocess.Popen[str]) -> re.Match[str]:
-    """Read lines of a process until one matches; the test's time-out bounds it."""
+    """Read lines of a process until one matches. The test's timeout bounds the wait."""
     assert process.stdout is not None
     return _first_match(pattern, process.stdout, [])
 
 
 class Script:
-    """One that runs.
+    """A running script.
 
     Args:
         spawn: the fixture.
         script: its file.
-        words: behind its name.
-        environment: besides that of the test.
+        words: its arguments.
+        environment: additional variables.
     """
 
     def __init__(self, spawn: Spawn, script: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -69,11 +69,11 @@ class Script:
         self._read: list[str] = []
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Read lines until one matches; the test's time-out bounds it."""
+        """Read lines until one matches. The test's timeout bounds the wait."""
         return _first_match(pattern, self._output, self._read)
 
     def ended(self, exitcode: int = 0) -> str:
-        """All that it has written, when it has ended in that way."""
+        """Return its whole output, after it has ended with that exit code."""
         self._read += self._output
         self._output.close()
         self.process.join(SECONDS_TO_END)
@@ -82,19 +82,19 @@ class Script:
         return written
 
     def kill(self) -> None:
-        """Kill -9, if it still runs."""
+        """Kill it with kill -9, if it still runs."""
         self.process.kill()
         self.process.join(SECONDS_TO_END)
         self._output.close()
 
 
 class Shells:
-    """Replica groups that run one script, none of them longer than this context.
+    """Replica groups that run one script. All end with this context.
 
     Args:
         spawn: the fixture.
         script: its file.
-        environment: of all.
+        environment: of all groups.
     """
 
     def __init__(self, spawn: Spawn, script: Path, environment: Mapping[str, str]) -> None:
@@ -110,10 +110,10 @@ class Shells:
     def __exit__(self, *_: object) -> None:
         for script in self._scripts:
             script.kill()
-        self._stores.clear()  # they listen
+        self._stores.clear()  # the stores listen
 
     def start(self, replica: int, words: Sequence[str], ranks: int = 1) -> list[Script]:
-        """A replica group of so many processes, with the environment that torchrun gives them."""
+        """Start a replica group of that many processes, with the environment that torchrun gives them."""
         own = {**self._environment, "REPLICA_GROUP_ID": str(replica)}
         if ranks > 1:
             self._stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
@@ -137,5 +137,5 @@ class Shells:
 
 
 def refused(spawn: Spawn, script: Path, words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What a script says that has been told nonsense, and ends with exit code 2."""
+    """Return the output of a script with invalid settings, which ends with exit code 2."""
     return Script(spawn, script, words, environment).ended(exitcode=2)

@@ -1,6 +1,6 @@
-"""Sharded models in several processes, and the test's view of them: what each process of each replica group told.
+"""Sharded models in several processes, and the test's view of them: the events of each process of each replica group.
 
-Law of this file: places, processes, small models and their parts; what must hold stands in the tests.
+Law of this file: places, processes, small models and their parts. The tests hold the requirements.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NAMES = ("shard", "tp")
 
 @dataclass(frozen=True)
 class Place:
-    """One process.
+    """The identity of one process.
 
     Args:
-        replica: of the replica groups, which.
-        rank: inside it.
+        replica: number of its replica group.
+        rank: inside the group.
         shape: of its mesh: shards (or stages), tensor parallel.
         port: of the store of its processes.
         lighthouse: address.
@@ -63,7 +63,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Event:
-    """What a process told.
+    """An event that a process reports.
 
     Args:
         kind: "ready", "step", "state", "passed", "raised" or "end".
@@ -71,7 +71,7 @@ class Event:
         digest: of the process's part of parameters and optimizer.
         participants: of the step.
         state: of the model, saved by torch.
-        text: what has passed, or where it raised.
+        text: the passed check, or the traceback.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Event:
 
 
 def initialize(port: int, rank: int, world_size: int) -> None:
-    """Torch's default group."""
+    """Initialize torch's default group."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     store = TCPStore("127.0.0.1", port, wait_for_workers=False)
@@ -100,7 +100,7 @@ def initialize(port: int, rank: int, world_size: int) -> None:
 
 
 def make_manager(place: Place, **settings: Any) -> Manager:
-    """A Manager for a process of a replica group, as a launcher would have it; its own piece of state is empty."""
+    """Return a Manager for a process of a replica group, as a launcher would have it. Its own state is empty."""
     os.environ |= {
         "RANK": str(place.rank),
         "WORLD_SIZE": str(place.world_size),
@@ -121,7 +121,7 @@ def make_manager(place: Place, **settings: Any) -> Manager:
 
 @contextmanager
 def telling(connection: Connection) -> Iterator[None]:
-    """What is raised inside is told to the test, and ends the process."""
+    """Report an error inside the block to the test, and end the process with it."""
     try:
         yield
     except BaseException:
@@ -130,13 +130,14 @@ def telling(connection: Connection) -> Iterator[None]:
 
 
 def unsharded_model() -> nn.Sequential:
-    """With the same weights in every process."""
+    """Return the model, with equal weights in every process."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 12))
 
 
 def make_model(mesh: DeviceMesh, *, data_parallel: tuple[str, ...], **options: Any) -> nn.Sequential:
-    """Sharded over `data_parallel`, tensor parallel over "tp" if that is more than one; options are FSDP2's."""
+    """Return the model sharded over `data_parallel`, and tensor parallel over a "tp" of several. Options are
+    FSDP2's."""
     model = unsharded_model()
     if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -147,12 +148,12 @@ def make_model(mesh: DeviceMesh, *, data_parallel: tuple[str, ...], **options: A
 
 
 def batch(step: int, place: Place) -> torch.Tensor:
-    """What the process trains on in this step; the ranks of tensor parallelism share it."""
+    """Return the process's batch of this step. The ranks of tensor parallelism share it."""
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * step + 10 * place.replica + place.shard))
 
 
 def local(value: Any) -> Any:
-    """A state with each DTensor replaced by this process's part."""
+    """Return a state with each DTensor replaced by this process's part."""
     if isinstance(value, DTensor):
         return value.to_local()
     return {key: local(item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -162,7 +163,7 @@ def local(value: Any) -> Any:
 
 
 class Processes:
-    """Processes by their place, and what they have told."""
+    """Processes by their place, and their events."""
 
     def __init__(self, spawn: Spawn) -> None:
         self._spawn = spawn
@@ -171,7 +172,7 @@ class Processes:
         self.events: dict[Place, list[Event]] = {}
 
     def store(self) -> int:
-        """The port of a store that lives as long as these processes."""
+        """Return the port of a store that lives as long as these processes."""
         self._stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
         return int(self._stores[-1].port)
 
@@ -183,7 +184,7 @@ class Processes:
         replicas: tuple[int, ...],
         lighthouse: str = "",
     ) -> list[Place]:
-        """Start all processes of some replica groups; they share a store."""
+        """Start all processes of some replica groups. They share a store."""
         port, size = self.store(), shape[0] * shape[1]
         places = [Place(i, rank, shape, port, lighthouse) for i in replicas for rank in range(size)]
         for place in places:
@@ -199,7 +200,7 @@ class Processes:
             self._connections[place].send(message)
 
     def until(self, condition: Callable[[list[Event]], bool], places: list[Place], what: str) -> None:
-        """Take in events until the condition holds for each of these."""
+        """Receive events until the condition holds for each of these."""
         deadline = time.monotonic() + PATIENCE_S
         while missing := [place for place in places if not condition(self.events[place])]:
             left_s = deadline - time.monotonic()
@@ -228,14 +229,14 @@ class Processes:
         return {event.step: event for event in self.events[place] if event.kind == "step"}
 
     def close(self) -> None:
-        """Let go of the stores."""
+        """Release the stores."""
         self._stores.clear()
 
     def finish(self, places: list[Place]) -> None:
         self.until(ended, places, "they end")
 
     def failure_until_end(self, places: list[Place]) -> str:
-        """Take in events until all of these have ended. Returns: what went wrong, or the empty string."""
+        """Receive events until all of these have ended. Returns: the failure, or the empty string."""
         told = -1
         try:
             while told < (told := min(len(self.events[place]) for place in places)):
@@ -246,7 +247,7 @@ class Processes:
         return ""
 
     def passed(self, places: list[Place]) -> set[str]:
-        """What all of these have passed."""
+        """Return the checks that all of these have passed."""
         return set.intersection(
             *({event.text for event in self.events[place] if event.kind == "passed"} for place in places)
         )
@@ -254,17 +255,17 @@ class Processes:
 
 @contextmanager
 def listening(spawn: Spawn) -> Iterator[Processes]:
-    """No processes yet."""
+    """Yield a Processes object without processes."""
     processes = Processes(spawn)
     yield processes
     processes.close()
 
 
 def ended(events: list[Event]) -> bool:
-    """Whether a process has told that it ends."""
+    """Return whether a process has reported its end."""
     return bool(events) and events[-1].kind == "end"
 
 
 def count(events: list[Event], participants: int) -> int:
-    """How many steps had that many participants."""
+    """Return the number of steps with that many participants."""
     return sum(event.participants == participants for event in events)

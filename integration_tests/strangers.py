@@ -1,10 +1,9 @@
-"""What broken or evil peers say to the lighthouse and to a manager server, before anybody damages it.
+"""The messages of broken or evil peers to the lighthouse and to a manager server, before any damage to them.
 
-Nearly all of it is believed: a peer that is refused at its hello is heard no further, and a fuzz of it would reach
-nothing behind that. So the numbers at the ends of their ranges, the sessions of another time and the orders that end a
-group come among many others.
+A server accepts nearly all of them. A peer that is refused at its hello is heard no further, and its fuzz would reach
+nothing behind that. So extreme numbers, sessions of another time and orders that end a group come among many others.
 
-Law of this file: scripts by number, of which later ones are later sessions, and names for what is answered to them.
+Law of this file: scripts by number, where a higher number is a later session, and names for the answers.
 """
 
 from __future__ import annotations
@@ -25,23 +24,22 @@ from tft_coord.wire.limits import MAX_HEALED_BYTES
 BEGAN_MS: Final = 1_700_000_000_000
 EVIL: Final = Member("evil:1", address="h:1", store_address="h:2", step=2**63 - 1, lineage=9)
 HELD: Final = QuorumKey(BEGAN_MS, 2**64 - 1)
-RANK: Final = 1  # of its group; nobody else has a session as that one
-RANK_SESSION: Final = 2**62  # what is damaged is most often an older one, and takes nobody's place
+RANK: Final = 1  # rank of its group; no other process has a session as that one
+RANK_SESSION: Final = 2**62  # a damaged session is most often an older one, and replaces no other
 STEPS: Final = (0, 1, 2, 3, 2**63 - 1)
-FEW: Final = 16  # replicas that come back again and again; others come once
+FEW: Final = 16  # replicas that come back repeatedly; others come once
 SHARED_JOBS: Final = 4
 
 
 @dataclass(frozen=True)
 class Script:
-    """What one kind of peer says, and how its answers are called.
+    """The messages of one kind of peer, and the names of the answers to it.
 
-    Args:
-        stream: method of the session.
-        session: its messages, by number.
-        call: a call of its own, by number: method and message.
-        name: of an answer on the stream. Raises: ProtocolError: it makes no sense to an honest peer.
-        ends: whether this message ends for good what those after it are to reach.
+    stream: method of the session.
+    session: returns the session's messages, by number.
+    call: returns a separate call, by number: method and message.
+    name: returns the name of an answer on the stream. Raises: ProtocolError: an honest peer could not read it.
+    ends: returns whether this message ends for good what later ones are to reach.
     """
 
     stream: str
@@ -55,13 +53,14 @@ class Script:
 
 
 def lighthouse_session(number: int) -> list[bytes]:
-    """A manager server. One that dies or leaves does not come back, and some take the place of such a one."""
+    """Return the session of a manager server. One that dies or leaves does not come back, and some replace such a
+    one."""
     rng = random.Random(number)
     once = rng.random() < 0.25
     replica_id = f"evil:{number}" if once else f"evil:{rng.randrange(FEW)}"
     job = f"evil {rng.randrange(SHARED_JOBS)}" if rng.random() < 0.3 else f"job of {replica_id}"
     if rng.random() < 0.02:
-        job = "default"  # torchft's members are there
+        job = "default"  # the job of torchft's members
     session = 2**64 - 1 if rng.random() < 0.05 else BEGAN_MS + number
     held = rng.choice((None, HELD, replace_id(HELD, number)))
     evil = replace(EVIL, replica_id=replica_id, session=rng.choice((0, session)), step=rng.choice(STEPS))
@@ -80,7 +79,7 @@ def lighthouse_session(number: int) -> list[bytes]:
     )
     told = [codec.encode_to_lighthouse(events.HelloReceived(0, hello))]
     if held is not None and rng.random() < (0.9 if once else 0.1):
-        # Of a job that it is the first to come from it is asked; a report that nobody has asked for ends the stream.
+        # The first of a job to come is asked for its report. A report without a question ends the stream.
         others = tuple(replace(evil, replica_id=f"other:{index}") for index in range(rng.randrange(3)))
         report = events.QuorumReported(0, Quorum(held, (evil, *others), created_ms=3))
         told.append(codec.encode_to_lighthouse(report))
@@ -103,7 +102,7 @@ def lighthouse_session(number: int) -> list[bytes]:
 
 
 def replace_id(key: QuorumKey, more: int) -> QuorumKey:
-    """A later quorum's key."""
+    """Return the key of a later quorum."""
     return replace(key, quorum_id=key.quorum_id + more)
 
 
@@ -120,7 +119,7 @@ def _progress(rng: random.Random) -> Progress | None:
 
 
 def _lighthouse_call(number: int) -> tuple[str, bytes]:
-    """As torchft's members do it, and as those who look at a lighthouse and empty it."""
+    """Return a call of a torchft member, or of an operator that inspects or drains a lighthouse."""
     rng = random.Random(number)
     name = rng.choice((f"evil:{rng.randrange(FEW)}", f"evil:{number}"))
     away = events.DrainRequested(0, f"evil {rng.randrange(SHARED_JOBS)}", name, "now\nor never", 2**31 - 1)
@@ -140,7 +139,7 @@ def _lighthouse_call(number: int) -> tuple[str, bytes]:
 
 
 def rank_session(number: int) -> list[bytes]:
-    """A group rank, most often of the process that was there before."""
+    """Return the session of a group rank, most often of the process that was there before."""
     rng = random.Random(number)
     hello = rank_codec.RankHello(RANK, number if number and rng.random() < 0.05 else RANK_SESSION)
     told: list[rank_codec.FromRank] = [hello]
@@ -160,7 +159,7 @@ def rank_session(number: int) -> list[bytes]:
 
 
 def _ask(rng: random.Random) -> rank_codec.Ask:
-    """Often at the state of rank 0, so that there is a plan."""
+    """Return a request, often at the state of rank 0, so that there is a plan."""
     step, lineage = rng.choice([*[(0, 1)] * 4, *((step, 3) for step in STEPS), (0, None)])
     request = RankRequest(
         step=step,
@@ -178,7 +177,7 @@ def _ask(rng: random.Random) -> rank_codec.Ask:
 
 
 def _vote(rng: random.Random) -> rank_codec.Vote:
-    """In one of a few rounds, in which others may vote as well, or in one of its own."""
+    """Return a vote in one of a few shared rounds, or in a round of its own."""
     step, key, purpose = a_round(rng)
     if rng.random() < 0.5:
         step, purpose = rng.randrange(2**63), rng.choice(list(Purpose))
@@ -187,12 +186,12 @@ def _vote(rng: random.Random) -> rank_codec.Vote:
 
 
 def a_round(rng: random.Random) -> tuple[int, QuorumKey | None, Purpose]:
-    """One of a few in which ranks may meet."""
+    """Return one of a few rounds in which ranks may meet."""
     return rng.randrange(2), rng.choice((None, HELD)), Purpose.COMMIT
 
 
 def _rank_call(number: int) -> tuple[str, bytes]:
-    """As torchft's ranks do it, and peers of other groups."""
+    """Return a call of a torchft rank, or of a peer of another group."""
     rng = random.Random(number)
     return rng.choice(
         [

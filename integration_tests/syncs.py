@@ -1,11 +1,12 @@
-"""A trainer whose steps are syncs: a small model under DiLoCo, which tells of each sync what became of it.
+"""A trainer whose steps are syncs: a small model under DiLoCo, which reports the outcome of each sync.
 
-It runs under the supervisor of `language_model`. What it tells after a commit is the digest of what all replicas must
-share: the global weights and the outer optimizers' state of all fragments, which change with commits alone. It looks
-itself whether a sync committed though its reduction had failed, and whether the live weights are the global ones where
-they have to be, after a sync that failed above all; and ends with an error if not.
+The trainer runs under the supervisor of `language_model`. After a commit it reports the digest of the state that all
+replicas share: the global weights and the outer optimizers' state of all fragments. They change with commits alone.
 
-Law of this file: the trainer and its settings; what must hold stands in the tests.
+The trainer checks two facts itself, and ends with an error otherwise. A sync does not commit if its reduction failed.
+The live weights equal the global ones where they have to, above all after a failed sync.
+
+Law of this file: the trainer and its settings. The tests hold the requirements.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from tft_algos import DiLoCo, Manager
 from tft_algos.manager.parts import Group
 from tft_algos.testing import Fault, InjectedError, Place, digest
 
-WIDTHS: Final = (8, 24, 16, 40, 8)  # fragments of different sizes, so that a reduction tells whose it is
+WIDTHS: Final = (8, 24, 16, 40, 8)  # fragments have different sizes, so that a reduction's size identifies its fragment
 
 
 @dataclass(frozen=True)
 class Syncs:
-    """How the replicas of a test sync.
+    """The sync settings of a test's replicas.
 
     Args:
-        fragments: how many.
+        fragments: number of fragments.
         sync_every: inner steps from one sync of a fragment to its next.
-        delay: tau; from `sync_every / fragments` on a sync begins before the one before it has ended.
-        alpha: part of the local parameters that stays when a sync ends.
-        step_s: how long an inner step takes at least.
-        own: what is different for a replica of that name.
+        delay: tau. From `sync_every / fragments` on, a sync begins before the one before it has ended.
+        alpha: share of the local parameters that stays when a sync ends.
+        step_s: minimum duration of an inner step.
+        own: other settings for the replica of that name.
     """
 
     fragments: int = 2
@@ -58,13 +59,13 @@ class Syncs:
 
     @property
     def in_flight(self) -> int:
-        """The most that are at once."""
+        """Return the maximum number of concurrent syncs."""
         return -(-self.delay // (self.sync_every // self.fragments)) if self.delay else 1
 
 
 @final
 class Watched:
-    """A process group that remembers how the last reduction of each size ended, until it is configured anew."""
+    """A process group that remembers the last reduction of each size, until it is reconfigured."""
 
     def __init__(self, inside: Group) -> None:
         self._inside = inside
@@ -97,7 +98,7 @@ class Watched:
         self._inside.shutdown()
 
     def check(self, size: int, step: int) -> None:
-        """Raises: AssertionError: the sync that committed this step reduced so many numbers in vain."""
+        """Check the reduction of that size. Raises: AssertionError: the sync committed this step although it failed."""
         work = self._last.get(size)
         if work is None:  # a quorum of one
             return
@@ -110,11 +111,11 @@ class Watched:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On a sync.
+    """The verdict on a sync.
 
     Args:
-        step: committed ones before it.
-        committed: what the verdict is.
+        step: committed steps before it.
+        committed: the verdict.
         participants: of the sync.
     """
 
@@ -125,7 +126,7 @@ class Verdict:
 
 @final
 class Verdicts(logging.Handler):
-    """Those of a Manager, from its records."""
+    """The verdicts of a Manager, from its log records."""
 
     def __init__(self, manager: Manager) -> None:
         super().__init__()
@@ -138,13 +139,13 @@ class Verdicts(logging.Handler):
         self._told.append(Verdict(facts["step"], facts["commit_result"], facts["num_participants"]))
 
     def taken(self) -> list[Verdict]:
-        """Since it was asked last."""
+        """Return the verdicts since the last call."""
         told, self._told = self._told, []
         return told
 
 
 def make_fragments(number: int) -> tuple[torch.nn.Sequential, list[torch.nn.Module]]:
-    """A model, and its layers in so many parts."""
+    """Return a model, and its layers in that many parts."""
     pairs = list(itertools.pairwise(WIDTHS))
     layers = [torch.nn.Linear(inputs, outputs) for inputs, outputs in pairs]
     share = len(layers) // number
@@ -153,7 +154,7 @@ def make_fragments(number: int) -> tuple[torch.nn.Sequential, list[torch.nn.Modu
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer, in its own process."""
+    """Run the life of a trainer, in its own process."""
     os.environ.update(spec.environment)
     live(lambda tell: _train(spec, connection, tell), connection)
 
@@ -191,9 +192,9 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         last: int | None = None
 
         def look(error: Exception | None = None) -> None:
-            """Tell of the syncs that have ended."""
+            """Report the syncs that have ended, and check them."""
             for verdict in verdicts.taken():
-                # The opening reduces nothing, and is about no fragment.
+                # The opening reduces nothing, and belongs to no fragment.
                 fragment = (verdict.step - 1) % syncs.fragments if verdict.step else None
                 if verdict.committed and error is None:
                     if fragment is not None:
@@ -226,6 +227,6 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                 except InjectedError as raised:
                     if raised.fault.place is not Place.OPTIMIZER:
                         raise
-                    error = raised  # a loop that goes on after its outer optimizer raised: this replica heals
+                    error = raised  # a loop that continues after its outer optimizer raised: this replica heals
                 look(error)
         tell(Event("loss", manager.current_step()))

@@ -1,15 +1,16 @@
-"""torchft's wheel in an environment of its own, for the tests that put its programs beside ours.
+"""torchft's wheel in a separate environment, for tests that compare its programs with tft's.
 
-A test asks for the fixture `torchft_python` and is given the path of an interpreter that imports torchft and the same
-torch as ours; `torchft_lighthouse` (their command) lies beside it, as `torchft_lighthouse(python)` says. Where the
-wheel can't be had (no index, no wheel for this machine) the test is skipped, and the reason says why. The environment
-is made once, in some seconds, below the root of the tree, and torch in it is the one that the tests run with. Nothing
-of ours can be imported there.
+A test asks for the fixture `torchft_python` and receives the path of an interpreter that imports torchft and the same
+torch as tft. `torchft_lighthouse` (torchft's command) lies beside it, as `torchft_lighthouse(python)` returns. If the
+wheel is unavailable (no index, no wheel for this machine), the test is skipped with the reason.
+
+The environment is made once, in some seconds, below the root of the tree. Its torch is the one that the tests run with.
+The project's packages can't be imported there.
 
     def test_something(torchft_python: Path, launch: Launch) -> None:
         process = launch([torchft_python, "-c", "import torchft"], env=OF_A_SHELL)
 
-Law of this file: making that environment, and where its programs lie; no test.
+Law of this file: making that environment, and the paths of its programs; no test.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parent.parent
 WHEEL: Final = "torchft-nightly==2026.10.26"
 MAKE_WITHIN_S: Final = 120.0
-# What a program of theirs is started with, besides our own environment: none of our variables for import.
+# Variables for torchft's programs, which unset the project's variables for import.
 OF_A_SHELL: Final = {"PYTHONPATH": "", "TORCHFT_LIGHTHOUSE": ""}
 
 
 class _CannotBeMadeError(Exception):
-    """One sentence."""
+    """An environment that can't be made. The message is one sentence."""
 
 
 def torchft_lighthouse(python: Path) -> Path:
-    """Their lighthouse's command."""
+    """Return the path of torchft's lighthouse command."""
     return python.parent / "torchft_lighthouse"
 
 
 @pytest.fixture(scope="session")
 def torchft_python() -> Path:
-    """An interpreter that imports torchft; the test is skipped where there can be none."""
+    """Return an interpreter that imports torchft, or skip the test if there can be none."""
     try:
         return _made()
     except _CannotBeMadeError as error:
@@ -61,11 +62,11 @@ def _made() -> Path:
 
 
 def _make(home: Path, python: Path) -> None:
-    """An environment that takes torch, and whatever else is here already, from the one that the tests run in."""
+    """Make an environment that takes torch, and other installed packages, from the one that the tests run in."""
     _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)])
     packages = next(home.glob("lib/python*/site-packages"))
-    # Entries of such a file are looked at last, and the files of this kind that lie there are not read: our own
-    # packages, which are installed by one, stay out.
+    # Entries of a .pth file come last in the search, and .pth files in those folders are not read. The project's own
+    # packages are installed by one, so they stay out.
     (packages / "packages-of-the-tests.pth").write_text(f"{_own_packages()}\n")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     _run([*pip, "install", "--quiet", "--retries", "1", WHEEL])

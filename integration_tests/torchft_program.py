@@ -1,8 +1,8 @@
-"""A training script as torchft's users write it, for torchft's own interpreter; nothing in it knows of us.
+"""A training script as torchft's users write it, for torchft's own interpreter. It does not know of tft.
 
-It tells of each commit in one line: the step, the participants, a digest of the weights.
+The script prints one line for each commit: the step, the participants, a digest of the weights.
 
-Law of this file: torchft's public names only, as their documentation shows them.
+Law of this file: torchft's public names only, as its documentation shows them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Replica groups as real processes, and the test's view of them: what each committed, step by step.
+"""Replica groups as real processes, and the test's view of them: the commits of each, step by step.
 
-A trainer trains until it is told where to stop, and tells of every commit, every failed step and every healing with
-the digest of its whole state. The test pumps these events until what it waits for has happened.
+A trainer trains until it is told where to stop. It reports every commit, every failed step and every healing with the
+digest of its whole state. The test receives these events until the awaited condition holds.
 
-Law of this file: starting trainers and listening to them; what must hold stands in the tests.
+Law of this file: starting trainers and receiving events. The tests hold the requirements.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from tft_pg import ProcessGroupGloo, init_group
 from tft_pg.testing import fork_child
 
 PATIENCE_S = 50.0
-MARGIN_STEPS = 60  # nobody may have passed the step at which all are told to stop
+MARGIN_STEPS = 60  # margin so that no trainer has passed the step at which all must stop
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a trainer told.
+    """An event that a trainer reports.
 
     Args:
         kind: "commit", "failed", "healed", "ready", "struck" or "end".
-        step: committed steps, after a commit; for a healing that of the source.
+        step: committed steps, after a commit. For a healing: those of the source.
         digest: of parameters and optimizer state.
         participants: of the step.
         text: the error of a failed step or of the end.
-        at_s: when it was so, in seconds since 1970.
+        at_s: time of the event, in seconds since 1970.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class Event:
 
 
 def steps_until_told(connection: Connection, manager: Manager, pause_s: float) -> Iterator[int]:
-    """Give the number of committed steps before each step, until one is reached that came over the connection."""
+    """Yield the number of committed steps before each step, until the last step, which comes over the connection."""
     last: int | None = None
     while last is None or manager.current_step() < last:
         if connection.poll():
@@ -74,7 +74,7 @@ def steps_until_told(connection: Connection, manager: Manager, pause_s: float) -
 
 
 def heard_of_the_manager(level: int = logging.NOTSET) -> queue.SimpleQueue[logging.LogRecord]:
-    """Collect what this process's Manager logs from now on, with tracebacks in the messages."""
+    """Collect the log records of this process's Manager from now on, with tracebacks in the messages."""
     heard: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     log = logging.getLogger("tft_algos.manager")
     log.addHandler(logging.handlers.QueueHandler(heard))
@@ -84,21 +84,21 @@ def heard_of_the_manager(level: int = logging.NOTSET) -> queue.SimpleQueue[loggi
 
 @dataclass(frozen=True)
 class Spec:
-    """How a trainer trains.
+    """The settings of a trainer.
 
     Args:
         lighthouse: address.
-        name: of the replica group; seeds the weights, so that only healing makes them equal.
-        model: "small", or "buckets": several buckets, modules used in another order than defined.
-        fail_at: at this many committed steps an error is reported once, after the reductions.
-        faults: that strike this trainer; more may be sent to it; a number of seconds that is sent has it hold the lock
-            of its interpreter for so long. None: its Manager's parts are not wrapped.
-        batch_s: how long it takes to get a batch.
-        waits: between "ready" and its first step, until a message comes.
-        leaves: when it is sent SIGTERM, or drained.
-        forks: ways in which it makes a child at each fault that strikes, before it does; told as "forked".
-        over_group: live state goes over the process group, and not over HTTP.
-        environment: of a launcher; RANK and WORLD_SIZE make it one process of several.
+        name: of the replica group. It seeds the weights, so that only healing makes them equal.
+        model: "small", or "buckets": several buckets, with modules used in another order than defined.
+        fail_at: number of committed steps at which an error is reported once, after the reductions.
+        faults: faults that strike this trainer. The test may send more. A number of seconds that is sent makes the
+            trainer hold its interpreter lock for that time. None: its Manager's parts are not wrapped.
+        batch_s: time to get a batch.
+        waits: wait for a message between "ready" and the first step.
+        leaves: leave on SIGTERM, or when drained.
+        forks: ways to make a child at each fault, before it strikes. A "forked" event reports them.
+        over_group: live state goes over the process group instead of HTTP.
+        environment: of a launcher. RANK and WORLD_SIZE make it one process of several.
         settings: for the Manager.
     """
 
@@ -117,7 +117,7 @@ class Spec:
 
 
 class OtherOrder(torch.nn.Module):
-    """Several buckets of different sizes; gradients come in another order than that of the definition."""
+    """Several buckets of different sizes, whose gradients come in another order than that of the definition."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,10 +131,10 @@ class OtherOrder(torch.nn.Module):
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer, in its own process."""
+    """Run the life of a trainer, in its own process."""
     torch.set_num_threads(1)
     logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
-    lock = threading.Lock()  # a fault strikes on whatever thread
+    lock = threading.Lock()  # faults strike on any thread
 
     def tell(event: Event) -> None:
         with lock:
@@ -153,7 +153,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
     rank = int(spec.environment.get("RANK", "0"))
     inside: dist.ProcessGroup | None = None
     if "WORLD_SIZE" in spec.environment:
-        # Torch's time-out of half an hour stays: a rank may wait for its part of a quorum longer than the other.
+        # Torch's timeout of half an hour stays, because a rank may wait for its part of a quorum longer than the other.
         inside = init_group("cpu")
     seed = sum(spec.name.encode()) + 1000 * rank
     torch.manual_seed(seed)
@@ -220,9 +220,9 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             before = manager.current_step()
             optimizer.zero_grad()
             if holds_s:
-                participants = manager.num_participants()  # the quorum is here: this rank is on its own from now on
+                participants = manager.num_participants()  # the quorum is here, so this rank is on its own from now on
                 tell(Event("struck", before, participants=participants, text="it holds the interpreter's lock"))
-                ctypes.PyDLL(None).usleep(int(holds_s * 1e6))  # unlike a CDLL's function this one keeps it
+                ctypes.PyDLL(None).usleep(int(holds_s * 1e6))  # a PyDLL function keeps the lock, unlike one of CDLL
                 holds_s = 0.0
             ddp(torch.randn(4, 64)).square().mean().backward()
             if manager.current_step() == fail_at:
@@ -234,7 +234,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             except InjectedError as raised:
                 if raised.fault.place is not Place.OPTIMIZER:
                     raise
-                error = raised  # a loop that goes on after its optimizer raised: this replica heals
+                error = raised  # a loop that continues after its optimizer raised: this replica heals
             step, participants = manager.current_step(), manager.num_participants()
             if step > before and error is None:
                 tell(Event("commit", step, digest(take()), participants))
@@ -245,7 +245,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
 
 
 def is_manager_server(process: psutil.Process) -> bool:
-    """Whether it is one that runs."""
+    """Return whether the process is a running manager server."""
     try:
         return "tft-manager-server" in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -253,24 +253,24 @@ def is_manager_server(process: psutil.Process) -> bool:
 
 
 class Trainer:
-    """The test's end of a trainer: its events so far."""
+    """The test's end of a trainer, with its events so far."""
 
     def __init__(self, name: str, process: ForkServerProcess, connection: Connection) -> None:
         self.name = name
         self.process = process
         self.connection = connection
         self.events: list[Event] = []
-        self.step = 0  # the highest that it has committed
+        self.step = 0  # the highest step that it has committed
 
     def hear(self, event: Event) -> None:
-        """It told this."""
+        """Record an event of the trainer."""
         self.events.append(event)
         if event.kind == "commit":
             self.step = max(self.step, event.step)
 
     @property
     def commits(self) -> dict[int, Event]:
-        """By step."""
+        """Return its commits by step."""
         return {event.step: event for event in self.events if event.kind == "commit"}
 
     @property
@@ -281,13 +281,13 @@ class Trainer:
         return [event for event in self.events if event.kind == kind]
 
     def committed_with(self, participants: int, times: int = 5, *, since_s: float = 0.0) -> bool:
-        """Whether its last commits had that many participants, and came after that time."""
+        """Return whether its last commits had that many participants, and came after that time."""
         commits = (event for event in reversed(self.events) if event.kind == "commit" and event.at_s > since_s)
         last = list(itertools.islice(commits, times))
         return len(last) == times and all(event.participants == participants for event in last)
 
     def manager_server(self) -> psutil.Process:
-        """Its manager server's process. One that has been killed and is not reaped yet does not count.
+        """Return its manager server's process. A killed one that is not reaped yet does not count.
 
         Raises:
             StopIteration: it has none at present.
@@ -297,23 +297,23 @@ class Trainer:
 
     @property
     def has_manager_server(self) -> bool:
-        """Whether its manager server's process runs."""
+        """Return whether its manager server's process runs."""
         return any(is_manager_server(child) for child in psutil.Process(self.process.pid).children())
 
 
 @dataclass(frozen=True)
 class Address:
-    """As much of a lighthouse in another process as a Job needs."""
+    """The part of a lighthouse in another process that a Job needs."""
 
     address: str
 
 
 class Job:
-    """Trainers of one lighthouse.
+    """The trainers of one lighthouse.
 
     Args:
         spawn: the fixture.
-        lighthouse: that they ask.
+        lighthouse: of the trainers.
     """
 
     def __init__(self, spawn: Spawn, lighthouse: LighthouseServer) -> None:
@@ -336,7 +336,7 @@ class Job:
         environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> Trainer:
-        """Start a trainer; its Manager's settings as keywords."""
+        """Start a trainer. Keywords are its Manager's settings."""
         spec = Spec(
             lighthouse=str(self._lighthouse.address),
             name=name,
@@ -354,7 +354,7 @@ class Job:
         return self.add(name, train, spec)
 
     def add(self, name: str, target: Callable[..., None], *arguments: object) -> Trainer:
-        """Start a trainer of the test's own: `target(*arguments, connection)`, which tells its events."""
+        """Start a custom trainer of the test: `target(*arguments, connection)`, which reports its events."""
         ours, theirs = multiprocessing.connection.Pipe()
         trainer = Trainer(name, self._spawn(target, *arguments, theirs), ours)
         theirs.close()
@@ -362,7 +362,7 @@ class Job:
         return trainer
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Take in events until the condition holds."""
+        """Receive events until the condition holds."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             left = deadline - time.monotonic()
@@ -370,7 +370,7 @@ class Job:
             self.take_in(left)
 
     def take_in(self, timeout_s: float) -> None:
-        """Take in what is told, waiting at most that long for it."""
+        """Receive the next events, with at most that long a wait."""
         by_connection = {trainer.connection: trainer for trainer in self.trainers if not trainer.connection.closed}
         assert by_connection, f"nobody is left; {self.story()}"
         for connection in multiprocessing.connection.wait(list(by_connection), timeout_s):
@@ -381,7 +381,7 @@ class Job:
                 connection.close()
 
     def finish(self, trainers: Iterable[Trainer] | None = None) -> None:
-        """Let all stop at one step, and see that they have."""
+        """Stop all trainers at one step, and check that they have."""
         living = [trainer for trainer in (trainers or self.trainers) if not trainer.connection.closed]
         while any(trainer.connection.poll() for trainer in living):
             self.take_in(0)
@@ -397,7 +397,7 @@ class Job:
         self.check_digests()
 
     def check_digests(self) -> int:
-        """At every step that two trainers committed, their digests are equal; returns the number of such steps."""
+        """Check that trainers that committed the same step have equal digests. Return the number of such steps."""
         by_step: dict[int, dict[str, str]] = {}
         for trainer in self.trainers:
             for step, event in trainer.commits.items():
@@ -407,17 +407,17 @@ class Job:
         return sum(len(digests) > 1 for digests in by_step.values())
 
     def story(self) -> str:
-        """What everybody told last."""
+        """Return the last events of all trainers."""
         return "; ".join(f"{trainer.name}: {[*trainer.events[-3:]]}" for trainer in self.trainers)
 
 
 class Launcher:
-    """What torchrun is to a group: a store that outlives its processes, and their ranks.
+    """The part of torchrun for a group: a store that outlives its processes, and their ranks.
 
     Args:
         job: of the group.
         name: of the group.
-        world_size: processes.
+        world_size: number of processes.
     """
 
     def __init__(self, job: Job, name: str, world_size: int = 2) -> None:
@@ -428,11 +428,11 @@ class Launcher:
         self._starts = 0
 
     def start(self, **options: Any) -> list[Trainer]:
-        """Start the group, again if it was started before; options as for `Job.start`."""
+        """Start the group, or restart it. Options are those of `Job.start`."""
         return self.start_each([options] * self._world_size)
 
     def start_each(self, options: Sequence[dict[str, Any]]) -> list[Trainer]:
-        """As `start`, with options for each rank."""
+        """Start the group with separate options for each rank."""
         self._starts += 1
         return [
             self._job.start(

@@ -2,10 +2,10 @@
 
     python unpickles.py script.py words...
 
-A pickle that names a class or a function is code of whoever wrote it. Where one is loaded, by us or by what we call,
-the stack is printed and the process exits with `FOUND`.
+A pickle that names a class or a function runs code of its author. If tft or one of its libraries loads one, the stack
+is printed and the process exits with `FOUND`.
 
-Law of this file: the hook and the script; it imports nothing of ours.
+Law of this file: the hook and the script. It imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOUND = 86
 
 
 def watch() -> None:
-    """From now on. An audit hook can't be taken back, so this is for a process of its own."""
+    """Watch from now on. An audit hook can't be removed, so this belongs in a separate process."""
 
     def audited(event: str, arguments: tuple[object, ...]) -> None:
         if event == "pickle.find_class":

@@ -1,4 +1,4 @@
-"""A loop with accelerate, as its users write one; run as one replica of a job."""
+"""A training loop with accelerate, as its users write one. It runs as one replica of a job."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def main(folder: Path) -> None:
         DataLoader(endless(Share(replica(), folder)), batch_size=8),
     )
     for tokens in loader:
-        optimizer.zero_grad()  # starts the quorum, so it stands before the forward pass
+        optimizer.zero_grad()  # starts the quorum, which is there before the forward pass
         loss = loss_of(model(tokens), tokens)
         accelerator.backward(loss)  # averages the gradients over the replicas
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()  # steps if the step commits
-        if manager.status().committed:  # it did
-            schedule.step()  # not prepared: accelerate would step it in any case
+        if manager.status().committed:  # the step committed
+            schedule.step()  # not prepared, because accelerate would step it in any case
             with torch.no_grad():
                 print_step(manager, manager.current_step(), loss_of(net(held_out), held_out).item())
         if manager.left or manager.current_step() >= STEPS:

@@ -1,6 +1,6 @@
-"""What the client programs train on: short sequences of which each token follows from the one before.
+"""The training data of the client programs: short sequences in which each token follows from the one before.
 
-Law of this file: samples, and what a program prints for its test.
+Law of this file: samples, and the output of a program for its test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS: Final = 100
 
 
 def sequences(number: int, seed: int) -> Tensor:
-    """Sequences of tokens: (number, LENGTH). The next token is 5 x + 3, modulo TOKENS."""
+    """Return sequences of tokens: (number, LENGTH). The next token is 5 x + 3, modulo TOKENS."""
     rows = [torch.randint(TOKENS, (number,), generator=torch.Generator().manual_seed(seed))]
     for _ in range(LENGTH - 1):
         rows.append((5 * rows[-1] + 3) % TOKENS)
@@ -32,7 +32,7 @@ def sequences(number: int, seed: int) -> Tensor:
 
 
 class Share(Dataset[Tensor]):
-    """The training data of one replica. A sample takes as many seconds as stand in the folder's file `pace`, if any.
+    """The training data of one replica. The folder's file `pace`, if any, has the seconds that each sample takes.
 
     Augmentation: each sample starts at a random place of its sequence.
     """
@@ -51,28 +51,28 @@ class Share(Dataset[Tensor]):
 
 
 def as_inputs(samples: list[Tensor]) -> dict[str, Tensor]:
-    """A batch as models of transformers take it."""
+    """Return a batch in the format of transformers models."""
     tokens = torch.stack(samples)
     return {"input_ids": tokens, "labels": tokens}
 
 
 def network() -> nn.Module:
-    """From tokens (batch, positions) to logits of the next ones (batch, positions, TOKENS)."""
+    """Return a model from tokens (batch, positions) to logits of the next ones (batch, positions, TOKENS)."""
     return nn.Sequential(nn.Embedding(TOKENS, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, TOKENS))
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of the tokens that follow."""
+    """Return the mean cross entropy of the next tokens."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def replica() -> int:
-    """Which replica this process is, from 0."""
+    """Return the number of this process's replica, from 0."""
     return int(os.environ["REPLICA_GROUP_ID"])
 
 
 def print_step(manager: Manager, step: int, loss: float) -> None:
-    """Print what the test compares between replicas: `step` is the trainer's own count."""
+    """Print the facts that the test compares between replicas. `step` is the trainer's own count."""
     print(f"step {step} participants {manager.num_participants()} loss {loss:.6f}", flush=True)
 
 

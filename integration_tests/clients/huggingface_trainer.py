@@ -1,4 +1,4 @@
-"""A transformers.Trainer, as its users write one; run as one replica of a job."""
+"""A program with transformers.Trainer, as its users write one. It runs as one replica of a job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tft_suite.integrations.huggingface import FaultToleranceCallback
 
 
 class Report(TrainerCallback):
-    """Prints the loss on data that is never trained on."""
+    """A callback that prints the loss on data that is never trained on."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
@@ -60,7 +60,7 @@ def main(folder: Path, *flags: str) -> None:
             save_steps=20,
             save_total_limit=2,
             logging_steps=20,
-            ignore_data_skip=True,  # on a resume: an endless data set has no place to go back to
+            ignore_data_skip=True,  # on a resume an endless data set has no place to go back to
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,

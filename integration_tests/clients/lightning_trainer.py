@@ -1,4 +1,4 @@
-"""A Trainer of Lightning, as its users write one; run as one replica of a job."""
+"""A program with Lightning's Trainer, as its users write one. It runs as one replica of a job."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LanguageModel(pl.LightningModule):
 
 
 class Report(pl.Callback):
-    """Prints the loss on data that is never trained on."""
+    """A callback that prints the loss on data that is never trained on."""
 
     def __init__(self, manager: Manager) -> None:
         self._manager = manager

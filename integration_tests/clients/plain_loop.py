@@ -1,4 +1,4 @@
-"""A loop of one's own: a loader with forked workers, augmentation, validation, checkpoints; one replica of a job."""
+"""A plain training loop with forked loader workers, augmentation, validation and checkpoints: one replica of a job."""
 
 from __future__ import annotations
 
