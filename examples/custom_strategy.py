@@ -1,16 +1,16 @@
-"""A strategy of your own: a step's mean is over the first K of M replicas to be ready; who is late gives nothing.
+"""A custom strategy: a step's mean is over the first K of M replicas to be ready, and late replicas contribute nothing.
 
-With M replicas a step lasts as long as the slowest of them. Here each computes its gradient in pieces, and draws a
-ticket when it is done. Once K tickets are gone the others stop after their next piece, and weigh zero in the mean. So a
-straggler costs the others one piece, not a whole step. (Backup workers, arXiv 1604.00981.)
+With M replicas a step lasts as long as the slowest of them. Here each replica computes its gradient in pieces, and
+draws a ticket at the end. Once K tickets are drawn the others stop after their next piece, and weigh zero in the mean.
+So a straggler costs the others one piece, not a whole step. (Backup workers, arXiv 1604.00981.)
 
     openssl rand -hex 32 > tft-token      # once, and in each shell: export TFT_TOKEN_FILE=$PWD/tft-token
     tft-lighthouse --min_replicas 3                                                                     # shell 1
     TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 0                      # 0, 1: shells 2, 3
     TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 2 --piece_s 0.05          # shell 4
 
-It is put together from parts: a process group of one's own around ProcessGroupGloo, which also uses the quorum's store,
-and the Manager's weights. Steps, healing and votes stay the Manager's.
+The parts are a custom process group around ProcessGroupGloo, which also uses the quorum's store, and the Manager's
+weights. The Manager keeps control of steps, healing and votes.
 """
 
 import argparse
@@ -42,11 +42,11 @@ class Tickets(Group):
         self._round = 0
 
     def next_round(self) -> None:
-        """Every member of a quorum comes here once a step; where one did not, tickets are lost, and nothing worse."""
+        """Begin a round. Every member of a quorum does so once a step. If one does not, only tickets are lost."""
         self._round += 1
 
     def draw(self, tickets: int = 1) -> int:
-        """The number on the ticket, 1 for the first; with none, how many are gone."""
+        """Return the number of the drawn ticket, 1 for the first. With `tickets=0`, return how many are drawn."""
         number: int = self._store.add(str(self._round), tickets)
         return number
 
@@ -68,17 +68,17 @@ class Tickets(Group):
 
 
 def first_k(manager: Manager, tickets: Tickets, k: int, pieces: list[torch.Tensor], loss_of: Any) -> bool:
-    """Compute a gradient in pieces, as long as fewer than k others are ready; returns whether it counts."""
+    """Compute a gradient in pieces while fewer than k others are ready, and return whether it counts."""
     try:
         for number, piece in enumerate(pieces, start=1):
             (loss_of(piece) / len(pieces)).backward()
             if number == 1:
-                participates = manager.is_participating()  # waits for the quorum, which the first piece needs not
+                participates = manager.is_participating()  # waits for the quorum, which the first piece does not need
                 tickets.next_round()
             if number < len(pieces) and tickets.draw(0) >= k:
                 return False
         return participates and tickets.draw() <= k
-    except dist.DistError as error:  # the store was that of a replica which has died
+    except dist.DistError as error:  # the store belonged to a replica that has died
         manager.report_error(error)
         return False
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk beside live ones: kill all replica groups at once, start some of them again, and they go on.
+"""Checkpoints on disk beside live ones: kill all replica groups at once, restart some of them, and training resumes.
 
     openssl rand -hex 32 > tft-token                                                          # once
     export TFT_TOKEN_FILE=$PWD/tft-token                                                      # in each shell
@@ -7,7 +7,7 @@
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=1 python durable_checkpoint.py     # shell 3
 
 Or, with two processes a replica group, `torchrun --standalone --nproc_per_node=2 durable_checkpoint.py` in shells 2 and
-3. As long as one group lives, those that come back heal from it, and the disk is not read for more than a start.
+3. While one group lives, restarted groups heal from it, and read the disk only at their start.
 """
 
 import argparse
@@ -32,7 +32,8 @@ def main(replica: int, steps: int, directory: str, every: int) -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps)
     with Manager(ProcessGroupGloo(), replica_id=f"replica_{replica}", check_state_every=100) as manager:
         for key, part in (("model", model), ("optimizer", adam), ("scheduler", scheduler)):
-            manager.register_state_dict_fn(key, part.load_state_dict, part.state_dict)  # what is alive heals from it
+            # restarted groups heal from live state
+            manager.register_state_dict_fn(key, part.load_state_dict, part.state_dict)
         inside = (
             init_group("cpu") if manager.status().group_world_size > 1 else None
         )  # the processes of this replica group
@@ -41,7 +42,7 @@ def main(replica: int, steps: int, directory: str, every: int) -> None:
         checkpoint = DurableCheckpoint(
             manager, directory, model=model, optimizers=optimizer, others={"scheduler": scheduler}, every=every
         )
-        print(f"resumed step {checkpoint.load()}")  # None: there is nothing to go on from
+        print(f"resumed step {checkpoint.load()}")  # None: there is no checkpoint to resume from
         while manager.current_step() < steps:
             batch = torch.randn(64, 32)
             optimizer.zero_grad()  # starts the quorum
@@ -49,7 +50,7 @@ def main(replica: int, steps: int, directory: str, every: int) -> None:
             loss.backward()  # averages the gradients
             if optimizer.step():  # if the group commits
                 scheduler.step()
-            if checkpoint.save_if_due():  # one group writes, the others train on
+            if checkpoint.save_if_due():  # one group writes while the others train on
                 step, participants = manager.current_step(), manager.num_participants()
                 print(f"step {step} participants {participants} loss {loss:.4f}", flush=True)
     if dist.is_initialized():
@@ -65,5 +66,5 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=100)
     try:
         main(**vars(parser.parse_args()))
-    except (SettingError, CheckpointFailed, CoordinationError) as error:  # nothing that a traceback would help with
+    except (SettingError, CheckpointFailed, CoordinationError) as error:  # a traceback would not help with these
         parser.exit(2, f"{parser.prog}: {error}\n")

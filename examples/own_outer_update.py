@@ -1,9 +1,9 @@
-"""An outer update of your own: replicas train on their own, and move their common weights by the sign of a momentum.
+"""A custom outer update: replicas train on their own, and move their common weights by the sign of a momentum.
 
-DiLoCo steps a torch optimizer with the mean of how far the replicas got. Here each weight moves by a fixed amount
-against the sign of that mean and a momentum of it (Lion, arXiv 2302.06675), so one replica with a huge gradient can't
-throw the others off. What is sent and what is made of the mean is all that is written here. When a sync begins and
-ends, who takes part, what a failure undoes and how a newcomer heals is OuterLoop's.
+DiLoCo steps a torch optimizer with the replicas' mean progress. Here each weight moves by a fixed amount against the
+sign of that mean and a momentum of it (Lion, arXiv 2302.06675). So one replica with a huge gradient can't throw the
+others off. This file defines only what is sent, and the use of the mean. OuterLoop decides when a sync begins and ends,
+which replicas take part, what a failure undoes, and how a newcomer heals.
 
     openssl rand -hex 32 > tft-token      # once, and in each shell: export TFT_TOKEN_FILE=$PWD/tft-token
     tft-lighthouse --min_replicas 2                                                                     # shell 1
@@ -22,7 +22,7 @@ from tft_pg import ProcessGroupGloo
 
 
 class SignOfMomentum(OuterUpdate):
-    """Moves each weight by `lr` against the sign of the mean pseudogradient and its momentum."""
+    """An update that moves each weight by `lr` against the sign of the mean pseudogradient and its momentum."""
 
     def __init__(self, model: torch.nn.Module, lr: float = 2e-3, beta: float = 0.9) -> None:
         self._lr = lr
@@ -30,16 +30,16 @@ class SignOfMomentum(OuterUpdate):
         self._momentum = [torch.zeros_like(each, requires_grad=False) for each in model.parameters()]
 
     def capture(self, index: int, fragment: OuterFragment) -> None:
-        fragment.capture_difference()  # the global weights less those that this replica has trained
+        fragment.capture_difference()  # the global weights minus those that this replica has trained
 
     def apply(self, index: int, fragment: OuterFragment) -> None:
-        fragment.restore()  # from the global weights on, as on every replica
+        fragment.restore()  # start from the global weights, as on every replica
         for weight, mean, momentum in zip(fragment.local(), fragment.sent, self._momentum, strict=True):
             weight.sub_(torch.lerp(mean, momentum, self._beta).sign_(), alpha=self._lr)
             momentum.lerp_(mean, 1 - self._beta)
 
     def fingerprint(self) -> Mapping[str, str]:
-        return {"outer lr and beta": f"{self._lr} {self._beta}"}  # who has others is refused by name
+        return {"outer lr and beta": f"{self._lr} {self._beta}"}  # a replica with other values is refused by name
 
     def state_dict(self, index: int) -> dict[str, Any]:
         return {"momentum": self._momentum}  # a newcomer fetches it with the global weights
@@ -60,7 +60,7 @@ def main(syncs: int, replica: int, sync_every: int) -> None:
         Manager(ProcessGroupGloo(), min_replica_size=1, replica_id=f"replica_{replica}") as manager,
         OuterLoop(manager, [model], inner, update, sync_every) as loop,
     ):
-        while manager.current_step() < syncs:  # the opening, which makes all alike, counts as one
+        while manager.current_step() < syncs:  # the opening makes all replicas equal, and counts as one
             step = manager.current_step()
             inputs = torch.randn(64, 32)
             inner.zero_grad()

@@ -1,4 +1,4 @@
-"""Fault-tolerant data parallelism: start it in as many shells as you like, kill any of them, start it again.
+"""Fault-tolerant data parallelism: start it in any number of shells, kill any of them, start it again.
 
     openssl rand -hex 32 > tft-token                                                 # once
     export TFT_TOKEN_FILE=$PWD/tft-token                                             # in each shell
@@ -24,7 +24,7 @@ def main(steps: int, replica: int, replicas: int) -> None:
     if not 0 <= replica < replicas:
         raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; it counts from 0")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.manual_seed(0)  # the data, the same everywhere; each process takes its own share of each batch
+    torch.manual_seed(0)  # the data is the same everywhere; each process takes its own share of each batch
     inputs, teacher = torch.randn(4096, 32), torch.nn.Linear(32, 10)
     labels = teacher(inputs).argmax(dim=1)
 
@@ -46,7 +46,7 @@ def main(steps: int, replica: int, replicas: int) -> None:
             loss = torch.nn.functional.cross_entropy(ddp(inputs[batch]), labels[batch])
             loss.backward()  # averages the gradients
             optimizer.step()  # steps if the group commits
-            if (step := manager.current_step()) % 100 == 0:  # written at once: whoever is killed has said it
+            if (step := manager.current_step()) % 100 == 0:  # flushed at once, so that a killed process has printed it
                 print(f"step {step} participants {manager.num_participants()} loss {loss:.4f}", flush=True)
 
 
@@ -57,5 +57,5 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name.lower()}", dest=field, type=int, default=os.environ.get(name, default))
     try:
         main(**vars(parser.parse_args()))
-    except (SettingError, CoordinationError) as error:  # nothing that a traceback would help with
+    except (SettingError, CoordinationError) as error:  # a traceback would not help with these
         parser.exit(2, f"{parser.prog}: {error}\n")

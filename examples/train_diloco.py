@@ -1,4 +1,4 @@
-"""DiLoCo: replica groups train apart and synchronize now and then, for links that are too slow to do it in every step.
+"""DiLoCo: replica groups train apart and synchronize now and then, for links that are too slow for every step.
 
     openssl rand -hex 32 > tft-token                                                                    # once
     export TFT_TOKEN_FILE=$PWD/tft-token                                                                # in each shell
@@ -6,9 +6,9 @@
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=0 python train_diloco.py                     # shell 2
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=1 python train_diloco.py                     # shell 3
 
-With USE_STREAMING=True in the environment of all of them it is Streaming DiLoCo: the model is cut into two fragments,
-which take turns, and what a synchronization sends travels beside the next steps of the training. Kill any, start it
-again. With two processes a replica group: `torchrun --standalone --nproc_per_node=2 train_diloco.py` in shells 2 and 3.
+With USE_STREAMING=True in the environment of all of them it is Streaming DiLoCo. The model is cut into two fragments,
+which take turns, and a synchronization travels beside the next steps of the training. Kill any process, and restart it.
+With two processes a group: `torchrun --standalone --nproc_per_node=2 train_diloco.py` in shells 2 and 3.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def main(synchronizations: int, replica: int, replicas: int, streaming: bool) ->
     if not 0 <= replica < replicas:
         raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; give 0 to {replicas - 1}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.manual_seed(0)  # the data, the same everywhere; each process takes its own share of each batch
+    torch.manual_seed(0)  # the data is the same everywhere; each process takes its own share of each batch
     inputs, teacher = torch.randn(4096, 32), torch.nn.Linear(32, 10)
     labels = teacher(inputs).argmax(dim=1)
 
@@ -52,13 +52,14 @@ def main(synchronizations: int, replica: int, replicas: int, streaming: bool) ->
         trained: torch.nn.Module = model
         if ranks > 1:  # the processes of this replica group
             init_group("cpu")
-            trained = torch.nn.parallel.DistributedDataParallel(model)  # torch's: inside the group, in every step
+            trained = torch.nn.parallel.DistributedDataParallel(model)  # torch's own, inside the group, in every step
         share = torch.arange(replica * ranks + rank, len(inputs), replicas * ranks)
-        delay, alpha = (5, 0.1) if streaming else (0, 0.0)  # steps that a synchronization may take; what stays local
+        # steps that a synchronization may take; the share that stays local
+        delay, alpha = (5, 0.1) if streaming else (0, 0.0)
         with DiLoCo(
             manager, fragments, inner, outer, SYNC_EVERY, fragment_sync_delay=delay, fragment_update_alpha=alpha
         ):
-            while manager.current_step() < synchronizations:  # the first makes all weights equal
+            while manager.current_step() < synchronizations:  # the first one makes all weights equal
                 before = manager.current_step()
                 batch = share[torch.randint(len(share), (64,))]
                 inner.zero_grad()
@@ -86,5 +87,5 @@ if __name__ == "__main__":
     )
     try:
         main(**vars(parser.parse_args()))
-    except (SettingError, CoordinationError) as error:  # nothing that a traceback would help with
+    except (SettingError, CoordinationError) as error:  # a traceback would not help with these
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -7,11 +7,11 @@
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=1 python train_lm.py     # shell 3
 
 Or, with two processes a replica group, `torchrun --standalone --nproc_per_node=2 --max_restarts=10 train_lm.py` in
-shells 2 and 3. Kill what you like, and start it again; torchrun does the latter itself.
+shells 2 and 3. Kill any process, and restart it. torchrun restarts its processes itself.
 
-What a step trains on depends on the seed and the committed step alone, and those who take part in the step divide it
-among themselves. So its gradient is the same whoever is missing, a step that failed is done again, and a run in which
-groups died and came back ends with the loss of a run in which none did.
+The training data of a step depends only on the seed and the committed step, and the participants of the step share it.
+So the gradient is the same with any number of participants, and a failed step is repeated. A run in which groups died
+and came back ends with the loss of a run without failures.
 
 On a link that is too slow for that, groups train apart and synchronize now and then: Streaming DiLoCo with
 
@@ -19,7 +19,7 @@ On a link that is too slow for that, groups train apart and synchronize now and 
         --fault_tolerance.num_fragments=2 --fault_tolerance.fragment_sync_delay=5
 
 or the same in a file, `train_lm.py --config lm.toml`, which may have tables [training] (the flags without a dot) and
-[fault_tolerance]. A flag beats the environment, and the environment beats the file, which all groups may share.
+[fault_tolerance]. A flag overrides the environment, and the environment overrides the file, which all groups may share.
 """
 
 import argparse
@@ -62,7 +62,7 @@ WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags: how long, on what, with what model."""
+    """The flags on length, data and model."""
 
     steps: int = 500
     batch: int = 24  # sequences a step, of all participants together
@@ -92,23 +92,23 @@ class Settings:
 class FaultTolerance:
     """The flags `--fault_tolerance.NAME`, and the table `[fault_tolerance]`."""
 
-    enable: bool = True  # False: this replica group alone, without a lighthouse
-    replica_id: int = 0  # which group this is; or REPLICA_GROUP_ID
-    group_size: int = 2  # groups, when all are there; or NUM_REPLICA_GROUPS
-    min_replica_size: int = 1  # participants without whom no step, or no synchronization, commits
+    enable: bool = True  # False: this replica group trains alone, without a lighthouse
+    replica_id: int = 0  # number of this group; or REPLICA_GROUP_ID
+    group_size: int = 2  # number of groups when all are there; or NUM_REPLICA_GROUPS
+    min_replica_size: int = 1  # participants needed for a step, or a synchronization, to commit
     process_group: str = "gloo"  # across the groups; or nccl
     process_group_timeout_ms: int = 10_000  # for one reduction
     semi_sync_method: str = "none"  # synchronize in every step; or diloco, local_sgd
     sync_steps: int = 20  # optimizer steps from one synchronization of a fragment to its next
     num_fragments: int = 1  # synchronized one after the other
     fragment_sync_delay: int = 0  # steps that a synchronization may take beside the training; needs diloco
-    fragment_update_alpha: float = 0.0  # how much of its own weights a group keeps, 0 to 1; needs diloco
+    fragment_update_alpha: float = 0.0  # share of its own weights that a group keeps, 0 to 1; needs diloco
     rank0_synchronization_only: bool = False  # groups may differ in their number of processes
-    copy_pseudogradients_to_cpu: bool = False  # reduce them there
+    copy_pseudogradients_to_cpu: bool = False  # reduce them on the CPU
 
     def __post_init__(self) -> None:
         check_kinds(self, "fault_tolerance.")
-        limits: dict[str, tuple[float, float, str]] = {  # least, most, and what bounds it
+        limits: dict[str, tuple[float, float, str]] = {  # minimum, maximum, and the setting that bounds it
             "group_size": (1, math.inf, ""),
             "replica_id": (0, self.group_size - 1, "group_size"),
             "min_replica_size": (1, self.group_size, "group_size"),
@@ -140,7 +140,7 @@ class FaultTolerance:
 
 
 def check_kinds(settings: Any, prefix: str) -> None:
-    """Raises: SettingError: a value is not of the kind of its default."""
+    """Check that each value has the type of its default. Raises: SettingError: one has not."""
     for flag in fields(settings):
         kind: Any = type(flag.default)
         value = getattr(settings, flag.name)
@@ -149,7 +149,7 @@ def check_kinds(settings: Any, prefix: str) -> None:
 
 
 class Attention(nn.Module):
-    """Causal, each head's queries and keys rotated by their positions."""
+    """Causal attention. Each head's queries and keys are rotated by their positions."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding of (batch, heads, positions, size): each pair of numbers is turned by an angle."""
+    """Apply the rotary position embedding to (batch, heads, positions, size): rotate each pair by an angle."""
     half = x.shape[-1] // 2
     speeds = 10_000.0 ** -(torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * speeds
@@ -173,7 +173,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and a SwiGLU, each on what is normalized and added to what was there."""
+    """Attention and a SwiGLU, each on normalized input, with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Sequential):
-    """Llama's kind: from characters (batch, positions) to logits of the next ones (batch, positions, 128)."""
+    """A decoder like Llama: from characters (batch, positions) to logits of the next ones (batch, positions, 128)."""
 
     def __init__(self, settings: Settings) -> None:
         width = settings.width
@@ -198,7 +198,7 @@ class Decoder(nn.Sequential):
 
 
 def read_text(characters: int) -> Tensor:
-    """Python's standard library, its files in the order of their names, as ASCII: the same wherever Python is."""
+    """Return Python's standard library as ASCII, its files in the order of their names: equal for equal Pythons."""
     text = bytearray()
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text += file.read_text(encoding="utf-8").encode("ascii", "replace")
@@ -208,11 +208,11 @@ def read_text(characters: int) -> Tensor:
 
 
 class Training:
-    """Model, optimizer and text of one process.
+    """The model, optimizer and text of one process.
 
     Args:
         settings: the flags.
-        mesh: of this replica group, "shard"; or one with a "dp" across replica groups too, for every step's gradients.
+        mesh: "shard" of this replica group. For every step's gradients it also has a "dp" across replica groups.
     """
 
     def __init__(self, settings: Settings, mesh: DeviceMesh) -> None:
@@ -227,35 +227,35 @@ class Training:
         self.adam = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
 
     def set_learning_rate(self, step: int) -> None:
-        """A warm-up, then half a cosine. It goes with the optimizer's state to whoever heals in this step."""
+        """Set a warm-up, then half a cosine. A replica that heals in this step gets it with the optimizer's state."""
         warm_up = min(1.0, (step + 1) / 20)
         cosine = 0.55 + 0.45 * math.cos(math.pi * min(step / self.settings.steps, 1.0))
         for group in self.adam.param_groups:
             group["lr"] = self.settings.learning_rate * warm_up * cosine
 
     def sequences(self, step: int, place: int, places: int) -> Tensor:
-        """The share of one of so many places in a step's batch: (sequences, context + 1)."""
+        """Return the share of one place, out of `places`, in a step's batch: (sequences, context + 1)."""
         drawn = torch.Generator().manual_seed(1_000_003 * self.settings.seed + step)
         starts = torch.randint(len(self.train_text) - self.settings.context, (self.settings.batch,), generator=drawn)
         return self.train_text[starts[place::places, None] + torch.arange(self.settings.context + 1)]
 
     def loss(self, sequences: Tensor) -> Tensor:
-        """Of the characters that follow, their mean."""
+        """Return the mean loss of predicting each next character."""
         sequences = sequences.to(self.device)
         return F.cross_entropy(self.model(sequences[:, :-1]).flatten(0, 1), sequences[:, 1:].flatten())
 
     def backward(self, step: int, place: int, places: int) -> float:
-        """The gradients of a step. Returns: the loss of this place's share."""
+        """Compute the gradients of a step. Returns: the loss of this place's share."""
         share = self.sequences(step, place, places)
         loss = self.loss(share)
-        # The shares may differ by a sequence; the mean over all places is then still that over the batch.
+        # The shares may differ by a sequence. The mean over all places still equals the mean over the batch.
         (loss * len(share) * places / self.settings.batch).backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         return loss.item()
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Of text that is never trained on."""
+        """Return the loss on text that is never trained on."""
         length = self.settings.context + 1
         sequences = self.validation_text[: len(self.validation_text) // length * length].view(-1, length)
         losses = [self.loss(part) * len(part) for part in sequences[:512].split(64)]
@@ -275,7 +275,7 @@ def main(settings: Settings, ft: FaultTolerance) -> None:
     if settings.batch < ft.group_size * ranks:
         raise SettingError(f"batch is {settings.batch}; give at least {ft.group_size * ranks}, one for each process")
     logging.basicConfig(format="%(asctime)s %(message)s")
-    logging.getLogger("tft_algos").setLevel(logging.INFO)  # who joins, who is lost, who heals
+    logging.getLogger("tft_algos").setLevel(logging.INFO)  # shows joins, losses and heals
     mesh = own_mesh(ranks)
     if not ft.enable:
         training = Training(settings, mesh)
@@ -300,14 +300,14 @@ def say_loss(training: Training, steps: int) -> None:
 
 
 def own_mesh(ranks: int) -> DeviceMesh:
-    """Of the processes of this replica group."""
+    """Return the mesh of the processes of this replica group."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     init_group(device)
     return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
 
 
 def train_alone(training: Training) -> int:
-    """Without fault tolerance. Returns: steps."""
+    """Train without fault tolerance. Returns: number of steps."""
     for step in range(training.settings.steps):
         training.set_learning_rate(step)
         training.adam.zero_grad()
@@ -319,7 +319,7 @@ def train_alone(training: Training) -> int:
 
 
 def train_together(manager: Manager, training: Training) -> int:
-    """Synchronize in every step, which all groups take together. Returns: steps."""
+    """Train all groups together, synchronized in every step. Returns: number of steps."""
     settings = training.settings
     manager.register_state_dict_fn("model", training.model.load_state_dict, training.model.state_dict)
     manager.register_state_dict_fn("optimizer", training.adam.load_state_dict, training.adam.state_dict)
@@ -328,7 +328,8 @@ def train_together(manager: Manager, training: Training) -> int:
         step = manager.current_step()
         training.set_learning_rate(step)
         optimizer.zero_grad()  # starts the quorum
-        # Who takes part is known when the quorum is there. Who heals gives zeros, whatever it computes.
+        # The participants are known when the quorum is there. A healing replica contributes zeros, whatever it
+        # computes.
         place = (manager.participating_rank() or 0) * dist.get_world_size() + dist.get_rank()
         loss = training.backward(step, place, max(manager.num_participants(), 1) * dist.get_world_size())
         optimizer.step()  # steps if the group commits
@@ -339,19 +340,19 @@ def train_together(manager: Manager, training: Training) -> int:
 
 
 def train_apart(manager: Manager, training: Training, ft: FaultTolerance) -> int:
-    """Synchronize now and then; steps are each group's own, and synchronizations are what commits. Returns: steps."""
+    """Train the groups apart, synchronized now and then: only synchronizations commit. Returns: number of steps."""
     settings, each = training.settings, ft.sync_steps // ft.num_fragments  # steps from one synchronization to the next
-    last = 1 + settings.steps // each  # the first only sees to it that all begin with the same weights
+    last = 1 + settings.steps // each  # the first one only makes all groups begin with the same weights
     place, places = ft.replica_id + ft.group_size * dist.get_rank(), ft.group_size * dist.get_world_size()
     step = -1
     with semi_synchronous(manager, training, ft):
         while manager.current_step() < last:
             before = manager.current_step()
-            step = max(step + 1, (before - 1) * each)  # a newcomer is where the others are
+            step = max(step + 1, (before - 1) * each)  # a newcomer starts where the others are
             training.set_learning_rate(step)
             training.adam.zero_grad()
             loss = training.backward(step, place, places)
-            training.adam.step()  # every so many steps a synchronization starts here, or ends
+            training.adam.step()  # at some steps a synchronization starts here, or ends
             now = manager.current_step()
             if now > before and (now - 1) % max(settings.print_every // each, 1) == 0:
                 what = f"step {step + 1} synchronizations {now - 1} participants {manager.num_participants()}"
@@ -360,7 +361,7 @@ def train_apart(manager: Manager, training: Training, ft: FaultTolerance) -> int
 
 
 def semi_synchronous(manager: Manager, training: Training, ft: FaultTolerance) -> AbstractContextManager[Any]:
-    """What synchronizes while it is entered."""
+    """Return a context manager that synchronizes while it is entered."""
     if ft.semi_sync_method == "local_sgd":
         return LocalSGD(manager, training.model, training.adam, sync_every=ft.sync_steps)
     fragments = fragment_model(training.model, ft.num_fragments)
@@ -381,9 +382,9 @@ def semi_synchronous(manager: Manager, training: Training, ft: FaultTolerance) -
 
 
 def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, FaultTolerance]:
-    """From the flags, else from the environment, else from the file that `--config` names, else from the defaults.
+    """Read settings from the flags, the environment, the file that `--config` names, and the defaults, in this order.
 
-    Raises: SettingError: a value can't work, or there is no setting of that name; one sentence says what to do.
+    Raises: SettingError: a value is invalid, or a setting is unknown. Its one sentence gives the remedy.
     """
     kinds: dict[str, Any] = {flag.name: type(flag.default) for flag in fields(Settings)}
     kinds |= {f"fault_tolerance.{flag.name}": type(flag.default) for flag in fields(FaultTolerance)}
@@ -408,13 +409,14 @@ def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
 
 
 def read_file(file: str, kinds: dict[str, Any]) -> dict[str, Any]:
-    """Values by the names that the flags have."""
+    """Return the file's values by the names of the flags."""
     try:
         read: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads
-        tables = read(Path(file).read_text(encoding="utf-8-sig"))  # some editors write a mark before all text
+        # some editors write a byte order mark before the text
+        tables = read(Path(file).read_text(encoding="utf-8-sig"))
     except ModuleNotFoundError as error:
         raise SettingError("--config needs Python 3.11, or the package tomli; install it, or give flags") from error
-    except (OSError, ValueError) as error:  # TOML that is none, and text that is none, are ValueErrors
+    except (OSError, ValueError) as error:  # invalid TOML and invalid text are ValueErrors
         raise SettingError(f"--config is {file!r}, which can't be read ({error}); give a file of TOML") from error
     values = {}
     for table, content in tables.items():
@@ -429,7 +431,7 @@ def read_file(file: str, kinds: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse(name: str, text: str, kind: Any) -> Any:
-    """The value of a flag or a variable."""
+    """Return the value of a flag or a variable."""
     try:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
@@ -437,13 +439,13 @@ def parse(name: str, text: str, kind: Any) -> Any:
 
 
 def nearest(name: str, kinds: dict[str, Any], dashes: str) -> str:
-    """What was meant, perhaps."""
+    """Return a hint with the nearest name."""
     return f"the nearest is {dashes}{difflib.get_close_matches(name, kinds, n=1, cutoff=0.0)[0]}"
 
 
 if __name__ == "__main__":
     try:
         main(*read_settings(sys.argv[1:], os.environ))
-    except (SettingError, CoordinationError) as error:  # nothing that a traceback would help with
+    except (SettingError, CoordinationError) as error:  # a traceback would not help with these
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)

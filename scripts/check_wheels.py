@@ -1,12 +1,12 @@
-"""Install each wheel of dist/ alone, with what it says it needs, into an empty environment, and use it there.
+"""Install each wheel of dist/ alone, with its declared requirements, into an empty environment, and use it there.
 
-What comes from outside is installed first, from the wheels' own metadata and held to constraints.txt; then the wheel
-itself from dist/ with no index at all. So nobody's index is ever asked for one of our names.
+External requirements are installed first, from the wheels' own metadata and with the limits of constraints.txt. Then
+the wheel itself comes from dist/ without any index. So no index is ever asked for the project's own names.
 
-An import does not show what is missing: torch imports without numpy, and fails when a tensor is to become an array. So
-each package runs there: the examples of its README as they are printed, and the help of each of its commands. In
-between, tft-pg's example loses a rank and is configured again, and tft-ckpt's transfers a state. What trains also
-loses a replica, which is started again and heals (wheel_recovery.py). The lighthouse is that of its own wheel.
+An import does not show missing requirements: torch imports without numpy, and fails when a tensor becomes an array. So
+each package runs there: the examples of its README as they are printed, and the help of each of its commands. In these
+examples, tft-pg loses a rank and is configured again, and tft-ckpt transfers a state. A package that trains also loses
+a replica, which is restarted and heals (wheel_recovery.py). The lighthouse is that of its own wheel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HELP_S_MAX = 0.7
 HELP_RUNS = 5
 OF_A_JOB = ("TFT_", "TORCHFT_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "PYTHONPATH", "PYTHONHOME")
 COMMANDS_OF = re.compile(r"^\W*(demo|doctor|drain)\b", re.MULTILINE)
-# Torch is by far the largest, and four packages need it: it is unpacked and compiled once, and linked into the others.
+# Torch is by far the largest, and four packages need it. It is unpacked and compiled once, and linked into the others.
 BASE = "torch"
 COMPILES = "import torch.distributed.fsdp, torch.distributed.checkpoint, torch._dynamo"
 
@@ -82,7 +82,7 @@ def name_of(requirement: str) -> str:
 
 
 def third_party(wheel: Wheel, wheels: dict[str, Wheel]) -> set[str]:
-    """The requirements of `wheel` and of the siblings below it, less the siblings themselves."""
+    """Return the requirements of `wheel` and of its siblings, minus the siblings themselves."""
     found: set[str] = set()
     for requirement in wheel.requirements:
         sibling = wheels.get(name_of(requirement))
@@ -91,7 +91,7 @@ def third_party(wheel: Wheel, wheels: dict[str, Wheel]) -> set[str]:
 
 
 def run(command: Sequence[str | Path], *, cwd: Path, **environment: str) -> str:
-    """Run to the end and return its standard output. Raises SystemExit with all its output: it failed."""
+    """Run to the end and return the standard output. Raises SystemExit with all output if the command fails."""
     done = subprocess.run(
         command, cwd=cwd, env=clean(**environment), capture_output=True, text=True, timeout=600, check=False
     )
@@ -101,9 +101,9 @@ def run(command: Sequence[str | Path], *, cwd: Path, **environment: str) -> str:
 
 
 def clean(**environment: str) -> dict[str, str]:
-    """This process's environment without what belongs to a job or to another Python."""
+    """Return this process's environment without the variables of a job or of another Python."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(OF_A_JOB)}
-    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile all of torch again
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)  # with it each process would compile all of torch again
     return {"OMP_NUM_THREADS": "1", **kept, **environment}
 
 
@@ -122,7 +122,7 @@ def pip(home: Path, *words: str | Path) -> None:
 
 
 def environment(home: Path, *, base: Path | None) -> Path:
-    """Make an empty environment in `home`, or one with what `base` has. Returns: the place of its packages."""
+    """Make an empty environment in `home`, or one with the packages of `base`. Returns: the folder of its packages."""
     home.mkdir()
     venv.create(home / "venv", with_pip=False, symlinks=True)
     (packages,) = (home / "venv").glob("lib/python*/site-packages")
@@ -133,7 +133,7 @@ def environment(home: Path, *, base: Path | None) -> Path:
 
 
 def install_base(home: Path, requirements: set[str]) -> None:
-    """Install torch, and compile what of it is used, in `home`."""
+    """Install torch in `home`, and compile its used parts."""
     environment(home, base=None)
     pip(home, "install", "--no-compile", "-c", CONSTRAINTS, *sorted(requirements))
     run([home / "venv/bin/python", "-W", "ignore", "-c", COMPILES], cwd=home)
@@ -151,7 +151,7 @@ def install(wheel: Wheel, wheels: dict[str, Wheel], *, dist: Path, home: Path, b
 
 
 def use(wheel: Wheel, wheels: dict[str, Wheel], commands: Path, *, lighthouse: str) -> str:
-    """Use `wheel` where it was installed. Returns what was seen, in a few words."""
+    """Use `wheel` where it was installed. Returns a short summary."""
     home = commands.parent.parent
     others = [name for name in wheels if name != wheel.name]
     seen = run([commands / "python", "-c", program(wheel, others=others)], cwd=home).split()
@@ -170,7 +170,7 @@ def use(wheel: Wheel, wheels: dict[str, Wheel], commands: Path, *, lighthouse: s
 
 
 def run_examples(wheel: Wheel, commands: Path, *, lighthouse: str) -> int:
-    """Run each Python block of the README as a script. Returns: how many. Raises SystemExit: there is none."""
+    """Run each Python block of the README as a script. Returns: their number. Raises SystemExit: there is none."""
     home = commands.parent.parent
     examples = re.findall(r"^```python\n(.*?)^```$", wheel.readme, re.MULTILINE | re.DOTALL)
     if not examples:
@@ -183,7 +183,7 @@ def run_examples(wheel: Wheel, commands: Path, *, lighthouse: str) -> int:
 
 
 def program(wheel: Wheel, *, others: Sequence[str]) -> str:
-    """What the fresh environment runs: import the package; print its version, whether torch is there, and who else."""
+    """Return the program for the fresh environment: it prints the version, whether torch is there, and siblings."""
     lines = [
         "import sys, importlib.metadata, importlib.util",
         f"import {wheel.module}",
@@ -210,7 +210,8 @@ def serving(commands: Path) -> Iterator[str]:
     if address is None:
         process.kill()
         raise SystemExit(f"{SERVES} did not say where it listens:\n{first}{process.communicate()[1]}")
-    drain = threading.Thread(target=process.stderr.read, name="tft-drain")  # its log; a full pipe would stop it
+    # reads the log, because a full pipe would block the process
+    drain = threading.Thread(target=process.stderr.read, name="tft-drain")
     drain.start()
     try:
         yield address[1]
@@ -221,9 +222,9 @@ def serving(commands: Path) -> Iterator[str]:
 
 
 def help_time(command: Path, *, cwd: Path, bounded: bool) -> str:
-    """Ask `command` for --help five times, and each of its own commands once.
+    """Ask `command` for --help five times, and each of its own commands once. Returns: a summary.
 
-    Raises SystemExit: a bounded one took too long in the median.
+    Raises SystemExit: the median time of a bounded command is too long.
     """
     taken_s = []
     for _ in range(HELP_RUNS):
@@ -242,7 +243,7 @@ def help_time(command: Path, *, cwd: Path, bounded: bool) -> str:
 
 
 def newest(dist: Path) -> dict[str, Wheel]:
-    """The wheels of dist/ by name. Raises SystemExit: one is missing, or there are two of a name."""
+    """Return the wheels of dist/ by name. Raises SystemExit: one is missing, or two have one name."""
     wheels = [read(path) for path in sorted(dist.glob("*.whl"))]
     names = sorted(folder.name for folder in (ROOT / "packages").iterdir() if folder.is_dir())
     if sorted(wheel.name for wheel in wheels) != names:

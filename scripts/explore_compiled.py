@@ -1,12 +1,11 @@
-"""Search every order of events with the cores compiled, about twice as fast: the arguments are those of the search.
+"""Search every order of events with compiled cores, about twice as fast. The arguments are those of the search.
 
     python scripts/explore_compiled.py --explore 6 --replicas 3
 
-A copy of tft-coord and tft-sim is compiled by mypyc, which comes with mypy, in a directory of its own that is gone
-afterwards; it needs a C compiler and a minute. The copy differs from the source in declarations alone: classes may be
-made without their constructor, as copying them does, exceptions stay classes of the interpreter, and frozen dataclasses
-are not held to it. `num_states` and `num_events` must be those of the search that is not compiled; --check compares a
-short one.
+mypyc, which comes with mypy, compiles a copy of tft-coord and tft-sim in a temporary directory. It needs a C compiler
+and a minute. The copy differs from the source in declarations alone. Classes may be created without their constructor,
+as copying them does. Exceptions stay classes of the interpreter. Frozen dataclasses are not frozen. `num_states` and
+`num_events` must equal those of the uncompiled search. --check compares a short one.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ COMPILED = (
 )
 SHORT = ("--explore", "3", "--replicas", "2")
 FUTURE = "from __future__ import annotations\n"
-# What each stands for is in the docstring above.
+# The docstring above explains each declaration.
 DECLARATIONS = (
     (r"^((?:@dataclass.*\n)?class \w+:)", r"@mypyc_attr(allow_interpreted_subclasses=True)\n\1"),
     (r"^(class \w+\(AssertionError\):)", r"@mypyc_attr(native_class=False)\n\1"),
@@ -39,7 +38,7 @@ DECLARATIONS = (
 
 
 def compile_into(directory: Path) -> None:
-    """Put both packages there, compiled. Raises SystemExit: they can't be; what the compiler said is printed."""
+    """Put both packages there, compiled. Raises SystemExit: compilation fails. The compiler's output is printed."""
     for source in SOURCES:
         shutil.copytree(source, directory / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     applied = [0] * len(DECLARATIONS)
@@ -63,7 +62,7 @@ def compile_into(directory: Path) -> None:
 
 
 def search(where: Sequence[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The search of these source trees, to its end."""
+    """Run the search of these source trees to its end."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, where))}
     capture = subprocess.PIPE if arguments == SHORT else None
     command = [sys.executable, "-m", "tft_sim", *arguments]

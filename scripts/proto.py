@@ -1,7 +1,7 @@
-"""Generate the Python code of the wire's messages, or say with --check that what is checked in is stale.
+"""Generate the Python code of the wire's messages. With --check, only report that the checked-in code is stale.
 
-Messages, enums and service descriptors are generated; the stubs of the services are written and typed by hand beside
-them. The compiler is the one that constraints.txt pins: another version writes other bytes.
+Messages, enums and service descriptors are generated. The typed stubs of the services are written by hand beside them.
+constraints.txt pins the compiler, because another version writes other bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def generate(destination: Path) -> None:
 
 
 def stale() -> list[str]:
-    """The generated files that differ from what the .proto gives, by their path under the package's source."""
+    """Return the generated files that differ from the .proto's output, by their path under the package's source."""
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder)
         generate(fresh)

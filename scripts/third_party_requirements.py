@@ -1,10 +1,10 @@
-"""Print what the development environment needs from outside, one requirement a line.
+"""Print the external requirements of the development environment, one a line.
 
-The packages' own dependencies and all their extras, plus the workspace's tools, less the packages themselves: those
-are installed from the tree, so that nobody's index is ever asked for one of our names.
+They are the packages' own dependencies with all their extras, plus the workspace's tools, minus the packages
+themselves. Those are installed from the tree, so no index is ever asked for the project's own names.
 
-Law of this file: it runs before anything is installed, on any Python from 3.10 on: standard library only, save for the
-TOML reader that pip carries, which Python 3.10 lacks.
+Law of this file: it runs before anything is installed, on any Python from 3.10 on. So it uses only the standard
+library, and the TOML reader that pip carries, which Python 3.10 lacks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ TOML_READER = "tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli"
 
 
 def name_of(requirement: str) -> str:
-    """The normalized name of a requirement such as `Foo_Bar[extra]>=1 ; python_version < "4"`."""
+    """Return the normalized name of a requirement such as `Foo_Bar[extra]>=1 ; python_version < "4"`."""
     return re.sub(r"[-_.]+", "-", re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0]).lower()
 
 
 def requirements(root: Path) -> Iterator[str]:
-    """Every requirement of the workspace and of the packages under `root`, the packages' own names included."""
+    """Yield every requirement of the workspace and of the packages under `root`, the packages' own names included."""
     read_toml: Any = importlib.import_module(TOML_READER).loads
     workspace = read_toml((root / "pyproject.toml").read_text(encoding="utf-8"))
     yield from workspace["dependency-groups"]["workspace"]

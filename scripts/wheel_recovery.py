@@ -1,9 +1,9 @@
-"""Two replicas train with a package's wheel; one is killed in a step, is started again, and heals.
+"""Train two replicas with a package's wheel, kill one in a step, and restart it; it must heal.
 
     TFT_LIGHTHOUSE=http://localhost:29510 python wheel_recovery.py tft_algos
 
-Law of this file: scripts/check_wheels.py runs it where nothing but the package is installed, so it imports only that
-package, what the package declares, and the standard library.
+Law of this file: scripts/check_wheels.py runs it where only the package is installed. So it imports only that package,
+the package's requirements, and the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BOUND_S = 120
 
 
 def train(module: str, replica: int, folder: Path, killed_at: int) -> None:
-    """Train as one replica; print the digest of the state after the last step."""
+    """Train as one replica, and print the digest of the state after the last step."""
     import torch
 
     from tft_algos.durable import DurableCheckpoint
@@ -40,7 +40,7 @@ def train(module: str, replica: int, folder: Path, killed_at: int) -> None:
         ProcessGroupGloo(),
         lambda state: (model.load_state_dict(state["model"]), adam.load_state_dict(state["optimizer"])),
         lambda: {"model": model.state_dict(), "optimizer": adam.state_dict()},
-        min_replica_size=2,  # so that the steps are those of both, and both end after the same one
+        min_replica_size=2,  # all steps need both replicas, so both end after the same one
         replica_id=f"replica_{replica}",
         check_state_every=3,
     )
@@ -68,7 +68,7 @@ def start(module: str, replica: int, folder: Path, killed_at: int = -1) -> subpr
 
 
 def outputs_of_a_recovery(module: str, folder: Path, running: list[subprocess.Popen[str]]) -> tuple[str, str]:
-    """Kill replica 1 and start it again. Returns: what replica 0, and replica 1's second life, have written."""
+    """Kill replica 1 and start it again. Returns: the outputs of replica 0 and of replica 1's second life."""
     running.append(start(module, 0, folder))
     running.append(start(module, 1, folder, KILLED_AT))
     first_life = running[1].communicate(timeout=BOUND_S)[0]
