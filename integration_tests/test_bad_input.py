@@ -1,6 +1,6 @@
-"""Whatever comes in: one clear sentence, exit code 2 for commands, no traceback, no hang, and honest peers are served.
+"""Bad input gives one clear sentence, exit code 2 for commands, no traceback and no hang, and honest peers are served.
 
-Three tables: what a command is told, what the ranks of a group are told, and what arrives at each port of ours.
+There are three tables: the arguments of a command, the settings of a group's ranks, and the input at each port.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
 LATE: Final = timedelta(seconds=10)
-NOBODY: Final = "http://127.0.0.1:9"  # a port that nothing listens at
+NOBODY: Final = "http://127.0.0.1:9"  # a port without a listener
 LONG_S: Final = 50.0  # for a process of a test; the first one waits until torch is imported
 FUZZ_S: Final = 1.5
 A_VOTE: Final = rank_codec.Vote(RANK, 2**63 - 1, True, HELD, Purpose.COMMIT)
@@ -60,7 +60,7 @@ SOAK_S: Final = 120.0
 
 
 def sentence_of(stderr: str) -> str:
-    """The one line that was said."""
+    """Return the only line of the output."""
     (line,) = stderr.splitlines()
     assert line.isprintable()
     return line
@@ -116,7 +116,7 @@ LAUNCHED: Final = {"REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "2", "TFT_LIGH
 
 
 def run_example(environment: dict[str, str], words: list[str], stderr: Path) -> None:
-    """`python examples/train_ddp.py`, in a process that has torch imported already."""
+    """Run `python examples/train_ddp.py` in a process that has imported torch already."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     os.environ.update(environment)
     sys.argv = ["train_ddp.py", *words]
@@ -179,7 +179,7 @@ def test_a_training_script_without_its_store_or_its_port_says_so_and_exits_with_
         }
         for number, (says, environment) in enumerate(rows.items()):
             stderr = tmp_path / str(number)
-            secret = {"TFT_TOKEN": "s3cret"}  # without one there would be a warning too
+            secret = {"TFT_TOKEN": "s3cret"}  # without a token there would be a warning too
             assert ended(spawn(run_example, {**LAUNCHED, **secret, **environment}, [], stderr), LONG_S) == 2
             assert says in sentence_of(stderr.read_text())
 
@@ -198,12 +198,12 @@ def test_a_stranger_at_the_port_of_the_store_is_no_reason_to_hang(spawn: Spawn, 
             with suppress(TimeoutError, OSError):
                 callers.enter_context(stranger.accept()[0]).sendall(words)
         assert process.exitcode == 2
-    # Torch has its say before.
+    # Torch writes its own message first.
     assert f"what listens at 127.0.0.1:{port} does not answer rank 0 as its" in stderr.read_text().splitlines()[-1]
 
 
 def run_rank(environment: dict[str, str], stderr: Path) -> None:
-    """A rank that asks for one quorum, and ends with the words of what it got instead."""
+    """Run a rank that asks for one quorum, and print the error that it gets instead."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT), 2)
     os.environ.update({**LAUNCHED, "TFT_TOKEN": "s3cret", **environment})
     timeout = timedelta(seconds=10)  # a manager server starts within it on a busy machine, too
@@ -217,7 +217,7 @@ def run_rank(environment: dict[str, str], stderr: Path) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a group: what it is told, and what it says in the end."""
+    """One rank of a group: its settings, and its final message."""
 
     rank: int
     world_size: int
@@ -281,7 +281,7 @@ def test_ranks_that_were_told_different_things_say_so(spawn: Spawn, tmp_path: Pa
 
 
 def in_order(store: TCPStore, ranks: list[Rank]) -> Iterator[tuple[int, Rank]]:
-    """Each rank when those before it have their place in the store."""
+    """Yield each rank after those before it have their place in the store."""
     for number, rank in enumerate(ranks):
         yield number, rank
         if number == 0:
@@ -303,7 +303,7 @@ def test_an_unreachable_lighthouse_is_said_soon_and_again_at_the_deadline(spawn:
 
 @contextmanager
 def lighthouse_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
-    """A lighthouse, and an honest replica that asks it for a quorum."""
+    """Yield a lighthouse, and an honest replica that asks it for a quorum."""
     command = [sys.executable, "-m", "tft_lighthouse.cli", "--bind", "127.0.0.1:0", "--quorum-tick-ms", "20"]
     with serving(command, folder / "lighthouse.log") as server:
         address = f"127.0.0.1:{server.port}"
@@ -330,7 +330,7 @@ def lighthouse_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[]
 
 @contextmanager
 def training(rank: ManagerClient, request: RankRequest) -> Iterator[None]:
-    """A rank that goes on with whoever speaks for the other one: it asks, votes, and takes what comes."""
+    """Run a rank that continues with any process as the other rank: it asks, votes, and accepts the answers."""
     rng, end = random.Random(1), threading.Event()
 
     def train() -> None:
@@ -352,14 +352,14 @@ def training(rank: ManagerClient, request: RankRequest) -> Iterator[None]:
 
 @contextmanager
 def manager_server_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
-    """The manager server of a group of two, and an honest peer that asks where its rank 0 has its state.
+    """Yield the manager server of a group of two, and an honest peer that asks for the address of rank 0's state.
 
-    Rank 0 is honest and trains on. For rank 1, which has no session, anybody may speak.
+    Rank 0 is honest and trains on. Rank 1 has no session, so any process may act as rank 1.
     """
     with LighthouseServer("127.0.0.1:0") as lighthouse:
         command = program(
             "from tft_coord import ManagerServer, Timeouts\n"
-            # A rank that nobody speaks for ends the group; so it has time to find somebody.
+            # A rank without a process ends the group, so the grace is long enough for an attacker to take its place.
             "timeouts = Timeouts(reconnect_grace_ms=5_000)\n"
             f"at = 'a:1', '{lighthouse.address}', '127.0.0.1', '127.0.0.1:0', 's:1', 2\n"
             "server = ManagerServer(*at, timeouts=timeouts)\n"
@@ -401,7 +401,7 @@ REQUESTS: Final = [
 
 @contextmanager
 def state_server_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
-    """A transport with a state, and an honest receiver."""
+    """Yield a transport with a state, and an honest receiver."""
     command = program(
         "import logging, torch\n"
         "from datetime import timedelta\n"
@@ -429,7 +429,7 @@ PORTS: Final[dict[str, UnderAttack]] = {
     "manager server": manager_server_under_attack,
     "state server": state_server_under_attack,
 }
-# In how many attacks, at most, the server must have been heard to say each: so far the fuzz reaches.
+# For each answer, the maximum number of attacks after which the server must have given it. It shows the fuzz's reach.
 REACHES: Final = {
     "lighthouse": {
         "Welcome": 6,
@@ -453,7 +453,7 @@ REACHES: Final = {
 
 
 def fuzz(port: str, server: Watched, honest: Callable[[], object], *, seed: int, seconds: float) -> int:
-    """Damaged messages for so long, and good ones between them. Returns: how many attacks."""
+    """Send damaged messages for that time, and good ones between them. Returns: number of attacks."""
     rng, number = random.Random(seed), 0
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         fuzzer = Fuzzer(channel, rng, SCRIPTS[port]) if port in SCRIPTS else None

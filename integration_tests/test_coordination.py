@@ -1,4 +1,4 @@
-"""Coordination between real processes: who dies is reported, who is busy is not dead, nobody is left behind."""
+"""Coordination between real processes: deaths are reported, a busy process is not dead, no process is left behind."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from tft_coord.news import News
 from tft_lighthouse import LighthouseServer
 
 LATE: Final = timedelta(seconds=30)
-STEP_S: Final = 0.005  # what a forward and a backward pass take here
-# Long enough that nothing in these tests is lost by silence, unless a test asks for it.
+STEP_S: Final = 0.005  # duration of a forward and a backward pass here
+# Long enough that these tests lose nothing by silence, unless a test asks for it.
 PATIENT: Final = Timeouts(heartbeat_timeout_ms=20_000)
 QUICK: Final = Timeouts(heartbeat_timeout_ms=1_500, beat_interval_ms=300)
 
 
 class Rank:
-    """One rank, as far as coordination goes: it keeps its step and lineage."""
+    """One rank's part of coordination: it keeps its step and lineage."""
 
     def __init__(self, address: str, rank: int, timeouts: Timeouts) -> None:
-        self.losses: queue.Queue[tuple[float, News]] = queue.Queue()  # and when it was told of them
+        self.losses: queue.Queue[tuple[float, News]] = queue.Queue()  # with the time of each notice
         self.client = ManagerClient(
             address,
             LATE,
@@ -87,7 +87,7 @@ def serve(name: str, lighthouse: str, world_size: int, timeouts: Timeouts) -> Ma
 
 
 def group(name: str, lighthouse: str, timeouts: Timeouts, tell: Connection) -> None:
-    """A replica group of one rank: trains until it is killed, and tells the replica ids of every plan."""
+    """Run a replica group of one rank: train until it is killed, and report the replica ids of every plan."""
     server = serve(name, lighthouse, 1, timeouts)
     rank = Rank(server.address(), 0, timeouts)
     tell.send(server._server._process.pid)  # type: ignore[union-attr]
@@ -100,7 +100,7 @@ def group(name: str, lighthouse: str, timeouts: Timeouts, tell: Connection) -> N
 
 
 def second_rank(address: str, timeouts: Timeouts, orders: Connection) -> None:
-    """Rank 1 of a group: does what it is told, one order at a time."""
+    """Run rank 1 of a group: perform one order at a time."""
     rank = Rank(address, 1, timeouts)
     orders.send("ready")
     while True:
@@ -128,7 +128,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 class Recorded(logging.Handler):
-    """The lighthouse's log, and a way to wait for a line of it."""
+    """The lighthouse's log, with a way to wait for a line of it."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -141,7 +141,7 @@ class Recorded(logging.Handler):
             self.more.notify_all()
 
     def wait_for(self, pattern: str) -> str:
-        """The first line that matches."""
+        """Return the first line that matches."""
         with self.more:
             assert self.more.wait_for(lambda: self.find(pattern) is not None, 30), f"{pattern} not in {self.lines}"
         found = self.find(pattern)
@@ -170,7 +170,7 @@ Spawn = Callable[..., ForkServerProcess]
 def start_group(
     spawn: Spawn, forkserver: ForkServerContext, name: str, lighthouse: LighthouseServer
 ) -> tuple[ForkServerProcess, int, Connection]:
-    """The trainer's process, its manager server's pid, and what it tells."""
+    """Return the trainer's process, its manager server's pid, and the connection with its reports."""
     hear, tell = forkserver.Pipe(duplex=False)
     process = spawn(group, name, str(lighthouse.address), PATIENT, tell)
     tell.close()
@@ -210,7 +210,7 @@ def test_a_killed_trainer_is_reported_by_its_manager_server_and_the_others_go_on
     assert b.pid is not None
     kill(b.pid)
     until(a_tells, ("a:1",))
-    # Not by silence, and not by a broken stream: the manager server saw its parent end and said so before it went.
+    # The loss is not by silence, and not by a broken stream. The manager server saw its parent end, and reported it.
     lost = log.wait_for("lost replica b:1")
     assert lost == "lost replica b:1 of job default: its manager server reports: rank 0 ended: its process ended"
     assert gone(b_server)
@@ -275,7 +275,7 @@ def orders(forkserver: ForkServerContext) -> Iterator[tuple[Connection, Connecti
 
 
 def order(orders: Connection, *words: Any) -> Any:
-    """Have rank 1 do it; its answer."""
+    """Send rank 1 an order, and return its answer."""
     if words:
         orders.send(words)
     assert orders.poll(30), f"no answer to {words}"

@@ -1,8 +1,8 @@
-"""Silence and sudden death, while every time-out of a reduction is an hour: the others must learn of it otherwise.
+"""Silence and sudden death, while every timeout of a reduction is an hour: the others must detect them otherwise.
 
-A cable is cut, a whole group or its trainer alone is stopped: the survivors commit their next step within
-`heartbeat_timeout` and a second. A process is killed: every survivor's reduction ends within half a second, also that
-of a rank whose own partner lives. Who comes back, of himself or anew, never disturbs the others.
+After a cut cable, or a stop of a whole group or its trainer, the survivors commit their next step in time. The bound is
+`heartbeat_timeout` and a second. After a kill, every survivor's reduction ends within half a second. This includes a
+rank whose own partner lives. A victim that comes back, by itself or restarted, never disturbs the others.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def train_together(job: Job, trainers: Sequence[Trainer], participants: int) -> 
 
 
 def first_after(trainer: Trainer, moment_s: float, of_interest: Callable[[Event], bool]) -> float | None:
-    """How long after a moment the trainer told of the first such event, in seconds."""
+    """Return the time from a moment to the trainer's first such event after it, in seconds."""
     found = (event.at_s - moment_s for event in trainer.events if event.at_s > moment_s and of_interest(event))
     return next(found, None)
 
 
 def commit_in_time(job: Job, survivors: Sequence[Trainer], moment_s: float) -> list[float]:
-    """The survivors' first commits as a pair, in seconds after the moment they were left alone, all in time."""
+    """Return the times of the survivors' first commits as a pair, in seconds after that moment, and check the bound."""
 
     def stalls() -> list[float | None]:
         return [
@@ -79,7 +79,7 @@ def hang_in_reduction(name: str, hang_s: float) -> Fault:
 
 
 def come_back(job: Job, victim: Trainer, restart: Callable[[], Trainer]) -> Trainer:
-    """The victim trains with the others again: of itself, or started again after an error that says what happened."""
+    """Wait until the victim trains with the others again, by itself, or restarted after an error with a text."""
     everybody = [trainer for trainer in job.trainers if not trainer.ended]
 
     def rejoined() -> bool:
@@ -162,7 +162,7 @@ def test_a_cable_is_cut_while_the_others_wait_in_a_reduction(network: Network, r
 
 @contextmanager
 def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """SIGSTOP while the block lasts."""
+    """Stop the processes with SIGSTOP while the block lasts."""
     try:
         for process in processes:
             process.suspend()
@@ -198,7 +198,7 @@ def test_a_group_is_stopped_and_continued(job: Job, whole: bool, record_property
 
 @pytest.mark.parametrize("killed", ["rank 0", "rank 1", "manager server"])
 def test_a_death_ends_every_survivors_reduction(job: Job, killed: str, record_property: Record) -> None:
-    """Rank 0 of the struck group hangs, so that rank 0 of the other waits in its reduction for one that lives."""
+    """Rank 0 of the struck group hangs, so rank 0 of the other group waits in its reduction for a live partner."""
     launchers = [Launcher(job, name) for name in ("a", "b")]
     survivors, victims = (launcher.start(model="small", faults=(), **SETTINGS) for launcher in launchers)
     train_together(job, [*survivors, *victims], 2)

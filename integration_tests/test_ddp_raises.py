@@ -1,4 +1,4 @@
-"""One replica's backward pass raises, which costs a step everywhere, or its batch is thrown away, which costs none."""
+"""One replica's backward pass raises, which costs a step everywhere, or it discards its batch, which costs none."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Told = tuple[str, int, str, int]
 
 
 def train(lighthouse: str, name: str, kind: str, reports: bool, connection: Connection) -> None:
-    """Tells of every step; told "raise", its next backward pass does; told a number, it ends after that step.
+    """Train and report every step.
 
-    Told "throw away", it begins its next step and goes on with another batch.
+    On "raise", the next backward pass raises. On a number, the replica ends after that step. On "throw away", it begins
+    its next step and continues with another batch.
     """
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
@@ -86,7 +87,7 @@ def train(lighthouse: str, name: str, kind: str, reports: bool, connection: Conn
 
 
 class Replica:
-    """The test's end of one."""
+    """The test's end of one replica."""
 
     def __init__(self, spawn: Spawn, lighthouse: str, name: str, kind: str, reports: bool) -> None:
         self.connection, theirs = multiprocessing.connection.Pipe()

@@ -1,7 +1,7 @@
 """Data parallelism with several replicas that exchange over Gloo, against torch's own over the same wire.
 
-Each replica is a thread here: a Manager over a real process group, with a coordinator that answers what the test wrote
-down. The reference is torch's DistributedDataParallel over a process group of its own.
+Each replica is a thread here: a Manager over a real process group, with a coordinator that gives the test's answers.
+The reference is torch's DistributedDataParallel over a separate process group.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Grads = list[torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Loop:
-    """What differs between the loops that are compared.
+    """The differences between the compared loops.
 
     Args:
-        wrap: a module.
-        begin, end: of a step.
+        wrap: wraps a module.
+        begin, end: called at the begin and the end of a step.
     """
 
     wrap: Callable[[torch.nn.Module], Any]
@@ -46,7 +46,7 @@ Train = Callable[[int, Loop], Any]
 
 
 class Branches(torch.nn.Module):
-    """Which of its branches are used is the caller's choice."""
+    """A module whose caller chooses the used branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +87,9 @@ def store() -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def no_threads_are_left() -> Iterator[None]:
     yield
-    # Torch notes in the class whose forward runs, and puts back what it found: with replicas that are threads, the note
-    # can name a model of theirs for good, whose reducer keeps its last operation, and that Gloo's listener.
+    # During a forward, torch records its model in the class, and restores the old value afterwards. With replicas in
+    # threads, the class can keep one of their models for good. That model's reducer keeps its last operation, which
+    # keeps Gloo's listener.
     torch.nn.parallel.DistributedDataParallel._active_ddp_module = None
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
 
@@ -97,7 +98,8 @@ Leave = Callable[[], object]
 
 
 def together(size: int, work: Callable[[int, Leave], Any]) -> list[Any]:
-    """What each replica gives, in a thread of its own; each waits for the others before it shuts its groups down."""
+    """Run each replica in a thread and return their results. Each waits for the others before it shuts its groups
+    down."""
     done = threading.Barrier(size, timeout=TIMEOUT.total_seconds())
 
     def one(rank: int) -> Any:
@@ -112,7 +114,7 @@ def together(size: int, work: Callable[[int, Leave], Any]) -> list[Any]:
 
 
 def manager_of(store: str, rank: int, size: int, *plans: dict[str, Any]) -> Manager:
-    """A Manager whose quorums are the plans, and then the last one unchanged."""
+    """Return a Manager whose quorums are the plans, and then the last one unchanged."""
     answers: list[Plan | QuorumKey | Exception] = [
         plan_of(number + 1, rank=rank, size=size, store_address=store, **plan)
         for number, plan in enumerate(plans or [{}])
@@ -121,7 +123,7 @@ def manager_of(store: str, rank: int, size: int, *plans: dict[str, Any]) -> Mana
     return Manager(
         ProcessGroupGloo(timeout=TIMEOUT),
         lambda _: None,
-        dict,  # what is reduced is looked at here, and no state
+        dict,  # the tests check reductions here, and no state
         coordinator=ScriptedCoordinator(answers, replica_id=f"replica_{rank}"),
         checkpoint_transport=MemoryTransport(),
         lighthouse_addr="localhost:1",
@@ -133,7 +135,7 @@ def manager_of(store: str, rank: int, size: int, *plans: dict[str, Any]) -> Mana
 
 
 def with_torchs(store: str, size: int, train: Train, **kwargs: Any) -> list[Any]:
-    """What a training gives with torch's DistributedDataParallel: by replica."""
+    """Return the results of a training with torch's DistributedDataParallel, by replica."""
 
     def one(rank: int, leave: Leave) -> Any:
         group = ProcessGroupGloo(timeout=TIMEOUT)
@@ -152,7 +154,7 @@ def with_torchs(store: str, size: int, train: Train, **kwargs: Any) -> list[Any]
 
 
 def with_ours(store: str, size: int, train: Train, *, pure: bool = False, **kwargs: Any) -> list[Any]:
-    """What the same training gives with ours."""
+    """Return the results of the same training with tft's."""
 
     def one(rank: int, leave: Leave) -> Any:
         with manager_of(store, rank, size) as manager:
@@ -173,7 +175,7 @@ def with_ours(store: str, size: int, train: Train, *, pure: bool = False, **kwar
 
 
 def train_branches(steps: Sequence[Sequence[Sequence[tuple[int, ...]]]]) -> Train:
-    """By step and by replica: the branches that are used in each backward pass, of which the last one reduces."""
+    """Return a training that uses these branches: by step, by replica and by backward pass. The last pass reduces."""
 
     def train(rank: int, loop: Loop) -> list[Grads]:
         model = loop.wrap(seeded(Branches))
@@ -194,7 +196,7 @@ def train_branches(steps: Sequence[Sequence[Sequence[tuple[int, ...]]]]) -> Trai
 
 
 def check_equal(first: Any, second: Any, place: str = "") -> None:
-    """Bit for bit."""
+    """Check that both are equal, bit for bit."""
     if isinstance(first, list):
         for number, (one, other) in enumerate(zip(first, second, strict=True)):
             check_equal(one, other, f"{place}/{number}")
@@ -207,7 +209,7 @@ def check_equal(first: Any, second: Any, place: str = "") -> None:
 
 # --- unused parameters ------------------------------------------------------------------------------------------------
 
-# The last branch is used by nobody.
+# No replica uses the last branch.
 USED = train_branches(
     [
         [[(0,)], [(0, 1)]],
@@ -235,7 +237,7 @@ def test_unused_parameters_are_bit_equal_to_torchs_own(store: str, kwargs: dict[
     check_equal(mine, theirs)
     for rank in range(2):
         assert [grads[-1] for grads in mine[rank]] == [None] * 4
-    assert mine[1][1][6] is not None  # of a branch that the other replica alone has used
+    assert mine[1][1][6] is not None  # of a branch that only the other replica has used
 
 
 def test_fault_2_pure_ddp_gives_the_mean_when_backward_returns_bit_equal_to_torchs_own(store: str) -> None:
@@ -268,7 +270,7 @@ def test_who_does_not_participate_counts_as_using_nothing(store: str, plan: dict
                 else DistributedDataParallel(manager, model, find_unused_parameters=True)
             )
             manager.start_quorum()
-            if rank == 1:  # how often a member accumulates is its own business
+            if rank == 1:  # each member may accumulate any number of times
                 with model.no_sync():
                     model(data(0, rank, 1), 2).square().sum().backward()
             model(data(0, rank), rank).square().sum().backward()

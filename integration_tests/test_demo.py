@@ -1,4 +1,4 @@
-"""`tft demo` as a user starts it: it heals, it says what is wrong, and it leaves nothing behind however it ends."""
+"""`tft demo` as a user starts it: it heals, it reports errors, and it leaves nothing behind after any end."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tft_suite.demo.settings import DemoSettings
 TFT: Final = Path(sys.executable).with_name("tft")
 GONE_WITHIN_S: Final = 20.0
 
-pytestmark = pytest.mark.timeout(300)  # real training: seconds on two free cores, 2 s a step on busy ones
+pytestmark = pytest.mark.timeout(300)  # real training takes seconds on two free cores, and 2 s a step on busy ones
 
 
 def read_until(process: subprocess.Popen[str], pattern: str, *, within_s: float) -> list[str]:
-    """The lines of `process` up to the first that matches `pattern`."""
+    """Return the lines of `process` up to the first that matches `pattern`."""
     assert process.stdout is not None
     lines: list[str] = []
     deadline = threading.Timer(within_s, process.kill)
@@ -76,7 +76,7 @@ def test_a_short_run_kills_heals_and_reports(launch: Launch, tmp_path: Path) -> 
     assert list(report) == ["replicas", "steps", "faults", "digests", "identical", "test_accuracy", "wall_s"]
     (fault,) = report["faults"]
     assert 9 <= fault["at_step"] <= 30
-    assert 0 < fault["stall_s"] < 10  # Gloo's time-out, which was not waited for; nor was the lighthouse's:
+    assert 0 < fault["stall_s"] < 10  # below Gloo's timeout, which was not waited for; nor was the lighthouse's:
     lost = f"lost replica replica_{fault['replica']}:"
     (loss, *_) = [line for line in (out / "lighthouse.log").read_text().splitlines() if lost in line]
     assert "its manager server reports: rank 0 ended: its process ended" in loss
@@ -131,7 +131,7 @@ def test_kill_9_of_the_command_itself_leaves_nothing_behind(launch: Launch, tmp_
 
 
 def train_and_fail(task: ReplicaTask, link: Link) -> None:
-    """Replica 1 fails in the middle of training, with a Manager and its server alive."""
+    """Train, and fail in replica 1 in the middle, with a Manager and its server alive."""
     tell = link.tell
 
     def tell_or_fail(event: ReplicaEvent) -> None:
@@ -144,7 +144,8 @@ def train_and_fail(task: ReplicaTask, link: Link) -> None:
 
 
 def lose_the_last_step(task: ReplicaTask, link: Link) -> None:
-    """Replica 1 votes no on the last step, once, after it told the others that it is well: it stays one behind them."""
+    """Train, and change replica 1's last vote to a no, once, after the others know its yes: it stays one step
+    behind."""
     vote = GroupCoordinator.vote
     lost: list[int] = []
 
@@ -160,7 +161,7 @@ def lose_the_last_step(task: ReplicaTask, link: Link) -> None:
 
 
 def run(body: Callable[[ReplicaTask, Link], None], out: Path, *, steps: int) -> tuple[int, str]:
-    """Exit code and output of a run whose replicas do `body`."""
+    """Return the exit code and the output of a run whose replicas run `body`."""
     output = StringIO()
     settings = DemoSettings(replicas=3, steps=steps, kills=0, out=out)
     return run_demo(settings, console=Console(file=output), body=f"{__name__}:{body.__name__}"), output.getvalue()

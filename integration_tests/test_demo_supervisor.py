@@ -1,4 +1,4 @@
-"""The demo's supervisor with real processes whose training is only acted: what it starts, hears, kills and ends."""
+"""The demo's supervisor with real processes that only simulate training: it starts, hears, kills and ends them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ GONE_WITHIN_S = 10.0
 
 
 def act(task: ReplicaTask, link: Link) -> None:
-    """Commit step after step; a restarted one goes on where the furthest is, as if it had healed.
+    """Commit step after step. A restarted replica continues at the highest step, as if it had healed.
 
-    The others wait for it, so that it is there before they are done, however long a busy machine takes to start it.
+    The others wait for it, so that it joins before they finish, even if its start takes long on a busy machine.
     """
     folder = task.log.parent
     own = folder / f"{task.replica}.step"
@@ -60,7 +60,7 @@ def act(task: ReplicaTask, link: Link) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Of all replicas that have begun; a step that is just being written is none."""
+    """Return the steps of all replicas that have begun. A step that is just being written does not count."""
     return [int(text) for text in (path.read_text() for path in folder.glob("*.step")) if text]
 
 
@@ -76,7 +76,7 @@ def end(task: ReplicaTask, link: Link, step: int) -> None:
 
 
 def stay_behind(task: ReplicaTask, link: Link) -> None:
-    """Replica 1 loses the last step, and has it only when all hold."""
+    """Let replica 1 lose the last step, and have it only when all hold."""
     link.tell(committed(task, task.steps - 1))
     if task.replica == 1:
         link.wait_for_order()
@@ -171,7 +171,7 @@ def test_killed_replicas_are_started_again_and_come_to_the_end(tmp_path: Path) -
     for index, event in enumerate(outcome.events):
         if isinstance(event, ProcessKilled):
             following = (e for e in outcome.events[index + 1 :] if e.replica == event.replica)
-            assert type(next(following)).__name__ == "ProcessEnded"  # what it said after its death is not heard
+            assert type(next(following)).__name__ == "ProcessEnded"  # messages after its death are not heard
 
 
 def test_one_that_lost_the_last_step_has_it_when_all_hold(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def fail_late(task: ReplicaTask, link: Link) -> None:
 
 
 def supervise_for_ever(out: Path, told: Connection) -> None:
-    """In a process of its own: says the replicas' process ids once all have committed."""
+    """Run a supervisor in a separate process, and report when all replicas have committed."""
 
     def look(story: Story) -> None:
         if all(who.num_commits for who in story.replicas):
@@ -272,7 +272,7 @@ def test_replicas_end_when_their_supervisor_is_killed(tmp_path: Path, spawn: Spa
 
 
 def writing_to(files: list[Path]) -> list[psutil.Process]:
-    """The processes whose standard error is one of the files."""
+    """Return the processes whose standard error is one of the files."""
     found = []
     for process in psutil.process_iter():
         with suppress(OSError):

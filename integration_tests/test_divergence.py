@@ -1,4 +1,4 @@
-"""The divergence guard, in real processes: who has gone astray is found, named and healed, or stopped."""
+"""The divergence guard, in real processes: a diverged replica is found, named and healed, or stopped."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tft_pg import ProcessGroupGloo
 
 PATIENCE_S = 50.0
 EVERY = 4
-MARGIN_STEPS = 60  # nobody may have passed the step at which all are told to stop
+MARGIN_STEPS = 60  # margin so that no replica has passed the step at which all must stop
 
 
 @dataclass(frozen=True)
 class Spec:
-    """How a replica trains.
+    """The settings of a replica.
 
     Args:
         lighthouse: address.
         name: of the replica group.
-        steps: after which it ends; None: when it is told to.
+        steps: last step. None: the test gives it.
         learning_rate: at its start.
-        spoil: what is spoilt after five commits: "lr", or "bit": the last bit of one weight.
+        spoil: what is spoiled after five commits: "lr", or "bit": the last bit of one weight.
         cures: its load function loads the learning rate too.
         environment: of a launcher.
     """
@@ -51,7 +51,7 @@ class Spec:
 
 
 class Telling(logging.Handler):
-    """Sends each error that is logged, as text."""
+    """A handler that sends each logged error as text."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(logging.ERROR)
@@ -62,8 +62,7 @@ class Telling(logging.Handler):
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer; it tells (step, digest) of each commit, each error as
-    text, and how it ended."""
+    """Run the life of a trainer. It reports (step, digest) of each commit, each error as text, and its end."""
     torch.set_num_threads(1)
     os.environ.update(spec.environment)
     logging.getLogger("tft_algos.manager").addHandler(Telling(connection))
@@ -139,9 +138,10 @@ Run = Callable[..., list[Replica]]
 
 @pytest.fixture
 def run(spawn: Spawn) -> Iterator[Run]:
-    """`run(*specs, min_replicas=3)` trains them to their ends.
+    """Return `run(*specs, min_replicas=3)`, which trains the replicas to their ends.
 
-    If the first has none, the last is a newcomer: it starts when all others train, and they end when it has ended.
+    If the first has no last step, the last is a newcomer. It starts when all others train, and they end when it has
+    ended.
     """
     lighthouses: list[LighthouseServer] = []
 
@@ -191,7 +191,8 @@ def test_who_has_gone_astray_is_named_with_what_differs_and_healed(run: Run, spo
     replicas = run(*({"name": name, "spoil": spoil if name == "b" else ""} for name in "abc"), min_replicas=3)
     first, astray, last = replicas
     assert_equal_digests([first, last], range(1, 31))
-    # Spoilt after step 5, found at the next multiple of four, equal from the commit on that follows.
+    # The spoiling after step 5 is found at the next multiple of four. The replicas are equal from the following commit
+    # on.
     assert all(astray.digests[step] != first.digests[step] for step in range(6, 9))
     assert_equal_digests(replicas, range(9, 31))
     (error,) = astray.errors
@@ -208,7 +209,8 @@ def test_who_has_gone_astray_is_named_with_what_differs_and_healed(run: Run, spo
 
 
 def test_a_newcomer_that_kept_its_own_learning_rate_is_named_and_stopped(run: Run) -> None:
-    """What its load function leaves out is found at the first check after its healing, and at the second it ends."""
+    """The first check after the healing finds what the load function leaves out. At the second check the newcomer
+    ends."""
     newcomer_state = {"learning_rate": 0.5, "cures": False}
     first, second, newcomer = run(
         *({"name": name, "steps": None} for name in "ab"), {"name": "c", "steps": None, **newcomer_state}

@@ -1,7 +1,7 @@
-"""`tft drain` ends every documented training loop with exit code 0, whether or not the loop looks at `manager.left`.
+"""`tft drain` ends every documented training loop with exit code 0, whether or not the loop checks `manager.left`.
 
-The loops are those of the documentation and the examples, word for word, but for their number of steps and the replica
-id: as printed they end before anybody could drain them.
+The loops are copied from the documentation and the examples. Only the number of steps and the replica id differ,
+because the printed loops end before a drain.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(180)
 SOON: Final = timedelta(seconds=20)
 WITHIN_S: Final = 60.0  # scripts start and heal, on a machine that may be busy
 COUNTS: Final = re.compile(r"while manager\.current_step\(\) < \w+")
-# The loop of tft-suite's README is the same, and starts a lighthouse of its own.
+# The loop of tft-suite's README is the same, and starts its own lighthouse.
 DOCUMENTS: Final = ("README.md", "docs/hsdp.md", "docs/slow-links.md", "packages/tft-algos/README.md")
 TORCHRUN: Final = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SMALL: Final = ("--width=32", "--layers=1", "--context=32", "--batch=12", "--characters=100000")
@@ -69,7 +69,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 def run(script: Path, words: list[str], environment: dict[str, str], output: Path) -> None:
-    """In a process of its own, as `python script words`."""
+    """Run a script in a separate process, as `python script words`."""
     os.chdir(output.parent)
     os.environ.update(environment)
     with open(output, "w", encoding="utf-8", buffering=1) as file:
@@ -80,14 +80,14 @@ def run(script: Path, words: list[str], environment: dict[str, str], output: Pat
 
 
 class Pair:
-    """Two replicas of one script, in a job of their own."""
+    """Two replicas of one script, in a separate job."""
 
     def __init__(self, spawn: Spawn, lighthouse: LighthouseServer, folder: Path, job: str) -> None:
         self._spawn, self._lighthouse, self._folder, self._job = spawn, lighthouse, folder, job
         self._environment = {"TFT_LIGHTHOUSE": lighthouse.address, "TFT_JOB_ID": job, "NUM_REPLICA_GROUPS": "2"}
 
     def drained(self, script: Callable[[int], Path], words: list[str]) -> None:
-        """Drain the one, and then the other, which has trained on: both end with exit code 0, and no traceback."""
+        """Drain one replica, and then the other, which has trained on. Both end with exit code 0, and no traceback."""
         outputs = [self._folder / f"output_{replica}" for replica in range(2)]
         processes = [
             self._spawn(run, script(replica), words, {**self._environment, "REPLICA_GROUP_ID": str(replica)}, output)
@@ -104,7 +104,7 @@ class Pair:
                 assert "asked to leave: its host goes down" in written
 
     def _until_it_has(self, operator: LighthouseClient, num_members: int) -> None:
-        """Until the newest quorum has so many members."""
+        """Wait until the newest quorum has that many members."""
         give_up_at = time.monotonic() + WITHIN_S
         while True:
             jobs = operator.describe().jobs
@@ -123,7 +123,7 @@ def test_a_drained_loop_of_the_documentation_ends_with_exit_code_0(
 
     def script(replica: int) -> Path:
         path = tmp_path / f"replica_{replica}.py"
-        # The block on injected faults has one replica, the others take their names from the environment.
+        # The block on injected faults has one replica. The others take their names from the environment.
         path.write_text(endless.replace('replica_id="a"', f'replica_id="replica_{replica}"'), encoding="utf-8")
         return path
 

@@ -1,4 +1,4 @@
-"""Durable checkpoints of real jobs: writers that are killed anywhere, jobs that go on with other numbers of groups."""
+"""Durable checkpoints of real jobs: writers that are killed anywhere, jobs that resume with other numbers of groups."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MOST_CALLS: Final = 400
 
 
 class Committed(SimpleNamespace):
-    """What a checkpoint asks of a Manager that has just committed a step."""
+    """The part of a Manager that a checkpoint uses, after the commit of a step."""
 
     def current_step(self) -> int:
         return int(self.attempt)
@@ -85,7 +85,7 @@ class Committed(SimpleNamespace):
 
 
 def checkpoint_of(directory: Path, step: int) -> tuple[DurableCheckpoint, torch.nn.Linear]:
-    """A job at that step, whose weights are all that number."""
+    """Return a checkpoint and a model at that step, whose weights all equal that number."""
     model = torch.nn.Linear(8, 8)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -102,7 +102,7 @@ def checkpoint_of(directory: Path, step: int) -> tuple[DurableCheckpoint, torch.
 
 
 def die_at(number: int) -> None:
-    """From now on, count what this process does to files, and end it like kill -9 at the beginning of one of them."""
+    """Count this process's file operations from now on, and kill it with SIGKILL at the start of number `number`."""
     count = 0
 
     def reached(what: str) -> None:
@@ -144,7 +144,7 @@ def die_at(number: int) -> None:
 
 
 def write_and_die(directory: Path, stride: int, connection: Connection) -> None:
-    """Fork one writer after another, and have each die some calls later than the one before, until one lives."""
+    """Fork one writer after another, and let each die some calls later than the one before, until one lives."""
     torch.set_num_threads(1)
     first, _ = checkpoint_of(directory, 1)
     first.save()
@@ -179,7 +179,7 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(spawn: Spawn, tmp
         if step == 0:
             status, last = -1, loaded
             continue
-        # Either the one that was being written, or the one before it.
+        # It is either the checkpoint that was being written, or the one before it.
         assert loaded in (last, step), f"killed while it wrote step {step}"
         written += loaded == step
         last = loaded
@@ -196,7 +196,7 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(spawn: Spawn, tmp
 
 
 def save_as_one_of_two(directory: Path, rank: int, port: int, what: str, connection: Connection) -> None:
-    """A rank whose state can't be given, or is torn, on rank 1 alone; then both save."""
+    """Save as a rank, after rank 1 alone can't give its state, or is torn."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=PATIENCE_S))
     is_odd = rank == 1
@@ -255,13 +255,13 @@ def test_what_one_rank_alone_finds_out_keeps_all_from_saving(
 
 @dataclass(frozen=True)
 class Spec:
-    """How a rank trains.
+    """The settings of a rank.
 
     Args:
         lighthouse: address.
-        name: of the replica group; seeds the weights.
-        directory: of the checkpoints; None: this group can't see them.
-        last: committed steps after which it ends; None: it trains until it is killed.
+        name: of the replica group. It seeds the weights.
+        directory: of the checkpoints. None: this group can't see them.
+        last: number of committed steps at which it ends. None: it trains until it is killed.
         sharded: the model is FSDP2's, over the ranks of the group.
         environment: of a launcher.
     """
@@ -276,7 +276,7 @@ class Spec:
 
 @dataclass
 class Told:
-    """What a rank told: the digest of its whole state at each step that it resumed, healed to, or committed."""
+    """The reports of a rank: the digest of its whole state at each step that it resumed, healed to, or committed."""
 
     process: Any
     connection: Connection
@@ -287,14 +287,14 @@ class Told:
 
 
 def whole(state: Any) -> Any:
-    """A state in which each DTensor is a whole tensor; called by all ranks."""
+    """Return a state in which each DTensor is a whole tensor. All ranks call this."""
     if isinstance(state, dict):
         return {key: whole(value) for key, value in state.items()}
     return state.full_tensor() if hasattr(state, "full_tensor") else state
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """The life of a rank: resume if there is something, train, write."""
+    """Run the life of a rank: resume if there is a checkpoint, train, write."""
     torch.set_num_threads(1)
     os.environ.update(spec.environment)
     torch.manual_seed(sum(spec.name.encode()))
@@ -355,7 +355,7 @@ def train(spec: Spec, connection: Connection) -> None:
 
 
 class Counter:
-    """Something else that is the same everywhere."""
+    """Another piece of state that is equal everywhere."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -368,7 +368,7 @@ class Counter:
 
 
 class Jobs:
-    """Starts ranks, each job of them with a lighthouse of its own, and takes in what they tell."""
+    """Jobs of ranks, each job with a fresh lighthouse, and the reports of the ranks."""
 
     def __init__(self, spawn: Spawn) -> None:
         self._spawn = spawn
@@ -376,7 +376,7 @@ class Jobs:
         self._stores: list[TCPStore] = []
 
     def lighthouse(self, min_replicas: int) -> None:
-        """From now on another lighthouse: those who were there before are forgotten."""
+        """Start a fresh lighthouse, which does not know earlier ranks."""
         self.close()
         self._lighthouse = LighthouseServer(
             "127.0.0.1:0", min_replicas=min_replicas, join_timeout_ms=20_000, heartbeat_timeout_ms=3_000
@@ -391,7 +391,7 @@ class Jobs:
         return told
 
     def start_group(self, name: str, directory: Path, last: int, num_ranks: int) -> list[Told]:
-        """A group of several ranks, sharded over them."""
+        """Start a group of several ranks, sharded over them."""
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._stores.append(store)
         environment = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
@@ -436,7 +436,7 @@ def jobs(spawn: Spawn) -> Iterator[Jobs]:
 
 
 def test_two_groups_end_three_go_on_and_then_one(jobs: Jobs, tmp_path: Path) -> None:
-    """Who sees the directory resumes without healing; who does not heals from them."""
+    """Groups that see the directory resume without healing. A group that does not see it heals from them."""
     jobs.lighthouse(2)
     two = [jobs.start(name, tmp_path, 20) for name in "ab"]
     jobs.finish(*two)
@@ -473,7 +473,7 @@ def test_when_the_elected_writer_dies_another_is_elected(jobs: Jobs, tmp_path: P
     again = jobs.start("a", tmp_path, None)
     everybody = [second, again]
     jobs.until(everybody, lambda: len(again.wrote) > 1, "the first is back, and writes again")
-    # It resumed what the second had written; the job was ahead of that by then, or just there.
+    # It resumed what the second had written. The job was ahead of that by then, or at the same step.
     (resumed,) = again.resumed
     assert again.resumed[resumed] == second.commits[resumed]
     for step in set(again.commits) & set(second.commits):
@@ -510,7 +510,7 @@ def printed(process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.mark.timeout(120)  # seven processes in turn import torch
+@pytest.mark.timeout(120)  # seven processes import torch one after the other
 def test_the_example_resumes_what_it_saved_under_torchrun_too(launch: Launch, tmp_path: Path) -> None:
     alone = [sys.executable, str(EXAMPLE), "--every", "10"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *alone[1:]]

@@ -1,6 +1,6 @@
-"""A script ends, in whatever way, and leaves nothing: no process, no traceback but its own, no replica that is missed.
+"""A script ends in any way and leaves nothing: no process, no traceback but its own, no replica that is waited for.
 
-Each script is a real interpreter that really exits: a process of the forkserver ends by os._exit and runs no exit
+Each script is a real interpreter that really exits. A process of the forkserver ends by os._exit and runs no exit
 handler.
 """
 
@@ -23,10 +23,10 @@ from tft_lighthouse import LighthouseServer
 pytestmark = pytest.mark.timeout(120)
 
 SOON_S: Final = 60.0  # a real interpreter imports torch on a busy machine
-HEARD_WITHIN_S: Final = 3.0  # of a script's end, at the lighthouse; a silent replica would be lost after 20 s
+HEARD_WITHIN_S: Final = 3.0  # bound on the report of a script's end; a silent replica would be lost after 20 s
 
-# The exit handler stands before all imports, so that it runs after those of everything that the script imports: what
-# still runs then has been forgotten.
+# The exit handler is registered before all imports, so it runs after the handlers of everything that the script
+# imports. Anything that still runs then was forgotten.
 BEGIN: Final = """
 import atexit, time
 atexit.register(time.sleep, 0.5)
@@ -63,7 +63,7 @@ def raises():
     raise RuntimeError("the script's own")
 """
 
-# How a script ends: its code, its exit code, and what it may write besides.
+# The ends of a script: its code, its exit code, and its additional output.
 QUIET: Final = {
     "without shutdown": ("make(); train()", 0),
     "after a step that began": ("make(); train(); optimizer.zero_grad()", 0),
@@ -106,7 +106,7 @@ def script(launch: Launch, lighthouse: LighthouseServer, tmp_path: Path) -> Star
 
 
 class Start:
-    """Starts scripts, each a file of its own."""
+    """A launcher of scripts, each in a separate file."""
 
     def __init__(self, launch: Launch, lighthouse: str, folder: Path) -> None:
         self._launch, self._lighthouse, self._folder = launch, lighthouse, folder
@@ -118,14 +118,14 @@ class Start:
 
 
 def ended(process: subprocess.Popen[str], exit_code: int) -> list[str]:
-    """The lines that a script has written, but the warning that there is no secret."""
+    """Return the lines that a script has written, without the warning that there is no secret."""
     written = process.communicate(timeout=SOON_S)[0]
     assert process.returncode == exit_code, written
     return [line for line in written.splitlines() if not line.startswith("no token is set")]
 
 
 def nobody_is_left(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever was in a quorum has left, or is lost, as the lighthouse has logged."""
+    """Check, by the lighthouse's log, that every replica of a quorum has left or is lost."""
     give_up_at = time.monotonic() + HEARD_WITHIN_S
     while True:
         lines = [record.getMessage() for record in caplog.records if record.name == "tft_lighthouse"]

@@ -1,9 +1,9 @@
-"""A rank that is killed, raises, fails, hangs or is stopped, at each place of a step: the others go on, bit-equal.
+"""A rank is killed, raises, fails, hangs or is stopped, at each place of a step: the others go on, bit-equal.
 
-Three groups train together: two survivors, who train through the whole module, and a victim, who is there anew in each
-test that needs one. Two survivors, because one of two can't know whether the other hangs or the network between them is
-cut; two of three are a majority. A survivor's process does not end whatever happens to the victim, and at the end of
-the module it ends as it was told.
+Three groups train together. Two survivors train through the whole module. A victim is started afresh for each test that
+needs one. There are two survivors, because one of two groups can't distinguish a hang from a network cut. Two of three
+are a majority. A survivor's process does not end, whatever happens to the victim. At the end of the module it ends as
+it was told.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tft_lighthouse import LighthouseServer
 VICTIM: Final = "a"  # the first by name is the first source, and hosts the others' rendezvous
 SURVIVORS: Final = ("s", "t")
 FURTHER_STEPS: Final = 5
-# A survivor that a busy machine lets ask later than this is left out of a quorum, and notices nothing of what happens
-# in it; and then the victim may be the last that holds a step, which the others do again.
+# On a busy machine a survivor may ask later than this. It is then left out of a quorum and notices no event in it. The
+# victim may then be the last holder of a step, and the others repeat the step.
 JOIN_TIMEOUT_MS: Final = 1_000
 OF_RANK_ZERO: Final = (Place.BACKWARD, Place.VOTE, Place.HEALING)
 SETTINGS: Final[dict[str, Any]] = {
@@ -39,11 +39,11 @@ SETTINGS: Final[dict[str, Any]] = {
     ),
     "faults": (),
     "model": "small",
-    "batch_s": 0.01,  # the machine's cores are for those who start
+    "batch_s": 0.01,  # leaves the machine's cores to starting processes
 }
 
-# What a victim can't go on from, and the error that it ends with. Its loop does not catch what its own code raises; and
-# without a verdict nobody may step or go on. All else is an error of one step.
+# The faults that end a victim, and its error. Its loop does not catch errors of its own code. Without a verdict no rank
+# may step or continue. All other faults are errors of one step.
 ENDS: Final = {
     (Action.RAISE, Place.FORWARD): "InjectedError",
     (Action.RAISE, Place.BACKWARD): "InjectedError",
@@ -53,10 +53,10 @@ ENDS: Final = {
 
 
 class Cluster:
-    """Two groups that survive and one that is struck, each of so many ranks.
+    """Two groups that survive and one that is struck, with equal numbers of ranks.
 
     Args:
-        job: they are in.
+        job: of the groups.
         world_size: ranks of each group.
     """
 
@@ -66,19 +66,19 @@ class Cluster:
         self._launchers: list[Launcher] = []
         self.survivors = [self._start(name) for name in SURVIVORS]
         self.victim: list[Trainer] = []
-        self._next: list[Trainer] = []  # the next victim, which starts while something happens to this one
+        self._next: list[Trainer] = []  # the next victim, which starts during the faults of this one
         self.stands = False  # the victim has shown that nothing is wrong with it
         self._seen: dict[Trainer, int] = {}
 
     def _start(self, name: str, **options: Any) -> list[Trainer]:
         if self.world_size == 1:
             return [self.job.start(name, **SETTINGS, **options)]
-        # Each start has a store of its own, or it would speak for the one before as its successor.
+        # Each start has a separate store. Otherwise it would replace the one before, as its successor.
         self._launchers.append(Launcher(self.job, name, self.world_size))
         return self._launchers[-1].start(**SETTINGS, **options)
 
     def rank_for(self, place: Place) -> int:
-        """The rank that is struck: of two the one without the manager server, and at some places the other."""
+        """Return the rank that is struck: of two, the rank without the manager server, and at some places the other."""
         return 0 if self.world_size == 1 or place in OF_RANK_ZERO else 1
 
     @property
@@ -86,7 +86,7 @@ class Cluster:
         return [trainer for group in self.survivors for trainer in group]
 
     def all_three(self) -> list[Trainer]:
-        """A victim, the last test's if it still stands, and all groups committing together."""
+        """Return a victim, reused if it is healthy, after all groups have committed together."""
         self.job.until(lambda: self._together(self.surviving, 2, 3), "the survivors commit together")
         if not self.victim:
             self.victim = self._next or self._start(VICTIM, waits=True)
@@ -104,7 +104,7 @@ class Cluster:
         return all(any(trainer.committed_with(number, 3) for number in participants) for trainer in trainers)
 
     def strike(self, trainer: Trainer, fault: Fault) -> None:
-        """Let faults happen to a trainer, and wait until the last one does."""
+        """Inject faults into a trainer, and wait until the last one strikes."""
         self.stands = False
         self._seen = {other: len(other.events) for other in self.job.trainers}
         for asked in _in_order(fault):
@@ -115,8 +115,8 @@ class Cluster:
         def struck() -> bool:
             nonlocal heals
             if fault.place is Place.SERVING and self._has_healed(heals):
-                # Somebody must heal: a survivor whose state is said to be half written. And again, if the victim came
-                # too late for that quorum, which waits for JOIN_TIMEOUT_MS only, and so had nobody to serve.
+                # A survivor must heal, so its state is declared torn. It heals again if the victim came too late for
+                # that quorum, which waits only for JOIN_TIMEOUT_MS, and so had no replica to serve.
                 self.survivors[1][0].connection.send(
                     Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=SURVIVORS[1], rank=0)
                 )
@@ -126,14 +126,14 @@ class Cluster:
         self.job.until(struck, f"{fault.describe()}")
 
     def _has_healed(self, times: int) -> bool:
-        """Whether the survivor that heals for the sake of others has done so as often as that."""
+        """Return whether the survivor that heals for the others' sake has done so that many times."""
         return len([event for event in self._since(self.survivors[1][0]) if event.kind == "healed"]) == times
 
     def _since(self, trainer: Trainer) -> list[Any]:
         return trainer.events[self._seen[trainer] :]
 
     def survivors_go_on(self) -> None:
-        """They commit so many further steps, and each that any two trainers have committed is bit-equal."""
+        """Check that the survivors commit further steps, and that commits of one step are bit-equal in all trainers."""
         last = max(trainer.step for trainer in self.job.trainers)
         common = self.job.check_digests()
         self.job.until(
@@ -143,35 +143,35 @@ class Cluster:
         assert self.job.check_digests() >= common + FURTHER_STEPS
 
     def survivors_noticed(self) -> None:
-        """In each surviving group a Manager has recorded an error of the step that was lost."""
+        """Check that in each surviving group a Manager has recorded an error of the lost step."""
         for group in self.survivors:
             errors = [event.text for rank in group for event in self._since(rank) if event.kind == "failed"]
             assert any(text != "None" for text in errors), self.job.story()
 
     def victim_goes_on(self) -> None:
-        """It commits together with the others again, without a new start."""
+        """Check that the victim commits with the others again, without a restart."""
         self._wait_for_all_three()
         assert [trainer.ended for trainer in self.victim] == [None] * len(self.victim), self.job.story()
         self.job.check_digests()
         self.stands = True
 
     def victim_ends(self) -> None:
-        """Every process of its group does."""
+        """Wait until every process of the victim's group has ended."""
         self.job.until(
             lambda: all(trainer.connection.closed or trainer.ended for trainer in self.victim),
             "the victim's group ends",
         )
 
     def end(self) -> None:
-        """The survivors stop where they are told to, and so were never in trouble."""
+        """Stop the survivors at a given step, which shows that they were never in trouble."""
         self.bury()
         self.job.finish(self.surviving)
         for trainer in self._next:
             trainer.process.kill()
-        self._launchers.clear()  # their stores listen
+        self._launchers.clear()  # the stores listen
 
     def bury(self) -> None:
-        """Nothing of the victim is left."""
+        """Kill all processes of the victim."""
         for trainer in self.victim:
             trainer.process.kill()
             trainer.process.join()
@@ -179,7 +179,7 @@ class Cluster:
 
 
 def _in_order(fault: Fault) -> list[Fault]:
-    """What must happen first, so that the place is come to."""
+    """Return the faults in order, the fault last, so that its place is reached."""
     before = {Place.CONFIGURE: Place.REDUCTION, Place.HEALING: Place.OPTIMIZER}.get(fault.place)
     if before is None:
         return [fault]
@@ -192,7 +192,7 @@ def _was_struck(events: Sequence[Any], fault: Fault) -> bool:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one", "two"])
 def standing(request: pytest.FixtureRequest, forkserver: ForkServerContext) -> Iterator[Cluster]:
-    """Survivors for all tests of groups of that size."""
+    """Yield survivors for all tests of groups of that size."""
     lighthouse = LighthouseServer("127.0.0.1:0", join_timeout_ms=JOIN_TIMEOUT_MS, heartbeat_timeout_ms=2_000)
     with lighthouse, spawning(forkserver) as spawn:
         cluster = Cluster(Job(spawn, lighthouse), request.param)
@@ -202,7 +202,7 @@ def standing(request: pytest.FixtureRequest, forkserver: ForkServerContext) -> I
 
 @pytest.fixture
 def cluster(standing: Cluster) -> Iterator[Cluster]:
-    """Three groups that train together."""
+    """Yield three groups that train together."""
     standing.all_three()
     yield standing
     if not standing.stands:
@@ -210,7 +210,7 @@ def cluster(standing: Cluster) -> Iterator[Cluster]:
 
 
 def must_notice(fault: Fault) -> bool:
-    """Whether the survivors were in a rendezvous or a reduction that could not end well."""
+    """Return whether the survivors were in a rendezvous or a reduction that could not succeed."""
     if fault.action is Action.HANG and fault.place in (Place.FORWARD, Place.BACKWARD):
         return True
     return fault.place in (Place.CONFIGURE, Place.REDUCTION)

@@ -1,4 +1,4 @@
-"""The examples of things of one's own are written with exported names alone, so that anybody can copy them."""
+"""The examples of custom parts use exported names alone, so that users can copy them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OURS: Final = ("tft_",)
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Module and name of each import of ours."""
+    """Yield module and name of each import of the project's packages."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -45,7 +45,7 @@ def test_an_example_reads_no_private_attribute_of_what_it_was_given(path: Path) 
         ast.unparse(node)
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
-        # Its own are its own.
+        # Private attributes of `self` are allowed.
         if not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
     assert private == set()

@@ -1,8 +1,8 @@
-"""A stranger that joins a job as its most advanced member, so that all others fetch their state from an address of its.
+"""A stranger joins a job as its most advanced member, so that all others fetch their state from its address.
 
-In a job without a secret anyone who reaches the lighthouse can become a member and a source. What he can get by that is
-a step that does not commit: nothing that he serves is executed, nothing of it reaches the user's state, and when he has
-gone the job goes on where it was. In a job with a secret he is not let in.
+In a job without a secret, any process that reaches the lighthouse can become a member and a source. All that it gains
+is a step that does not commit. Nothing that it serves is executed or reaches the user's state. After its end the job
+continues where it was. In a job with a secret it is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIMEOUTS: Final = Timeouts(join_timeout_ms=1_000, heartbeat_timeout_ms=2_000)
 
 
 class Payload:
-    """Creates a file where it is unpickled."""
+    """An object that creates a directory when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class Payload:
 
 @contextmanager
 def serving(answer: bytes) -> Iterator[tuple[str, list[str]]]:
-    """An HTTP server that answers everything so. Gives its URL, and the paths that it was asked for."""
+    """Run an HTTP server with one fixed answer. Yields its URL, and the paths that were requested."""
     asked: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -57,7 +57,7 @@ def serving(answer: bytes) -> Iterator[tuple[str, list[str]]]:
                 self.wfile.write(answer)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -73,7 +73,7 @@ def serving(answer: bytes) -> Iterator[tuple[str, list[str]]]:
 def fake_member(
     lighthouse: str, url: str, ended: threading.Event, seen: list[Plan | Exception], within: timedelta = BOUND
 ) -> None:
-    """Join with the highest step there is, and offer the state at `url`, until told to end."""
+    """Join with the highest possible step, and offer the state at `url`, until told to end."""
     try:
         with (
             ManagerServer(

@@ -1,4 +1,4 @@
-"""A lighthouse that is far away: a connection to it, or every answer, takes longer than heartbeat_timeout."""
+"""A distant lighthouse: a connection to it, or every answer, takes longer than heartbeat_timeout."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
 
 HEARTBEAT_MS: Final = 600
-FIRST_BYTES_S: Final = 1.0  # longer than one attempt may take, and shorter than two
+FIRST_BYTES_S: Final = 1.0  # longer than the limit of one attempt, and shorter than two
 EACH_WAY_S: Final = 0.5
 PATIENCE: Final = timedelta(seconds=30)
 
 
 @final
 class FarDoor:
-    """Stands before a server. Some of what passes takes its time, as it does where a packet travels for seconds.
+    """A proxy in front of a server that delays some traffic, as a distant network does.
 
     Args:
         port: of the server.
-        first_s: the first bytes of each connection take so long, as the handshakes of TCP and of HTTP/2 do.
-        each_s: and all bytes take so long, each way.
+        first_s: delay of the first bytes of each connection, as of the handshakes of TCP and of HTTP/2.
+        each_s: delay of all bytes, each way.
     """
 
     def __init__(self, port: int, *, first_s: float = 0.0, each_s: float = 0.0) -> None:
@@ -69,7 +69,7 @@ class FarDoor:
     def _pass(self, client: socket.socket) -> None:
         with client, socket.create_connection(("127.0.0.1", self._port)) as server:
             self._closed.wait(self._first_s)
-            travels: deque[tuple[float, socket.socket, bytes]] = deque()  # when it arrives, where, and what
+            travels: deque[tuple[float, socket.socket, bytes]] = deque()  # arrival time, target and bytes
             while not self._closed.is_set():
                 wait_s = max(0.0, travels[0][0] - time.monotonic()) if travels else 0.1
                 try:
@@ -86,7 +86,7 @@ class FarDoor:
 
 
 def test_a_lighthouse_that_takes_longer_than_heartbeat_timeout_to_connect_is_reached() -> None:
-    """Field report D8: each attempt was given up at heartbeat_timeout, and begun anew for ever."""
+    """Field report D8: each attempt was given up at heartbeat_timeout, and repeated for ever."""
     timeouts = Timeouts(heartbeat_timeout_ms=HEARTBEAT_MS, beat_interval_ms=200)
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
@@ -103,7 +103,7 @@ def test_a_lighthouse_that_takes_longer_than_heartbeat_timeout_to_connect_is_rea
 def test_a_lighthouse_whose_answers_take_longer_than_heartbeat_timeout_serves_and_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Pings were given up at heartbeat_timeout, and with them every connection, for ever."""
+    """Pings timed out at heartbeat_timeout, and with them every connection, for ever."""
     timeouts = Timeouts(heartbeat_timeout_ms=HEARTBEAT_MS, beat_interval_ms=200)
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=HEARTBEAT_MS) as lighthouse,
@@ -115,7 +115,7 @@ def test_a_lighthouse_whose_answers_take_longer_than_heartbeat_timeout_serves_an
     ):
         caplog.set_level(logging.WARNING, "tft_coord")
         held = None
-        for step in range(4):  # longer than any ping may take that was given up
+        for step in range(4):  # longer than a ping that timed out
             plan = client.quorum(0, RankRequest(step=step, lineage=1, held=held, live=step > 0), PATIENCE)
             held = plan.key
             assert client.should_commit(0, step, True, PATIENCE, key=held)

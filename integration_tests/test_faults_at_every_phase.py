@@ -1,7 +1,7 @@
-"""A sharded language model, and a fault at every place of a step: bit-equal at each commit, and all come to the end.
+"""A sharded language model, and a fault at every place of a step: commits are bit-equal, and all reach the end.
 
-Replica groups train the example's model together. One after the other is struck, by whatever may happen at whatever
-place; who dies of it is started again; and when all commit together, the next is struck. Nobody else ever ends.
+Replica groups train the example's model together. One after the other is struck, by every action at every place. A
+group that dies of it is restarted. When all commit together, the next is struck. No other group ever ends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ CLUSTERS: Final = {"two": (2, 1), "three": (3, 1), "five": (5, 1), "two of two":
 
 @dataclass(frozen=True)
 class Blow:
-    """What happens to a rank, and how it ends.
+    """A fault on a rank, and its end.
 
     Args:
         action, place: of the fault.
-        ends_by_kill: HANG and STOP: it never ends by itself; the supervisor kills it. Else it goes on after a while.
+        ends_by_kill: of HANG and STOP. True: the supervisor kills the rank, which never continues. False: it continues
+            after a while.
     """
 
     action: Action
@@ -45,12 +46,12 @@ EVERY_BLOW: Final = tuple(
 
 
 def survivable(blow: Blow, groups: int) -> bool:
-    """Whether somebody is left who holds the state: of two groups one heals, and the other must not die of serving."""
+    """Return whether a holder of the state is left: of two groups one heals, and the other must not die of serving."""
     dies = blow.action is Action.KILL or blow.ends_by_kill
     return groups > 2 or blow.place is not Place.SERVING or not dies
 
 
-# What every run of the tests has: each place and each action, at some size.
+# The blows of every run of the tests: each place and each action, at some size.
 SPREAD: Final = {
     "two": (
         Blow(Action.FAIL, Place.QUORUM),
@@ -79,8 +80,8 @@ SPREAD: Final = {
 
 
 def strike(cluster: Cluster, turn: int, blow: Blow) -> None:
-    """Let it happen to whose turn it is, in a quorum that stands, and wait until all commit together in one again."""
-    # Who is first among those who hold the state gives it.
+    """Strike the next group in a standing quorum, and wait until all commit together in one again."""
+    # The first of those that hold the state serves it.
     group = cluster.groups[0 if blow.place is Place.SERVING else turn % len(cluster.groups)]
     rank = 0 if blow.place in OF_RANK_ZERO else len(group.trainers) - 1
     starts = {each.name: each.starts for each in cluster.groups}
@@ -88,7 +89,7 @@ def strike(cluster: Cluster, turn: int, blow: Blow) -> None:
     details = {"hang_for": HANGS_FOR} if blow.action is Action.HANG and not blow.ends_by_kill else {}
     cluster.strike(group, rank, blow.action, blow.place, **details)
     if blow.action is Action.STOP or blow.ends_by_kill:
-        if len(cluster.groups) > 2:  # one of two can't know whether the other hangs or the network is cut
+        if len(cluster.groups) > 2:  # one of two can't distinguish a hang from a network cut
             cluster.until_others_go_on(group)
         if blow.ends_by_kill:
             cluster.kill(trainer)

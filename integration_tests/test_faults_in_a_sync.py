@@ -1,8 +1,8 @@
 """DiLoCo, and a fault in each phase of a sync, with one sync in flight and with two.
 
-Three replicas train a small model together. One after the other is struck: where a sync begins, while it is in flight,
-where it ends. No sync commits on a failed reduction (the trainers look themselves), who commits the same sync has the
-same global weights and outer state, and a newcomer has them after its first.
+Three replicas train a small model together. One after the other is struck: at the start of a sync, in flight, at its
+end. No sync commits on a failed reduction (the trainers check this). Replicas that commit the same sync have the same
+global weights and outer state. A newcomer has them after its first sync.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS: Final = {
     "two in flight": Syncs(fragments=4, sync_every=8, delay=3),
     "without delay": Syncs(fragments=1, sync_every=2),
 }
-# Where a sync is when it comes there: it begins, it is in flight, it ends, its state travels.
+# The phase of a sync at each place: it begins, it is in flight, it ends, its state travels.
 PHASES: Final = {
     "begins": (Place.QUORUM, Place.CONFIGURE, Place.REDUCTION),
     "is in flight": (Place.FORWARD, Place.BACKWARD),
@@ -37,7 +37,7 @@ BLOWS: Final = (
     *(Blow(Action.HANG, place, ends_by_kill=True) for places in PHASES.values() for place in places),
     Blow(Action.RAISE, Place.OPTIMIZER),
 )
-# What every run of the tests has: each phase and each action.
+# The blows of every run of the tests: each phase and each action.
 SPREAD: Final = {
     "one in flight": (
         Blow(Action.FAIL, Place.REDUCTION),
@@ -54,7 +54,7 @@ SPREAD: Final = {
     ),
     "without delay": (Blow(Action.KILL, Place.QUORUM), Blow(Action.FAIL, Place.HEALING)),
 }
-# The last rank of a group is struck, and where it votes the first.
+# The last rank of a group is struck, and at the vote the first.
 IN_GROUPS_OF_TWO: Final = (
     Blow(Action.KILL, Place.REDUCTION),
     Blow(Action.KILL, Place.VOTE),
@@ -62,7 +62,7 @@ IN_GROUPS_OF_TWO: Final = (
 
 
 def check_newcomers(cluster: Cluster) -> None:
-    """The first sync that a newcomer committed was committed by another too, with the same result."""
+    """Check that a newcomer's first committed sync was committed by another too, with the same result."""
     for group in cluster.groups:
         others = [event for each in cluster.groups if each is not group for event in commits_of(each)]
         for _, newcomer in group.all_trainers[len(group.trainers) :]:
@@ -72,7 +72,7 @@ def check_newcomers(cluster: Cluster) -> None:
 
 
 def commits_of(group: ReplicaGroup) -> list[Event]:
-    """All that its processes told of."""
+    """Return all commits that the group's processes reported."""
     return [event for _, trainer in group.all_trainers for event in trainer.events if event.kind == "commit"]
 
 
@@ -103,7 +103,7 @@ def test_a_spread_of_faults(spawn: Spawn, kind: str) -> None:
 
 @pytest.mark.timeout(150)
 def test_ranks_die_where_groups_of_two_have_two_syncs_in_flight(spawn: Spawn) -> None:
-    """A group is started again and heals whole; the other one goes on, both ranks alike."""
+    """A group is restarted and heals whole. The other one goes on, both ranks alike."""
     strike_all(spawn, "two in flight", IN_GROUPS_OF_TWO, groups=2, ranks=2)
 
 

@@ -1,6 +1,6 @@
-"""A job of ours on torchft's own lighthouse, their command from their wheel, with nothing switched on.
+"""A tft job on torchft's own lighthouse, with the command of its wheel and default settings.
 
-It trains, loses a replica, takes it back and heals it, and goes on when that lighthouse is killed and counts from 1
+The job trains, loses a replica, takes it back and heals it. It goes on when that lighthouse is killed and counts from 1
 again (scenario 15).
 """
 

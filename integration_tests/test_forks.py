@@ -1,5 +1,7 @@
-"""Trainers that fork, as every script with a DataLoader does: in each phase of a step, by every way, and a thousand
-epochs long. Whatever the children hold, a death is heard of at once, and nobody waits for a child."""
+"""Trainers that fork, as every script with a DataLoader does, in each phase of a step, in every way, for many epochs.
+
+Whatever the children hold, a death is detected at once, and no process waits for a child.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,10 @@ from tft_pg import ProcessGroupGloo
 from tft_pg.testing import WAYS, end_children
 from tft_pg.testing.forking import FORKS
 
-NEWS_S: Final = 2.5  # of a death, on a busy machine; without news the heartbeat's time-out tells after 5 s
+# bound on the news of a death, on a busy machine; without news heartbeat_timeout detects it after 5 s
+NEWS_S: Final = 2.5
 AT_ONCE: Final = timedelta(milliseconds=1)
-# Each phase of a step; the two ends of a healing come on two replicas.
+# Each phase of a step. The two ends of a healing come on two replicas.
 OF_A_STEP: Final = tuple(place for place in Place if place is not Place.SERVING)
 
 
@@ -53,7 +56,7 @@ def job(spawn: Spawn, lighthouse: LighthouseServer) -> Iterator[Job]:
 
 
 def forks_at(name: str, *places: Place, rank: int = 0) -> tuple[Fault, ...]:
-    """A pause of a millisecond at each place, the first time that the rank comes there: it forks before it."""
+    """Return a pause of a millisecond at each place, on the rank's first arrival there. The rank forks before it."""
     return tuple(Fault(action=Action.HANG, place=place, replica=name, rank=rank, hang_for=AT_ONCE) for place in places)
 
 
@@ -71,7 +74,7 @@ def listening_ports(*processes: psutil.Process) -> set[int]:
 
 
 def check_that_the_death_is_known(job: Job, survivor: Trainer, victim: Trainer, kill: Kill) -> None:
-    """Kill one whose children live on; the other commits alone before a beat could be missed."""
+    """Kill a trainer whose children live on, and check that the other commits alone before a beat could be missed."""
     children = children_of(victim)
     assert children
     killed_s = time.time()
@@ -103,7 +106,7 @@ def test_a_trainer_forks_in_every_phase_of_a_step(job: Job, kill: Kill, over_gro
 
 
 def test_the_death_of_a_rank_with_children_ends_its_group(job: Job, kill: Kill) -> None:
-    """Nobody but its stream to the manager server tells of it: that is another process's child."""
+    """Only the rank's stream to the manager server shows its end, because it is another process's child."""
     of_a, of_b = Launcher(job, "a"), Launcher(job, "b")
     a = of_a.start()
     job.until(lambda: a[0].step > 2, "a has begun")
@@ -121,13 +124,13 @@ def test_the_death_of_a_rank_with_children_ends_its_group(job: Job, kill: Kill) 
 
 @dataclass
 class Loader:
-    """How a trainer with a loader trains.
+    """The settings of a trainer with a loader.
 
     Args:
         lighthouse: address.
         name: of the replica.
-        log: what it says on standard output and standard error, with what libraries in C say.
-        method: to start workers.
+        log: file for standard output and standard error, with the output of C libraries.
+        method: start method of the workers.
         persistent: the workers stay from one epoch to the next.
     """
 
@@ -139,7 +142,7 @@ class Loader:
 
 
 def train_with_workers(loader: Loader, connection: Connection) -> None:
-    """Train epoch after epoch with two forked workers until a message comes; tells of each epoch and each stall."""
+    """Train epoch after epoch with two forked workers until a message comes. Report each epoch and each stall."""
     descriptor = os.open(loader.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -180,14 +183,14 @@ def train_with_workers(loader: Loader, connection: Connection) -> None:
 
 
 def run_epochs(job: Job, start: Callable[[str], Trainer], kill: Kill, *, epochs: int, every: int) -> dict[str, Any]:
-    """Let one train so many epochs, and let the other be killed and join after every few of them. Returns: figures."""
+    """Let one replica train that many epochs, and kill and restart the other every few of them. Returns: figures."""
     began_s = time.time()
     a, b = start("a"), start("b")
     faults: list[float] = [began_s]
     left: list[psutil.Process] = []
 
     def trains_together() -> bool:
-        """Whether both have trained since the last fault, and together."""
+        """Return whether both have trained since the last fault, and together."""
         own = [event for event in b.events if event.kind == "epoch" and event.participants == 2]
         return bool(own) and a.of_kind("epoch")[-1].participants == 2
 
@@ -196,11 +199,11 @@ def run_epochs(job: Job, start: Callable[[str], Trainer], kill: Kill, *, epochs:
         if turn % every:
             continue
         job.until(trains_together, "b trains too")
-        # A worker that was forked in the moment of the kill takes its parent's heir for its parent, and would stay.
+        # A worker that is forked at the moment of the kill takes its new parent for its own, and would stay.
         victim = psutil.Process(b.process.pid)
         victim.suspend()
         while victim.status() != psutil.STATUS_STOPPED:
-            time.sleep(0.01)  # no event tells of it, and the others wait for it
+            time.sleep(0.01)  # no event reports the stop, and the others wait for it
         workers = victim.children(recursive=True)
         faults.append(time.time())
         kill(b.process.pid or 0)
@@ -227,7 +230,7 @@ def run_epochs(job: Job, start: Callable[[str], Trainer], kill: Kill, *, epochs:
 
 @final
 class Check:
-    """The same for all loops: the fixtures that they need, and what must hold."""
+    """The common part of all loops: their fixtures, and their requirements."""
 
     def __init__(self, job: Job, lighthouse: LighthouseServer, kill: Kill, folder: Path) -> None:
         self._job = job
@@ -252,14 +255,14 @@ def check_epochs(job: Job, lighthouse: LighthouseServer, kill: Kill, tmp_path: P
 
 
 def check_figures(figures: dict[str, Any], folder: Path, stall_s: float) -> None:
-    """On a busy machine a step may take a second for want of a core; whoever waits for a child waits for minutes."""
+    """Check the figures. A step on a busy machine may take a second, but a wait for a child would take minutes."""
     print(figures)
     assert max(figures["that no fault explains"], default=0.0) < stall_s, figures
     said = {log.name: without_lost_askers(log.read_text(errors="replace")) for log in sorted(folder.glob("*.log"))}
     assert {name: text for name, text in said.items() if text} == {}
 
 
-# Python's thread that hands out descriptors prints this when a worker ends while it asks for one.
+# Python's thread that hands out descriptors prints this when a worker ends during a request for one.
 LOST_ASKER: Final = re.compile(
     r"Traceback \(most recent call last\):\n"
     r'  File "[^"]*/multiprocessing/resource_sharer\.py", line \d+, in _serve\n(?:    .*\n)+'
@@ -269,7 +272,7 @@ LOST_ASKER: Final = re.compile(
 
 
 def without_lost_askers(text: str) -> str:
-    """What else is said: no frame of these tracebacks is outside Python's multiprocessing."""
+    """Return the rest of the text. All frames of the removed tracebacks are in Python's multiprocessing."""
     return LOST_ASKER.sub("", text)
 
 

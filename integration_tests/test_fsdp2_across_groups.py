@@ -1,7 +1,7 @@
-"""FSDP2 and tensor parallelism across replica groups: what torch's own hybrid sharding computes, bit for bit.
+"""FSDP2 and tensor parallelism across replica groups: equal to torch's own hybrid sharding, bit for bit.
 
 A mesh of one replica group is extended by a dimension across the groups, over a Manager's participants. The reference
-is torch's own mesh of all processes; where a replica group dies, the reference goes on as plain FSDP2.
+is torch's own mesh of all processes. After the death of a replica group, the reference continues as plain FSDP2.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from tft_pg.testing import Bench
 
 STEPS = 12
 STEPS_ALONE = 4
-EXCHANGE_AT = 3  # at this step of both they do what is no training
+EXCHANGE_AT = 3  # at this step of both they exchange data outside the training
 FOR_EVER = 10_000
 
 pytestmark = pytest.mark.timeout(150)  # on a busy machine
@@ -77,14 +77,14 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
     def take(self) -> dict[str, Any]:
-        """This process's part of parameters and optimizer."""
+        """Return this process's part of parameters and optimizer."""
         return {
             name: {"weight": local(parameter.data), "optimizer": local(dict(self.optimizer.state[parameter]))}
             for name, parameter in self.model.named_parameters()
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Become what another process at this place has taken."""
+        """Load the state that another process at this place has taken."""
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter, DTensor)
             part, mesh, placements = parameter.to_local(), parameter.device_mesh, parameter.placements
@@ -102,7 +102,7 @@ class Training:
         self.model(batch(step, place)).square().mean().backward()
 
     def die_in_backward(self) -> None:
-        """Kill this process in the next backward pass, when the last layer's gradients are there, the first's not."""
+        """Kill this process in the next backward pass, after the last layer's gradients and before the first's."""
 
         def end(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
             output.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
@@ -111,7 +111,7 @@ class Training:
 
 
 def train_as_torch_does(place: Place, connection: Connection, participants: list[int]) -> None:
-    """The reference: where two take part, torch's own mesh of two replicas; where one does, plain FSDP2 in each."""
+    """Train the reference: torch's own mesh of two replicas, or plain FSDP2 in each when one takes part."""
     initialize(place.port, place.replica * place.world_size + place.rank, 2 * place.world_size)
     mesh = init_device_mesh("cpu", (2, *place.shape), mesh_dim_names=("dp", *NAMES))
     trainings = {
@@ -132,10 +132,10 @@ def train_as_torch_does(place: Place, connection: Connection, participants: list
 
 
 def train_managed(place: Place, connection: Connection, hook_first: bool) -> None:
-    """One process of a replica group, for as many steps as it is told, or until it has outlived the other group.
+    """Run one process of a replica group, for the given number of steps, or until it has outlived the other group.
 
-    It trains two models side by side, one for each way to reduce across; they stay equal. The second of two groups
-    dies in the middle of a backward pass, when it has committed STEPS together with the first.
+    The process trains two models side by side, one for each way to reduce across. They stay equal. The second of two
+    groups dies in the middle of a backward pass, after STEPS commits together with the first.
     """
     initialize(place.port, place.rank, place.world_size)
     with telling(connection), make_manager(place, min_replica_size=1) as manager:
@@ -176,7 +176,7 @@ def train_managed(place: Place, connection: Connection, hook_first: bool) -> Non
 
 
 def exchange(place: Place, connection: Connection, mesh: DeviceMesh, training: Training) -> None:
-    """After a commit: reduce whole numbers over the participants; load one group's state on the other."""
+    """Reduce integers over the participants after a commit, and load one group's state on the other."""
     pg = mesh.get_group("dp")
     tokens = torch.tensor([place.replica + 1, 10 * (place.replica + 1)])
     assert funcol.all_reduce(tokens, "sum", pg).tolist() == [3, 30]
@@ -194,7 +194,8 @@ def exchange(place: Place, connection: Connection, mesh: DeviceMesh, training: T
         torch.save(state, saved)
         connection.send(Event("state", state=saved.getvalue()))
         return
-    with torch.serialization.safe_globals([_StridedShard]):  # torch 2.11 does not know it for its own
+    # torch 2.11 does not include its own class in the safe list
+    with torch.serialization.safe_globals([_StridedShard]):
         loaded = torch.load(io.BytesIO(connection.recv()), weights_only=True)
     other = make_model(mesh, data_parallel=("dp", "shard"))
     assert digest(local(get_model_state_dict(other))) != digest(local(state))
@@ -220,7 +221,7 @@ def lighthouse() -> Iterator[str]:
 def start_managed(
     processes: Processes, lighthouse: str, *, shape: tuple[int, int], replicas: tuple[int, ...], hook_first: bool
 ) -> list[Place]:
-    """Start replica groups, and have them begin their first step when all of them are known to the lighthouse."""
+    """Start replica groups, and let them begin their first step when the lighthouse knows all of them."""
     places = [
         place
         for i in replicas
@@ -255,7 +256,7 @@ def test_two_replica_groups_are_torchs_hybrid_sharding_bit_for_bit_and_one_that_
 
 
 class Participants:
-    """A Manager whose participants all give the same."""
+    """A replacement for a Manager whose participants all give the same."""
 
     def __init__(self, number: int) -> None:
         self.strategy = SimpleNamespace(attempt=1, verdict=None)
@@ -271,7 +272,7 @@ class Participants:
 
 
 def summing(model: nn.Sequential, factor: float) -> nn.Sequential:
-    """FSDP2 sums, and divides by a factor of the user's."""
+    """Configure FSDP2 to sum, and to divide by a factor of the user's."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(factor)
@@ -280,7 +281,7 @@ def summing(model: nn.Sequential, factor: float) -> nn.Sequential:
 
 
 def compare_gradients(place: Place, connection: Connection, shape: tuple[int, int]) -> None:
-    """Compare what FSDP2 makes of several shards' gradients with their mean, in each dtype."""
+    """Compare FSDP2's gradient of several shards with their mean, in each dtype."""
     initialize(place.port, place.rank, place.world_size)
     place = replace(place, shape=shape)
     manager: Any = Participants(3)
@@ -317,7 +318,7 @@ def test_the_gradient_is_the_mean_over_shards_and_participants(processes: Proces
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # float16 is reduced in float32
 def test_the_mean_of_three_is_torchs_own_bit_for_bit(dtype: torch.dtype) -> None:
-    """No power of two, so that dividing in another way would round in another way."""
+    """Three is no power of two, so another way to divide would round differently."""
 
     def failed(error: Exception) -> None:
         raise error

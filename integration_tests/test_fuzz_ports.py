@@ -1,8 +1,8 @@
 """Damaged connections at the ports of the servers, while an honest client is served without a pause.
 
-`test_bad_input` damages messages inside good connections; here the bytes of the connections themselves are damaged:
-the preface, the frames of HTTP/2, their lengths, kinds and streams, the headers, and the messages inside. Nothing may
-crash, hang or grow: no memory, no thread, no descriptor.
+`test_bad_input` damages messages inside good connections. This test damages the bytes of the connections themselves:
+the preface, the frames of HTTP/2, their lengths, kinds and streams, the headers, and the messages inside. The server
+must not crash or hang. Its memory, threads and descriptors must not grow.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from tft_coord.wire import services
 
 FUZZ_S: Final = 2.5
 SOAK_S: Final = 300.0
-AT_ONCE: Final = 8  # connections that are open together
-CALLS: Final = 4  # over one connection
-FRAME_HEAD_BYTES: Final = 9  # of HTTP/2
+AT_ONCE: Final = 8  # number of concurrent connections
+CALLS: Final = 4  # number of calls on one connection
+FRAME_HEAD_BYTES: Final = 9  # size of an HTTP/2 frame header
 DATA: Final = 0
-SILENT_S: Final = 0.04  # longer than a call has time
+SILENT_S: Final = 0.04  # longer than the deadline of a call
 LISTEN_S: Final = 0.3
-GONE_WITHIN_S: Final = 20.0  # a connection that says nothing more is closed after heartbeat_timeout
+GONE_WITHIN_S: Final = 20.0  # a silent connection is closed after heartbeat_timeout
 POOL_NAME: Final = "event_engine"
-POOL_MORE: Final = 4  # of grpc's own threads: it starts more while all are busy
+POOL_MORE: Final = 4  # more of grpc's own threads, which it starts while all are busy
 POOL_MORE_IN_MINUTES: Final = 48
 
 
 def conversation(script: Script, number: int, *, spares: bool) -> list[bytes]:
-    """A good session, write by write; one that spares does not end what later ones are to reach."""
+    """Return a good session, write by write. With `spares` it does not end what later sessions are to reach."""
     said = Recorder()
     stream = Connection(said)
     first, *messages = script.session(number)
@@ -67,7 +67,7 @@ def conversation(script: Script, number: int, *, spares: bool) -> list[bytes]:
 
 
 def calls(script: Script, numbers: range) -> list[bytes]:
-    """Good unary calls, write by write, over one connection."""
+    """Return good unary calls, write by write, over one connection."""
     said = Recorder()
     caller = Connection(said)
     for number in numbers:
@@ -76,7 +76,7 @@ def calls(script: Script, numbers: range) -> list[bytes]:
 
 
 def answers_in(reply: bytes) -> list[tuple[int, bytes]]:
-    """The whole messages of a server's words, each with the place of its call among those of the connection."""
+    """Return the whole messages of a server's reply, each with the position of its call on the connection."""
     at, data, found = 0, defaultdict[int, bytes](bytes), []
     while len(reply) - at >= FRAME_HEAD_BYTES:
         length, kind, stream = int.from_bytes(reply[at : at + 3], "big"), reply[at + 3], reply[at + 5 : at + 9]
@@ -93,7 +93,7 @@ def answers_in(reply: bytes) -> list[tuple[int, bytes]]:
 
 
 def heard(socks: Collection[socket]) -> dict[socket, bytes]:
-    """What is said on each of them until all have fallen silent."""
+    """Return what is received on each of them until all have fallen silent."""
     words, end = dict.fromkeys(socks, b""), time.monotonic() + LISTEN_S
     living = set(socks)
     while living and time.monotonic() < end and (ready := select(living, [], [], SILENT_S)[0]):
@@ -108,7 +108,7 @@ def heard(socks: Collection[socket]) -> dict[socket, bytes]:
 
 
 class Recorder:
-    """Stands where a socket would, and keeps what is written."""
+    """A replacement for a socket that keeps what is written."""
 
     def __init__(self) -> None:
         self.written: list[bytes] = []
@@ -118,7 +118,7 @@ class Recorder:
 
 
 def connected(port: int) -> socket:
-    """At a moment when the listening has just been ended, and goes on."""
+    """Connect, even if the server has just closed its listener and is about to reopen it."""
     end = time.monotonic() + GONE_WITHIN_S
     while True:
         try:
@@ -129,32 +129,33 @@ def connected(port: int) -> socket:
 
 
 def thread_names(pid: int) -> list[str]:
-    """Of its threads, as the system knows them."""
+    """Return the names of the process's threads, as the system knows them."""
     names = []
     for thread in psutil.Process(pid).threads():
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the thread has just ended
             names.append(Path(f"/proc/{pid}/task/{thread.id}/comm").read_text().strip())
     return names
 
 
 class Attacker(Protocol):
-    """Makes damaged connections; `told` is how often the server has said what, as far as it was listened to."""
+    """A maker of damaged connections. `told` counts the server's answers, as far as they were read."""
 
     told: Counter[str]
 
     def attack(self, number: int, *, spares: bool) -> None:
-        """Some connections at once, ended in any order; those that spare don't end what later ones are to reach."""
+        """Make some concurrent connections and end them in any order. With `spares` they don't end what later ones
+        need."""
 
 
 def with_damage(rng: random.Random, written: Sequence[bytes]) -> list[bytes]:
-    """Most often with some."""
+    """Return the writes, most often with some of them damaged."""
     share = rng.choice((0.0, 0.1, 0.5))
     return [damaged(rng, words) if rng.random() < share else words for words in written]
 
 
 @final
 class AtThePort:
-    """Connections that speak HTTP/2: sessions, or calls, or both; for whom there is a session nobody may call."""
+    """Connections that speak HTTP/2: sessions, calls, or both. No call acts for a rank that has a session."""
 
     def __init__(self, server: Watched, script: Script, rng: random.Random) -> None:
         self.told: Counter[str] = Counter()
@@ -193,7 +194,7 @@ class AtThePort:
 
 @dataclass(frozen=True)
 class Target:
-    """What is attacked: a port of a server, by whom, and in how many connections at most each answer must be heard."""
+    """An attack target: a server's port, an attacker, and for each answer the maximum number of connections for one."""
 
     server: str
     attacker: Callable[[Watched, Script, random.Random], Attacker]
@@ -223,7 +224,7 @@ TARGETS: Final = {
 
 
 def patient(honest: Callable[[], object]) -> Callable[[], None]:
-    """A call that met the very moment in which the listening was ended is made again, as clients do."""
+    """Return a call that is repeated if it met the moment in which the listener was closed, as clients do."""
     one_at_a_time = threading.Lock()
 
     def call() -> None:
@@ -241,7 +242,7 @@ def patient(honest: Callable[[], object]) -> Callable[[], None]:
 
 
 class Honest:
-    """A client that is served all the while, on a thread of its own."""
+    """A client that is served all the while, on a separate thread."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.slowest_s = 0.0
@@ -269,12 +270,12 @@ class Honest:
 
 
 def fuzz(name: str, folder: Path, seed: int, seconds: float, *, pool_more: int = POOL_MORE) -> int:
-    """Returns: how many connections were made."""
+    """Attack the target with damaged connections. Returns: number of connections."""
     rng, target = random.Random(seed), TARGETS[name]
     with PORTS[target.server](folder) as (server, served):
         honest = patient(served)
         attacker = target.attacker(server, SCRIPTS[target.server], rng)
-        for number in range(2):  # what grpc starts once and keeps
+        for number in range(2):  # grpc starts some threads once and keeps them
             attacker.attack(number, spares=True)
         server.check(honest, "the first connections")
         process = psutil.Process(server.pid)
@@ -294,7 +295,7 @@ def fuzz(name: str, folder: Path, seed: int, seconds: float, *, pool_more: int =
             fuzz_for(seconds, attack, target.reaches, attacker.told)
         assert client.failed is None, f"seed {seed}: {client.failed!r}"
         assert client.served > 0
-        # Many times what a busy machine costs it; a server that waits for a stranger takes as long as that likes.
+        # The bound is many times the cost on a busy machine. A server that waits for a stranger would exceed any bound.
         assert client.slowest_s < 5 * HONEST_WITHIN_S, f"seed {seed}: the honest client waited {client.slowest_s:.1f} s"
         end = time.monotonic() + GONE_WITHIN_S
         allowed = threads + Counter({POOL_NAME: pool_more})
@@ -310,7 +311,7 @@ def fuzz(name: str, folder: Path, seed: int, seconds: float, *, pool_more: int =
 
 
 def call_what_is_no_text(port: str, server: Watched, times: int) -> None:
-    """Each time over a connection of its own."""
+    """Call a method whose name is not valid UTF-8, on a fresh connection each time."""
     for _ in range(times):
         with connected(server.port) as sock:
             sock.settimeout(0.02)
@@ -322,7 +323,7 @@ def call_what_is_no_text(port: str, server: Watched, times: int) -> None:
 
 @pytest.mark.parametrize("port", SCRIPTS)
 def test_a_method_that_is_no_text_ends_no_listening(port: str, tmp_path: Path) -> None:
-    """grpc's server ends at the first one."""
+    """A plain grpc server stops listening at the first such call."""
     with PORTS[port](tmp_path) as (server, served):
         honest = patient(served)
         threads = psutil.Process(server.pid).num_threads()
@@ -334,7 +335,7 @@ def test_a_method_that_is_no_text_ends_no_listening(port: str, tmp_path: Path) -
 
 
 def test_a_call_that_ends_as_it_is_answered_is_no_news(tmp_path: Path) -> None:
-    """Its deadline passes in that very moment; grpc says so with a traceback."""
+    """The call's deadline passes at that moment, and grpc logs a traceback for it."""
     with PORTS["lighthouse"](tmp_path) as (server, served):
         for _ in range(30):
             said = Recorder()

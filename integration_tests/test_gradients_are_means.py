@@ -26,7 +26,7 @@ NAMES = ("a", "b")
 
 @dataclass(frozen=True)
 class Case:
-    """How two replicas train.
+    """The settings of two replicas' training.
 
     Args:
         wrapper: "buckets", "find unused", "pure", or "by hand": the script gives each gradient to `Manager.allreduce`.
@@ -46,7 +46,7 @@ class Case:
 
 
 class Net(torch.nn.Module):
-    """Its gradients are sums of its input, so that they are as large in any dtype."""
+    """A module whose gradients are sums of its input, so that their magnitude is equal in any dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ def batch(name: str, step: int, part: int, case: Case) -> torch.Tensor:
 
 
 def wanted(step: int, case: Case) -> torch.Tensor:
-    """The mean of the gradients of the weight; each replica's is the sum of two batches."""
+    """Return the mean of the weight's gradients. Each replica's gradient is the sum of two batches."""
     sums = [batch(name, step, 0, case).double() + batch(name, step, 1, case).double() for name in NAMES]
     shares = (3 / 8, 5 / 8) if case.weighted else (1 / 2, 1 / 2)
     return torch.stack([share * each for share, each in zip(shares, sums, strict=True)]).sum(0)
 
 
 def train(lighthouse: str, name: str, case: Case, connection: Connection) -> None:
-    """Tells of each step of both whether it committed, with the relative error of its gradient; at last how it ends."""
+    """Report each common step: whether it committed, and the relative error of its gradient. Report the end, too."""
     torch.set_num_threads(1)
     net = Net().to(case.dtype)
     if name in case.channels_last:

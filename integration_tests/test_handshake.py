@@ -1,4 +1,4 @@
-"""A replica of another shape, or with other settings, is refused by name before it meets anybody in a reduction."""
+"""A replica of another shape, or with other settings, is refused by name before it joins a reduction."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A trainer that hangs while its process lives: the others go on without it, and it comes back when it wakes up.
+"""A trainer hangs while its process lives: the others go on without it, and it comes back when it wakes up.
 
-No time-out helps here: reductions have a minute, and so has who has not asked. Only its beats tell, or their silence.
+No timeout helps here: reductions have a minute, and so have replicas that have not asked. Only the trainer's beats, or
+their absence, show the hang.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def test_the_others_go_on_and_it_comes_back(job: Job, how: str, where: Place | N
 
 @pytest.mark.timeout(120)
 def test_a_first_step_may_take_any_time(job: Job) -> None:
-    """It compiles, perhaps. The others wait for it, as long as their reductions allow."""
+    """The first step may compile. The others wait for it, as long as their reductions allow."""
     a, b = start(job, "a"), start(job, "b")
     job.until(lambda: a.committed_with(2) and b.committed_with(2), "both commit together")
     compiling = Fault(action=Action.HANG, place=Place.FORWARD, replica="c", hang_for=timedelta(seconds=4))

@@ -1,7 +1,7 @@
 """FSDP2 inside replica groups that are killed at any place of a step and healed: no hang, no mix-up, bit-equal.
 
-Each group of two processes begins with weights of its own, uneven and empty shards among them, so that equal digests
-come from healing alone. What a function of the user's gives holds DTensors, and what the other one gets does too.
+Each group of two processes begins with its own weights, with uneven and empty shards. So equal digests come from
+healing alone. The user's functions return and receive DTensors.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SOAK_FAULTS: Final = 4
 
 @dataclass(frozen=True)
 class Way:
-    """How the trainers shard, and give and take their state.
+    """The trainers' way to shard, and to return and load their state.
 
     Args:
-        extended: FSDP2 over the extended mesh; else over the group's own, with FSDP2's all-reduce hook.
-        by_torch: the state is that of torch.distributed.checkpoint.state_dict; else the modules' own.
-        use_async_quorum: as the Manager has it.
+        extended: FSDP2 over the extended mesh. False: over the group's own mesh, with FSDP2's all-reduce hook.
+        by_torch: the state is that of torch.distributed.checkpoint.state_dict. False: the modules' own.
+        use_async_quorum: as in the Manager.
     """
 
     extended: bool
@@ -72,13 +72,13 @@ class Way:
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer, in its own process."""
+    """Run the life of a trainer, in its own process."""
     os.environ.update(spec.environment)
     live(lambda tell: _train(spec, connection, tell), connection)
 
 
 def make_model() -> nn.Module:
-    """Parameters of 13, 5 and 1 rows, so that of two shards the second is smaller, or empty."""
+    """Return a model with parameters of 13, 5 and 1 rows, so that the second of two shards is smaller, or empty."""
     return nn.Sequential(nn.Linear(6, 13), nn.ReLU(), nn.Linear(13, 5), nn.LayerNorm(5), nn.Linear(5, 1, bias=False))
 
 
@@ -152,7 +152,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
 
 def kill_at(cluster: Cluster, turn: int, place: Place) -> None:
     """Kill a process of one group at a place, and wait until all groups commit together again."""
-    # Who is first among those who hold the state gives it.
+    # The first of those that hold the state serves it.
     group = cluster.groups[0 if place is Place.SERVING else turn % 2]
     starts = [each.starts + (each is group) for each in cluster.groups]
     cluster.strike(group, 0 if place in OF_RANK_ZERO else 1, Action.KILL, place)
@@ -162,7 +162,7 @@ def kill_at(cluster: Cluster, turn: int, place: Place) -> None:
 
 
 def kill_in_own_state_function(cluster: Cluster) -> None:
-    """Kill a rank of a group that heals while the other waits for it in a collective of the user's."""
+    """Kill a rank of a healing group while the other rank waits for it in a collective of the user's."""
     group = cluster.groups[1]
     starts = [each.starts + (each is group) for each in cluster.groups]
     ended = group.trainers[0]
@@ -190,7 +190,7 @@ def check_healed(cluster: Cluster, group: ReplicaGroup) -> None:
 
 
 def finish(cluster: Cluster) -> None:
-    """End it, and look at all that was ever told."""
+    """End the training, and check all reports."""
     cluster.finish()
     told = [event.text for group in cluster.groups for _, trainer in group.all_trainers for event in trainer.events]
     assert not [text for text in told if "mixed torch.Tensor" in text or "is a part of" in text]
@@ -240,7 +240,8 @@ def test_a_group_killed_at_random_places_heals_bit_equal(spawn: Spawn, seed: int
             place = choice.choice([None, *Place])
             if place is None:
                 kill_in_own_state_function(cluster)
-            elif place is Place.SERVING:  # of two groups one holds the state alone then, and its death would be the end
+            # of two groups one holds the state alone then, and its death would lose the state
+            elif place is Place.SERVING:
                 fail_to_serve(cluster)
             else:
                 kill_at(cluster, choice.randrange(2), place)

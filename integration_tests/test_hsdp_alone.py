@@ -1,4 +1,4 @@
-"""One replica group of two processes, alone: plain FSDP2 bit for bit, with each of torch's optimizers, for nothing."""
+"""One replica group of two processes, alone: plain FSDP2 bit for bit, with each of torch's optimizers, at no cost."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9}),
     "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
 }
-# With FSDP2 alone already: operations that DTensor does not have, gradients that are no sparse ones, a closure.
+# These fail with FSDP2 alone already: they use operations that DTensor lacks, sparse gradients, or a closure.
 UNSUPPORTED_BY_TORCH = {"Adafactor", "Rprop", "SparseAdam", "LBFGS"}
 
 pytestmark = pytest.mark.timeout(120)  # for all optimizers together, which the first test waits for
 
 
 def sharded_model(mesh: DeviceMesh) -> nn.Module:
-    """Of matrices alone, which every optimizer takes."""
+    """Return a model of matrices alone, which every optimizer accepts."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 12, bias=False))
     for layer in (model[0], model[2]):
@@ -77,7 +77,7 @@ def compare(name: str, manager: Manager, place: Place, meshes: dict[str, DeviceM
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """This process's part of parameters, gradients and optimizer."""
+    """Return this process's part of parameters, gradients and optimizer."""
     return [
         torch.as_tensor(local(each))
         for parameter in model.parameters()
@@ -86,7 +86,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.T
 
 
 def train(place: Place, connection: Connection) -> None:
-    """One process, through all optimizers."""
+    """Run one process through all optimizers."""
     initialize(place.port, place.rank, place.world_size)
     with telling(connection), make_manager(place, min_replica_size=1) as manager:
         inner = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
@@ -101,7 +101,7 @@ def train(place: Place, connection: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def passed(forkserver: ForkServerContext) -> Iterator[tuple[set[str], str]]:
-    """The optimizers that both processes have passed, and the first failure, if there was one."""
+    """Yield the optimizers that both processes have passed, and the first failure or the empty string."""
     with (
         LighthouseServer("127.0.0.1:0", join_timeout_ms=10_000, heartbeat_timeout_ms=20_000) as server,
         spawning(forkserver) as spawn,

@@ -1,7 +1,7 @@
-"""Pipeline parallelism inside replica groups, with torch's own schedules: the same with and without fault tolerance.
+"""Pipeline parallelism inside replica groups, with torch's own schedules: equal with and without fault tolerance.
 
-Two replica groups of two stages each. A stage is a plain module, whose gradients are reduced when the schedule is done,
-or it is sharded, and reduced by FSDP2 in the schedule. The reference is reduced over a group of torch's own.
+There are two replica groups of two stages each. A stage is a plain module, whose gradients are reduced after the
+schedule. Or it is sharded, and FSDP2 reduces it in the schedule. The reference is reduced over a group of torch's own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Stage:
         schedule: torch's class.
         place: its rank is the stage.
         stages: the mesh dimension of the stages of this replica group.
-        shards: what the stage is sharded over; None: it is a plain module.
+        shards: the mesh that the stage is sharded over. None: the stage is a plain module.
     """
 
     def __init__(self, schedule: Any, place: Place, stages: DeviceMesh, shards: DeviceMesh | None) -> None:
@@ -67,7 +67,7 @@ class Stage:
         self._place = place
 
     def run(self, step: int) -> None:
-        """Forward and backward of all microbatches."""
+        """Run forward and backward of all microbatches."""
         seed = torch.Generator().manual_seed(10 * step + self._place.replica)
         x, target = torch.randn(8, 16, generator=seed), torch.randn(8, 12, generator=seed)
         self.optimizer.zero_grad()
@@ -91,14 +91,15 @@ class Stage:
 
 
 def reduce_plainly(manager: Manager, stage: Stage) -> None:
-    """When the schedule is done."""
+    """Reduce the gradients after the schedule."""
     works = [manager.allreduce(gradient) for gradient in stage.gradients()]
     for work in works:
         work.wait()
 
 
 def train(place: Place, connection: Connection, world_port: int) -> None:
-    """One process: each way to train side by side, with each schedule; then one group dies, and the other goes on."""
+    """Run one process: train in each way side by side, with each schedule. Then one group dies, and the other goes
+    on."""
     initialize(world_port, 2 * place.replica + place.rank, 4)
     with telling(connection), make_manager(place, min_replica_size=1, init_sync=False) as manager:
         world = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "stage", "shard"))
@@ -130,7 +131,7 @@ def train(place: Place, connection: Connection, world_port: int) -> None:
 
 
 def meet(manager: Manager) -> None:
-    """Give up steps until one has both groups in it."""
+    """Fail steps until one has both groups in it."""
     participants = 0
     while participants < 2:
         manager.start_quorum()
@@ -140,13 +141,13 @@ def meet(manager: Manager) -> None:
 
 
 def take_step(manager: Manager, stages: dict[str, Stage], step: int, group: dist.ProcessGroup | None) -> bool:
-    """One step in each way, compared bit for bit. Returns: whether it was committed.
+    """Run one step in each way, and compare them bit for bit. Returns: whether it was committed.
 
     Args:
-        manager: reduces, but for the reference.
-        stages: by way; all differ in how they are reduced alone.
+        manager: reduces all ways except the reference.
+        stages: by way. They differ only in their reduction.
         step: number of the batch.
-        group: over which the reference is reduced; None: the replica group is alone, or about to be.
+        group: for the reduction of the reference. None: the replica group is alone, or about to be.
     """
     manager.start_quorum()
     for way, stage in stages.items():

@@ -1,8 +1,8 @@
-"""All that FSDP2 can be asked for, across replica groups: what torch's own hybrid sharding computes, bit for bit.
+"""All options of FSDP2, across replica groups: equal to torch's own hybrid sharding, bit for bit.
 
-Two replica groups of two processes train each kind of model three times side by side: over an extended mesh, with
-`reduce_across`, and, because all four processes are in one world of torch's too, as torch's own hybrid sharding does.
-One start of the processes serves all kinds.
+Two replica groups of two processes train each kind of model three times side by side. The ways are an extended mesh,
+`reduce_across`, and torch's own hybrid sharding. The last is possible because all four processes are in one world of
+torch's too. One start of the processes serves all kinds.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ pytestmark = pytest.mark.timeout(240)  # for all variants together, which the fi
 
 @dataclass(frozen=True)
 class Meshes:
-    """What a way to train has to shard over.
+    """The meshes of a way to train.
 
     Args:
         roots: by layout.
-        replicated: they have a dimension "dp" in front.
+        replicated: the roots have a dimension "dp" in front.
     """
 
     roots: dict[str, DeviceMesh]
     replicated: bool
 
     def over(self, name: str, layout: str = "dense") -> DeviceMesh:
-        """To shard over one dimension, and to replicate over "dp" if there is one."""
+        """Return the mesh to shard over one dimension, and to replicate over "dp" if there is one."""
         return self.roots[layout][("dp", name) if self.replicated else (name,)]
 
     def info(self, name: str, layout: str) -> FSDPMeshInfo:
-        """As `over`, in the form in which FSDP2 wants the mesh of some parameters of a module."""
+        """Return `over` in FSDP2's format for the mesh of some parameters of a module."""
         mesh = self.over(name, layout)
         return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if self.replicated else FSDPMeshInfo(mesh, 0)
 
@@ -80,12 +80,12 @@ def usual(model: nn.Module, step: int, place: Place) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of model, and how it is trained.
+    """A kind of model, and its training.
 
     Args:
-        build: makes it, sharded.
-        backward: the backward passes of a step.
-        reduce: has it reduced across the groups, where its mesh is not extended.
+        build: creates the model, sharded.
+        backward: runs the backward passes of a step.
+        reduce: sets up the reduction across the groups, if the mesh is not extended.
     """
 
     build: Callable[[Meshes], nn.Module]
@@ -97,7 +97,7 @@ class Variant:
 
 
 def sharded(model: nn.Module, meshes: Meshes, *layers: nn.Module, **options: Any) -> nn.Module:
-    """Each layer by itself, then what is left."""
+    """Shard each layer separately, and then the rest."""
     for layer in layers:
         fully_shard(layer, mesh=meshes.over("shard"), **options)
     fully_shard(model, mesh=meshes.over("shard"), **options)
@@ -147,7 +147,7 @@ def accumulate(model: nn.Module, step: int, place: Place, *, sync_each: bool) ->
 
 
 class Pair(nn.Module):
-    """Two models of which one learns from the other's output, without gradients between them."""
+    """Two models, one of which learns from the other's output, without gradients between them."""
 
     def __init__(self, meshes: Meshes) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def train_pair(model: nn.Module, step: int, place: Place) -> None:
 
 
 class Tied(nn.Module):
-    """The same weight going in and coming out."""
+    """A model with the same weight for input and output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def tied(meshes: Meshes) -> nn.Module:
 
 
 class Branches(nn.Module):
-    """A branch that is not in every step."""
+    """A model with a branch that is not used in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def branches(meshes: Meshes, *, unused_too: bool) -> nn.Module:
     assert isinstance(model, FSDPModule)
     if unused_too:
         model.set_reduce_scatter_unused_params(True)
-        with torch.no_grad():  # torch gives zeros for what has been in a forward pass
+        with torch.no_grad():  # torch gives zeros for parameters that have been in a forward pass
             model(torch.ones(1, 16), with_branch=True)
     return model
 
@@ -222,7 +222,7 @@ def clip(model: nn.Module, step: int, place: Place) -> None:
 
 
 def seen_at_once(meshes: Meshes) -> nn.Module:
-    """Each gradient is copied as soon as it is there, as an optimizer in the backward pass reads it."""
+    """Copy each gradient as soon as it is there, as an optimizer in the backward pass reads it."""
     model = perceptron(meshes)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(see)
@@ -240,7 +240,7 @@ def compare_seen(model: nn.Module, step: int, place: Place) -> None:
 
 
 class Chunked(nn.Module):
-    """Its head is called by itself for each part of a batch, and reduced each time."""
+    """A model whose head is called separately for each part of a batch, and reduced each time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def train_tensor_parallel(model: nn.Module, step: int, place: Place) -> None:
 
 
 class Experts(nn.Module):
-    """A layer of two experts, one in each process; every process's tokens go half to one and half to the other."""
+    """A layer of two experts, one in each process. Half of every process's tokens go to each expert."""
 
     def __init__(self, meshes: Meshes) -> None:
         super().__init__()
@@ -299,7 +299,7 @@ class Experts(nn.Module):
 
 
 class Expertise(nn.Module):
-    """The experts as a module of their own, between others."""
+    """The experts as a separate module, between others."""
 
     def __init__(self, meshes: Meshes) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Expertise(nn.Module):
 
 
 def experts(meshes: Meshes) -> nn.Module:
-    """One module, whose experts are sharded over one mesh and the router over another: two groups of parameters."""
+    """Return a module with experts sharded over one mesh and a router over another: two groups of parameters."""
     model = Expertise(meshes)
     of_experts = meshes.info("rest", "parallel")
 
@@ -327,12 +327,12 @@ def experts(meshes: Meshes) -> nn.Module:
 
 
 def one_by_one(manager: Manager, model: nn.Module) -> None:
-    """Several models in one call."""
+    """Reduce several models in one call."""
     reduce_across(manager, *model.children())
 
 
 def own_hook(manager: Manager, model: nn.Module) -> None:
-    """A user's own hook, over a managed group."""
+    """Reduce with a user's own hook, over a managed group."""
     pg = ManagedProcessGroup(manager)
     pg.register("own")
     for module in model.modules():
@@ -372,7 +372,8 @@ VARIANTS = {
     "compiled": Variant(compiled),
     "compiled layers": Variant(compiled_layers),
 }
-if torch.__version__ >= "2.13":  # older ones have freed the head after the first part, with no hook and no mesh of ours
+# older versions free the head after the first part, even without the project's hook or mesh
+if torch.__version__ >= "2.13":
     VARIANTS["a head called in chunks"] = Variant(chunked, train_chunks)
 if hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
     VARIANTS["no gradient on one replica"] = Variant(
@@ -389,8 +390,8 @@ class Training:
     """One way to train a variant.
 
     Args:
-        variant: what is trained.
-        meshes: over which.
+        variant: the trained variant.
+        meshes: to shard over.
     """
 
     def __init__(self, variant: Variant, meshes: Meshes) -> None:
@@ -402,7 +403,7 @@ class Training:
         return [local(parameter.grad) for parameter in self.model.parameters()]
 
     def state(self) -> list[torch.Tensor]:
-        """This process's part of parameters and optimizer."""
+        """Return this process's part of parameters and optimizer."""
         state = self.optimizer.state
         return [
             local(each.detach())
@@ -438,7 +439,7 @@ def compare(variant: Variant, manager: Manager, place: Place, ways: dict[str, Me
 
 
 def train(place: Place, connection: Connection, world_port: int) -> None:
-    """One process, through all variants."""
+    """Run one process through all variants."""
     initialize(world_port, 2 * place.replica + place.rank, 4)
     with telling(connection), make_manager(place, min_replica_size=2, init_sync=False) as manager:
         worlds = {
@@ -464,7 +465,7 @@ def train(place: Place, connection: Connection, world_port: int) -> None:
 
 @pytest.fixture(scope="module")
 def passed(forkserver: ForkServerContext) -> Iterator[tuple[set[str], str]]:
-    """The variants that all processes have passed, and the first failure, if there was one."""
+    """Yield the variants that all processes have passed, and the first failure or the empty string."""
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=10_000, heartbeat_timeout_ms=20_000) as server,
         spawning(forkserver) as spawn,

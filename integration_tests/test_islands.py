@@ -1,7 +1,7 @@
-"""Replica groups of different sizes that synchronize through their group rank 0: they train, die, heal and stay equal.
+"""Replica groups of different sizes that synchronize through their group rank 0: they train, die, heal, stay equal.
 
-What each rank tells of a commit is the digest of all global weights and of the outer optimizer, whole, so that it is
-the same on every rank of every island, however many ranks there are and however they cut it.
+Each rank reports with a commit the digest of all global weights and of the outer optimizer, as whole tensors. So the
+digest is equal on every rank of every island, with any number of ranks and any sharding.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ WIDTHS: Final = (6, 8, 5, 1)
 
 @dataclass(frozen=True)
 class Way:
-    """How the islands train.
+    """The settings of the islands.
 
     Args:
-        sharded: by FSDP2 inside an island of several ranks; else data parallel.
-        fragments, delay, alpha, sync_every: of DiLoCo; no fragments: LocalSGD.
+        sharded: by FSDP2 inside an island of several ranks. False: data parallel.
+        fragments, delay, alpha, sync_every: of DiLoCo. No fragments: LocalSGD.
         on_cpu, buckets: of DiLoCo.
-        is_followed: nothing is random, and each inner step's weights are told.
-        islands: that must be there before anything is trained.
-        tensor_parallel: ranks among which layers are divided, beside the shards; such a model follows made gradients,
-            because the sums of its forward pass are rounded otherwise.
-        through_rank_zero: else each rank synchronizes its own part.
+        is_followed: nothing is random, and each inner step's weights are reported.
+        islands: number of islands needed before the training starts.
+        tensor_parallel: number of ranks that share each layer, beside the shards. Such a model uses generated
+            gradients, because the sums of its forward pass round differently.
+        through_rank_zero: False: each rank synchronizes its own part.
     """
 
     sharded: bool
@@ -98,7 +98,7 @@ class Way:
 
 
 def make_model() -> nn.Sequential:
-    """Rows that two or three shards get different numbers of, or none."""
+    """Return a model with rows that two or three shards divide unevenly, with empty shards."""
     return nn.Sequential(*(nn.Linear(*pair) for pair in itertools.pairwise(WIDTHS)))
 
 
@@ -112,7 +112,7 @@ def batch(replica: int, step: int) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, way: Way, replica: int, step: int) -> torch.Tensor:
-    """Of a whole model."""
+    """Return the loss of a whole model."""
     if way.tensor_parallel == 1:
         loss: torch.Tensor = model(batch(replica, step)).square().mean()
         return loss
@@ -121,7 +121,7 @@ def loss_of(model: nn.Module, way: Way, replica: int, step: int) -> torch.Tensor
 
 
 def made_gradients(model: nn.Module, replica: int, step: int) -> list[torch.Tensor]:
-    """Each cut as its parameter is."""
+    """Return generated gradients, each sharded as its parameter is."""
     generator = torch.Generator().manual_seed(1_000 * replica + step)
     gradients: list[torch.Tensor] = []
     for parameter in model.parameters():
@@ -138,7 +138,7 @@ def full(parameters: Any) -> list[torch.Tensor]:
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer, in its own process."""
+    """Run the life of a trainer, in its own process."""
     os.environ.update(spec.environment)
     live(lambda tell: _train(spec, connection, tell), connection)
 
@@ -146,7 +146,7 @@ def train(spec: Spec, connection: Connection) -> None:
 def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
     way: Way = spec.details
     _, ranks = join_own_group()
-    # Where every sync must succeed there is time for a machine that has other things to do.
+    # Where every sync must succeed, the timeout leaves time for a busy machine.
     quorum_timeout_ms = 5 * QUORUM_TIMEOUT_MS if way.is_followed else QUORUM_TIMEOUT_MS
     manager, injector = manager_with_faults(
         spec,
@@ -224,7 +224,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                     told = digest(whole(strategy.state_dict()))
                     tell(Event("commit", committed, lineage, told, manager.num_participants()))
         tell(Event("loss", manager.current_step()))
-    # Were torch's DDP the last that holds a Gloo group, this thread could wait for one that waits for Python's lock.
+    # If torch's DDP held the last reference to a Gloo group, this thread could wait for one that waits for the GIL.
     del forward
     gc.collect()  # it may be in a cycle
     dist.destroy_process_group()
@@ -255,7 +255,7 @@ MESH: Final = Way(sharded=True, fragments=2, delay=7, alpha=0.4, is_followed=Tru
     ],
 )
 def test_islands_follow_the_reference_to_the_last_bit(spawn: Spawn, sizes: tuple[int, int], way: Way) -> None:
-    """The ranks of an island are given one batch, so that it is one replica, whose mean over two ranks is exact."""
+    """The ranks of an island receive one batch, so that it is one replica, whose mean over two ranks is exact."""
     torch.manual_seed(0)
     wanted = reference(
         [make_model(), make_model()],
@@ -285,7 +285,7 @@ def test_islands_follow_the_reference_to_the_last_bit(spawn: Spawn, sizes: tuple
 
 
 def check_healed(cluster: Cluster, group: ReplicaGroup, starts: list[int]) -> None:
-    """That group alone was started again, and all are equal."""
+    """Check that only that group was restarted, and that all are equal."""
     cluster.until(lambda: group.starts > starts[cluster.groups.index(group)], "the whole group is started again")
     cluster.until_together(after=cluster.step)
     check_equal(cluster)
@@ -294,7 +294,7 @@ def check_healed(cluster: Cluster, group: ReplicaGroup, starts: list[int]) -> No
 
 
 def check_equal(cluster: Cluster) -> None:
-    """Whoever has committed a step has the same global weights and outer state, on every rank."""
+    """Check that equal commits have equal global weights and outer state, on every rank."""
     told: dict[tuple[int, int], set[str]] = {}
     for group in cluster.groups:
         for _, trainer in group.all_trainers:
@@ -305,7 +305,7 @@ def check_equal(cluster: Cluster) -> None:
 
 
 def strike(group: ReplicaGroup, rank: int, action: Action, place: Place) -> Fault:
-    """Let a fault happen to one rank when it comes to that place."""
+    """Let a fault strike one rank when it reaches that place."""
     fault = Fault(action=action, place=place, replica=group.name, rank=rank)
     group.trainers[rank].connection.send(fault)
     return fault
@@ -329,7 +329,7 @@ def test_islands_of_different_sizes_are_killed_and_heal_equal(spawn: Spawn, size
     with training_together(spawn, groups=2, ranks=sizes, trainer=train, details=way) as cluster:
         small, large = cluster.groups
         starts = [1, 1]
-        # Each rank's death is that of its island, which heals from the other, from fewer ranks and from more.
+        # Each rank's death ends its island, which heals from the other, with fewer ranks or with more.
         for group, rank in ((large, sizes[1] - 1), (small, 0)):
             group.trainers[rank].process.kill()
             check_healed(cluster, group, starts)

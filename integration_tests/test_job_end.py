@@ -1,4 +1,4 @@
-"""The end of a job is a fact that the lighthouse knows, and a replica that comes too late is told."""
+"""The lighthouse knows the end of a job, and tells it to a replica that comes too late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(90)
 
 HEARD_WITHIN_S: Final = 5.0
 
-# So many replicas train together, and 20 steps more, in so many runs one after the other. After 5 of them b evaluates,
+# This number of replicas train together for 20 steps, in several runs one after the other. After 5 steps b evaluates,
 # until there is a file named "go". At the end of each run c saves its result, until a has ended.
 SCRIPT: Final = """
 import os, sys, time, torch
@@ -66,7 +66,7 @@ for run in range(runs):
 
 
 class Job:
-    """Replicas of one script, and what the lighthouse logs of them."""
+    """Replicas of one script, and the lighthouse's log of them."""
 
     def __init__(self, spawn: Spawn, lighthouse: LighthouseServer, folder: Path, log: pytest.LogCaptureFixture) -> None:
         self._spawn, self._lighthouse, self._folder, self._log = spawn, lighthouse, folder, log
@@ -82,7 +82,7 @@ class Job:
         return [record.getMessage() for record in self._log.records if record.name == "tft_lighthouse"]
 
     def ended(self) -> str:
-        """The line that says that it has."""
+        """Return the line that reports the end."""
         give_up_at = time.monotonic() + HEARD_WITHIN_S
         while not (lines := [line for line in self.log() if " ended at step " in line]):
             assert time.monotonic() < give_up_at, self.log()
@@ -95,7 +95,7 @@ class Job:
 def job(
     spawn: Spawn, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Job]:
-    monkeypatch.chdir(tmp_path)  # what the forkserver's processes have as theirs
+    monkeypatch.chdir(tmp_path)  # the working directory of the forkserver's processes
     with (
         caplog.at_level(logging.INFO, "tft_lighthouse"),
         LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=500) as lighthouse,
@@ -150,7 +150,7 @@ def test_replicas_that_finish_together_are_not_lost(job: Job) -> None:
 
 
 def test_the_next_manager_of_the_same_script_begins_a_new_run(job: Job) -> None:
-    """As a sweep does, or finetuning after pretraining. Whoever is first waits for nobody who still saves."""
+    """A sweep does this, or finetuning after pretraining. The first replica waits for no replica that still saves."""
     scripts = [job.start(name, replicas=2, runs=3) for name in ("a", "c")]
     for script in scripts:
         assert script.ended().count("run ended") == 3

@@ -1,4 +1,4 @@
-"""Who leaves on purpose costs the others nothing: no step is lost, and no quorum waits. Who is killed by order ends."""
+"""A replica that leaves on purpose costs the others no step and no wait. A replica that is killed by order ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tft_lighthouse import LighthouseServer
 
 pytestmark = pytest.mark.timeout(180)  # several lives of real processes, on a machine that may be busy
 
-# Whoever waited for one that has left would wait so long; one that is lost by silence alone as well.
+# Waits for a replica that has left, and losses by silence alone, would take this long.
 JOIN_TIMEOUT_MS: Final = 30_000
 WAITED_S: Final = 10.0
 SOON: Final = timedelta(seconds=20)
@@ -41,7 +41,7 @@ def train_together(job: Job, trainers: Sequence[Trainer], participants: int) -> 
 
 
 def ends_well(job: Job, leavers: Iterable[Trainer]) -> int:
-    """They have left after one and the same step, which is returned, and their processes ended as they should."""
+    """Check that these left after the same step and that their processes ended well. Return that step."""
     leavers = list(leavers)
     job.until(lambda: all(each.ended for each in leavers), "those that leave end")
     for each in leavers:
@@ -53,7 +53,7 @@ def ends_well(job: Job, leavers: Iterable[Trainer]) -> int:
 
 
 def lost_nothing(job: Job, survivors: Sequence[Trainer], last: int, before: int, after: int) -> None:
-    """Each step after the one that they trained together from was committed, without waiting for anybody."""
+    """Check that each step since they trained together was committed, and that no wait took long."""
     job.until(lambda: all(each.step >= last + 10 for each in survivors), "the others go on")
     for each in survivors:
         began = next(index for index, event in enumerate(each.events) if event.participants == before)
@@ -129,7 +129,7 @@ def test_a_kill_ends_every_process_of_the_group_with_exit_code_one(job: Job) -> 
 def test_while_the_lighthouse_is_away_who_leaves_waits_no_longer_than_its_deadline(
     job: Job, lighthouse: LighthouseServer
 ) -> None:
-    trainer = job.start("a", **{**OPTIONS, "heal_timeout": timedelta(seconds=2)})  # which is the deadline, too
+    trainer = job.start("a", **{**OPTIONS, "heal_timeout": timedelta(seconds=2)})  # the deadline, too
     job.until(lambda: trainer.step >= 3, "it trains")
     lighthouse.shutdown()
     os.kill(trainer.process.pid or 0, signal.SIGTERM)

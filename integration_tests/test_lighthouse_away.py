@@ -1,4 +1,4 @@
-"""A lighthouse that is away, at the start and later, and replicas that train apart meanwhile."""
+"""A lighthouse is unavailable, at the start and later, while replicas train apart."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tft_lighthouse.shell import LighthouseShell
 from tft_pg import ProcessGroupGloo
 
 TWO_YEARS_MS: Final = 2 * 365 * 86_400_000
-WAIT_S: Final = 30.0  # for what comes at once on a machine that is not busy
+WAIT_S: Final = 30.0  # for events that come at once on an idle machine
 
 pytestmark = pytest.mark.timeout(120)
 
 
 class Lighthouse:
-    """At one address, there or not."""
+    """A lighthouse at one address, available or not."""
 
     def __init__(self) -> None:
         self.server: LighthouseServer | None = LighthouseServer("127.0.0.1:0", min_replicas=1)
@@ -41,7 +41,7 @@ class Lighthouse:
 
 @final
 class Told(logging.Handler):
-    """What Managers have said of quorums that did not come."""
+    """The Managers' messages on missing quorums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if "no quorum" in record.getMessage():
             self.sentences.append(record.getMessage())
-            if "can't be reached" in record.getMessage():  # not that the manager server still starts
+            if "can't be reached" in record.getMessage():  # excludes the message that the manager server still starts
                 self.unreachable.set()
             if "days ahead of the lighthouse's clock" in record.getMessage():
                 self.clock_behind.set()
@@ -65,7 +65,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Iterator[Told]:
     logger.addHandler(handler)
     yield handler
     logger.removeHandler(handler)
-    caplog.get_records("call").clear()  # they hold errors, which hold the frames of what they came through
+    caplog.get_records("call").clear()  # records hold errors, and errors hold the frames that they passed
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def lighthouse() -> Iterator[Lighthouse]:
 
 
 class Trainer:
-    """One replica, of one weight, of which an inner step takes one off; a sync is two steps long."""
+    """A replica with one weight. An inner step decreases it by one, and a sync takes two steps."""
 
     def __init__(self, manager: Manager) -> None:
         self.manager = manager
@@ -84,11 +84,12 @@ class Trainer:
         model = torch.nn.Module()
         model.weight = self.weight
         self.inner = torch.optim.SGD([self.weight], lr=1.0)
-        outer = torch.optim.SGD([self.weight], lr=1.0)  # alone, it makes the global weights what was sent
+        # with one replica, this makes the global weights equal to the sent ones
+        outer = torch.optim.SGD([self.weight], lr=1.0)
         self.strategy = DiLoCo(manager, [model], self.inner, outer, sync_every=4, fragment_sync_delay=2)
 
     def train(self, inner_steps: int) -> tuple[int, float]:
-        """Returns: committed steps, and the weight."""
+        """Train. Returns: committed steps, and the weight."""
         for _ in range(inner_steps):
             self.weight.grad = torch.ones(1)
             self.inner.step()
@@ -103,14 +104,14 @@ def replica(lighthouse: Lighthouse, *, quorum_timeout_s: float) -> Iterator[Trai
         lighthouse_addr=lighthouse.bind,
         hostname="localhost",
         quorum_timeout=timedelta(seconds=quorum_timeout_s),
-        lease=timedelta(),  # what is tried here is a request that is not answered
+        lease=timedelta(),  # the tests are about a request that is not answered
     ) as manager:
         yield Trainer(manager)
 
 
 @contextmanager
 def after(event: threading.Event, act: Callable[[], None]) -> Iterator[None]:
-    """`act` on another thread, when the event is set."""
+    """Call `act` on another thread when the event is set."""
 
     def wait() -> None:
         event.wait(WAIT_S)
@@ -123,7 +124,7 @@ def after(event: threading.Event, act: Callable[[], None]) -> Iterator[None]:
 
 
 def test_a_lighthouse_that_starts_after_the_trainers_is_waited_for(lighthouse: Lighthouse, told: Told) -> None:
-    """Longer than for a quorum; each wait that was too long is said, with the address."""
+    """The wait is longer than for a quorum. Each timed-out wait is logged, with the address."""
     lighthouse.end()
     with (
         replica(lighthouse, quorum_timeout_s=1.0) as trainer,
@@ -147,7 +148,7 @@ def test_training_goes_on_to_the_end_of_a_sync_and_waits_there(lighthouse: Light
         lighthouse.end()
         assert trainer.train(3) == (2, 5.0)
         at_the_end.set()
-        assert trainer.train(1) == (3, 6.0)  # what was sent two steps before
+        assert trainer.train(1) == (3, 6.0)  # the weights that were sent two steps before
     assert told.sentences == []
 
 
@@ -162,7 +163,7 @@ def test_a_sync_that_waits_in_vain_fails_and_the_job_goes_on_from_its_global_wei
             assert trainer.train(4) == (2, 8.0)
             assert len(told.sentences) == failed
         lighthouse.start()
-        while trainer.manager.current_step() == 2:  # at once, or after one wait more
+        while trainer.manager.current_step() == 2:  # at once, or after one more wait
             trainer.train(4)
         assert trainer.train(0) == (3, 6.0)
 

@@ -1,7 +1,7 @@
-"""The lighthouse is killed again and again, with kill -9, and comes back with an empty memory: no trainer ends by it.
+"""The lighthouse is killed repeatedly with kill -9, and comes back with an empty memory: no trainer ends by it.
 
-Whoever waits for a quorum waits on (I8); ids go on rising (I1), so that no key names two quorums; and a step is lost
-only to the death of a trainer. With a second lighthouse of the same cluster nobody waits for the first to come back.
+Replicas that wait for a quorum wait on (I8). Ids keep rising (I1), so no key names two quorums. A step is lost only to
+the death of a trainer. With a second lighthouse of the same cluster no replica waits for the first to come back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NewLighthouse = Callable[..., LighthouseProgram]
 
 @pytest.fixture
 def new_lighthouse(tmp_path: Path) -> Iterator[NewLighthouse]:
-    """`new_lighthouse("first")` is one that runs; `cluster_id=...` is one of several."""
+    """Return `new_lighthouse("first")`, which starts a lighthouse. `cluster_id=...` makes it one of several."""
     programs: list[LighthouseProgram] = []
 
     def start(name: str, **settings: str) -> LighthouseProgram:
@@ -51,7 +51,7 @@ def together(*trainers: Trainer) -> Callable[[], bool]:
 
 
 def go_on(job: Job, *trainers: Trainer) -> None:
-    """All commit a good many steps, together."""
+    """Wait until all have committed many more steps, together."""
     last = max(trainer.step for trainer in trainers)
     job.until(
         lambda: min(trainer.step for trainer in trainers) > last + STEPS_BETWEEN and together(*trainers)(),
@@ -70,7 +70,7 @@ def test_a_lighthouse_that_is_killed_again_and_again_ends_no_trainer(
     for number in range(num_kills):
         lighthouse.kill()
         if number == num_kills // 2:
-            # A trainer dies while there is nobody to tell of it, and another life of it comes.
+            # A trainer dies while no lighthouse can be told, and another life of it comes.
             kill(trainers[2].process.pid or 0)
             trainers[2] = job.start("c")
         lighthouse.start()
@@ -93,7 +93,7 @@ def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: N
     assert NEW_QUORUM.findall(second.said) == []
     first.kill()
     go_on(job, *trainers)
-    # What was started at the first address meanwhile is newer, and is not needed.
+    # The lighthouse that was started at the first address meanwhile is newer, and is not needed.
     first.start()
     second.kill()
     go_on(job, *trainers)
@@ -105,7 +105,7 @@ def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: N
 def test_one_that_was_started_first_stands_in_when_the_newer_one_is_gone(
     new_lighthouse: NewLighthouse, spawn: Spawn
 ) -> None:
-    """It sends the job to the newer one, until it is plain that nobody is there."""
+    """The older lighthouse sends the job to the newer one, until that is known to be gone."""
     older, newer = (new_lighthouse(name, cluster_id="ours") for name in ("older", "newer"))
     job = Job(spawn, cast(LighthouseServer, Addresses(newer, older)))
     trainers = [job.start(name) for name in ("a", "b")]
@@ -119,7 +119,7 @@ def test_one_that_was_started_first_stands_in_when_the_newer_one_is_gone(
 def test_halves_of_a_job_on_two_lighthouses_of_the_cluster_come_together_on_the_newer(
     new_lighthouse: NewLighthouse, spawn: Spawn
 ) -> None:
-    """Each has reached another one first; alone neither is enough."""
+    """Each half has reached another lighthouse first. Alone neither half is enough."""
     older, newer = (new_lighthouse(name, cluster_id="ours", min_replicas="2") for name in ("older", "newer"))
     addresses = Addresses(older, newer)
     job = Job(spawn, cast(LighthouseServer, addresses))
@@ -133,7 +133,7 @@ def test_halves_of_a_job_on_two_lighthouses_of_the_cluster_come_together_on_the_
 
 
 class Addresses:
-    """As much of a lighthouse as a Job needs: several addresses."""
+    """The part of a lighthouse that a Job needs: several addresses."""
 
     def __init__(self, *lighthouses: LighthouseProgram) -> None:
         self.address = ",".join(each.address for each in lighthouses)

@@ -1,4 +1,4 @@
-"""A lighthouse in a process of its own, and more clients than it will ever have: what it keeps of them is nothing."""
+"""A lighthouse in a separate process, with more clients than any real job has: it keeps nothing of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tft_coord.wire import codec, services
 WITHIN_S: Final = 30.0
 TOGETHER: Final = 100
 LIVES: Final = 1_500
-# What the allocator keeps of a burst; each life leaves some kilobytes until it is forgotten.
+# The allocator keeps some of a burst. Each life leaves some kilobytes until it is forgotten.
 GROWTH_BYTES: Final = 16 << 20
 
 
@@ -34,7 +34,7 @@ def a_lighthouse(folder: Path, heartbeat_timeout_ms: int = 600) -> Iterator[Watc
 
 
 def come(clients: Swarm, first: int) -> None:
-    """Each of them says hello and asks for a quorum."""
+    """Let each client say hello and ask for a quorum."""
     now_ms = time.time_ns() // 1_000_000
     for number, connection in enumerate(clients.connections, first):
         name, job = f"replica_{number}:u", "one" if number % 3 else f"job {number}"
@@ -84,7 +84,7 @@ def test_nor_do_fifty_thousand(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_does_not_read_is_ended_by_name_and_costs_no_memory(tmp_path: Path) -> None:
-    # Who answers no ping either is found by that, after a time-out.
+    # A client that does not answer pings either is detected by that, after a timeout.
     with a_lighthouse(tmp_path, heartbeat_timeout_ms=30_000) as server, swarm(server.port, 2) as clients:
         process = psutil.Process(server.pid)
         before_bytes = process.memory_info().rss
@@ -96,7 +96,7 @@ def test_a_stream_that_does_not_read_is_ended_by_name_and_costs_no_memory(tmp_pa
         ended = False
         most_bytes = 0
         for request in range(1, 3_000):
-            # Who says that it does not hold the quorum is given the whole of it, which is long.
+            # A member that reports no quorum receives the whole of it, which is long.
             asked = events.QuorumRequested(0, request, member, None)
             deaf.say(deaf.framed(codec.encode_to_lighthouse(asked, member if request > 1 else None)))
             if request % 50 == 0:

@@ -1,7 +1,7 @@
-"""A run in which groups are killed and come back ends with the loss of the same run without, within the seeds' noise.
+"""A run in which groups are killed and come back ends with the loss of the same run without faults, within seed noise.
 
-The same number of committed steps, the same seeds; the loss is that of text which is never trained on. What a step
-trains on does not depend on who takes part in it, so what differs is only the order in which numbers were added.
+The runs have equal numbers of committed steps and equal seeds. The loss is on text that is never trained on. A step's
+training data does not depend on its participants, so only the order of additions differs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from integration_tests.conftest import Spawn
 from integration_tests.language_model import MARGIN_STEPS, TINY, training_together
 
 SEEDS: Final = (0, 1, 2)
-STEPS_BETWEEN: Final = 30  # from when all train together to the next kill
+STEPS_BETWEEN: Final = 30  # from the common training of all to the next kill
 LONG: Final = Settings(steps=400, batch=24, context=32, characters=200_000, width=32, layers=2)
-SHORT: Final = replace(TINY, steps=150, batch=10)  # of which three groups get unequal shares
-SAME_SEED: Final = 1e-3  # of the loss; what rounding alone makes of it, with room
+SHORT: Final = replace(TINY, steps=150, batch=10)  # three groups get unequal shares of the batch
+SAME_SEED: Final = 1e-3  # share of the loss; the effect of rounding alone, with a margin
 
 
 def train(spawn: Spawn, settings: Settings, *, groups: int, kills: bool) -> tuple[float, int]:
-    """One run. Returns: the loss at the end, and how many processes were killed in it."""
-    hold_at = settings.steps - MARGIN_STEPS  # who comes back has these steps to join in
+    """Train once. Returns: the final loss, and the number of killed processes."""
+    hold_at = settings.steps - MARGIN_STEPS  # steps left for a restarted group to join in
     with training_together(spawn, groups=groups, settings=settings, hold_at=hold_at) as cluster:
         killed = 0
-        # The first kill comes whatever the step: on a busy machine one group trains far before the others have started.
+        # The first kill comes at any step. On a busy machine one group trains far before the others have started.
         while kills and (killed == 0 or cluster.step + STEPS_BETWEEN < hold_at):
             cluster.until_step(min(cluster.step + STEPS_BETWEEN, hold_at))
             cluster.kill(cluster.groups[killed % groups].trainers[0])

@@ -1,4 +1,4 @@
-"""Between a verdict and the next quorum: the loss and the tokens of the step that is over, reduced by all that can."""
+"""Between a verdict and the next quorum: the loss and the tokens of the past step, reduced by all that can."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
 LOSS: Final = {"a": 1.5, "b": 4.0}
-TOKENS: Final = {"a": 2**40, "b": 3}  # more than a float could count
-FAILS_AT: Final = 3  # of the steps with two participants; so much for the others too
+TOKENS: Final = {"a": 2**40, "b": 3}  # more than a float can count exactly
+FAILS_AT: Final = 3  # number of the failing step, among those with two participants
 DIES_AT: Final = 5
 LAST: Final = 8
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a replica found after a verdict.
+    """The reductions of a replica after a verdict.
 
     Args:
-        number: of the step, among those with two participants; 0: it had one.
+        number: of the step, among those with two participants. 0: it had one.
         committed: the verdict.
         worked: whether each reduction succeeded.
         results: sum of the losses, greatest loss, sum of the tokens, greatest number of tokens, mean of the losses.
-        kind: what `Trainer.of_kind` asks for.
+        kind: the kind for `Trainer.of_kind`.
     """
 
     number: int
@@ -120,7 +120,7 @@ def test_one_has_an_error_so_nobody_commits_and_both_reduce_nothing(spawn: Spawn
     a, b = start(job, spawn, lighthouse, "a"), start(job, spawn, lighthouse, "b")
     job.until(lambda: a.ended is not None and b.ended is not None, "both end")
     told = {trainer.name: {each.number: each for each in told_by(trainer) if each.number} for trainer in (a, b)}
-    # Each tells the other of its error, so the step is nobody's. Sums are over those that have committed.
+    # Each tells the other of its error, so neither commits the step. Sums are over replicas that have committed.
     for of_one in told.values():
         assert [number for number, each in of_one.items() if not each.committed] == [FAILS_AT]
         assert of_one[FAILS_AT].results[:4] == (0.0, -float("inf"), 0, torch.iinfo(torch.int64).min)

@@ -27,7 +27,7 @@ from tft_lighthouse import LighthouseServer
 
 SOON = timedelta(milliseconds=200)
 LATER = timedelta(seconds=20)
-PATIENT = Timeouts(heartbeat_timeout_ms=20_000)  # what ends sooner has ended for another reason
+PATIENT = Timeouts(heartbeat_timeout_ms=20_000)  # a call that ends sooner has ended for another reason
 
 
 @pytest.fixture(params=[1, 2], ids=["alone", "waits for another"])

@@ -1,4 +1,4 @@
-"""The example of a strategy of one's own: the mean is over the first two of three replicas."""
+"""The example of a custom strategy: the mean is over the first two of three replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 def commits(process: subprocess.Popen[str]) -> dict[int, tuple[bool, int, str]]:
-    """By step: whether the replica's own gradient counted, participants, digest."""
+    """Return by step: whether the replica's own gradient counted, participants, digest."""
     output, _ = process.communicate(timeout=55)
     assert process.returncode == 0, output
     lines = re.findall(r"^step (\d+) (counted|late) of (\d+), (\w+)$", output, re.MULTILINE)
@@ -54,6 +54,6 @@ def test_the_mean_is_over_the_first_two_of_three(launch: Launch, lighthouse: Lig
     for step in slow:
         counted, members, digests = zip(*(of_one[step] for of_one in told), strict=True)
         assert len(set(digests)) == 1, f"step {step}: {digests}"
-        # In the first step one replica's weights go to the others, which give nothing.
+        # In the first step one replica's weights go to the others, which contribute nothing.
         assert sum(counted) == min(K, members[0]), f"step {step}: {counted}"
     assert sum(counted for counted, _, _ in slow.values()) < STEPS / 2

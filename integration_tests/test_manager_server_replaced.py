@@ -23,7 +23,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 def manager_server(trainer: Trainer) -> psutil.Process:
-    """The one that runs, as soon as there is one."""
+    """Return the running manager server, as soon as there is one."""
     give_up_at = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up_at:
         try:
@@ -34,7 +34,7 @@ def manager_server(trainer: Trainer) -> psutil.Process:
 
 
 def test_a_manager_server_that_is_stopped_for_good_is_replaced(spawn: Spawn, lighthouse: LighthouseServer) -> None:
-    """Field report D6: the trainer waited until it was continued."""
+    """Field report D6: the trainer waited until the server was resumed."""
     job = Job(spawn, lighthouse)
     trainer = job.start("a")
     job.until(lambda: trainer.committed_with(1), "it trains")
@@ -50,7 +50,7 @@ def test_a_manager_server_that_is_stopped_for_good_is_replaced(spawn: Spawn, lig
 def test_a_manager_server_that_is_killed_while_it_starts_is_replaced(
     spawn: Spawn, lighthouse: LighthouseServer, after_s: float
 ) -> None:
-    """Field report D9: the trainer ended. Wherever in its start that is: some are killed when they serve already."""
+    """Field report D9: the trainer ended. The kill comes at any point of the start. Some servers serve already."""
     job = Job(spawn, lighthouse)
     trainer = job.start("a")
     server = manager_server(trainer)

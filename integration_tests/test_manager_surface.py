@@ -1,4 +1,4 @@
-"""Single calls of Managers in processes of their own, in the order that the test says."""
+"""Single calls of Managers in separate processes, in the order of the test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE_S: Final = 50.0
 
 
 class Last(logging.Handler):
-    """Keeps the last record of a Manager's quorums."""
+    """A handler that keeps the last record of a Manager's quorums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Last(logging.Handler):
 
 
 def obey(lighthouse: str, name: str, settings: dict[str, Any], connection: Connection) -> None:
-    """Do what is ordered, one call after the other, and tell what it returned or raised."""
+    """Perform orders, one call after the other, and report the result or the error of each."""
     torch.set_num_threads(1)
     weights = torch.zeros(1)
     with Manager(
@@ -93,14 +93,14 @@ class Puppet:
 
 
 def all_call(puppets: list[Puppet], call: str, **arguments: Any) -> list[Any]:
-    """All at the same time."""
+    """Let all make the call at the same time."""
     for puppet in puppets:
         puppet.begin(call, **arguments)
     return [puppet.answer() for puppet in puppets]
 
 
 def step(puppets: list[Puppet], **arguments: Any) -> list[Any]:
-    """One step of all; what each was told, or what its quorum raised."""
+    """Run one step of all. Return each verdict, or the error of its quorum."""
     all_call(puppets, "start_quorum", **arguments)
     all_call(puppets, "allreduce", value=1.0)
     return all_call(puppets, "should_commit")
@@ -111,7 +111,7 @@ NewPuppet = Callable[..., Puppet]
 
 @pytest.fixture
 def new_puppet(spawn: Spawn) -> Iterator[NewPuppet]:
-    """`new_puppet("a", min_replica_size=2)`; all of them are of one job, whose first quorum waits for two."""
+    """Return `new_puppet("a", min_replica_size=2)`. All are of one job, whose first quorum waits for two."""
     puppets: list[Puppet] = []
     with LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=5_000) as lighthouse:
 
@@ -135,7 +135,7 @@ def test_a_newcomer_waits_while_the_others_only_shrink(new_puppet: NewPuppet) ->
     while not newcomer.has_answered():
         assert step(old, shrink_only=True) == [True, True]
         assert all_call(old, "num_participants") == [2, 2]
-    # Its quorum fails, and costs it nothing but that: it asks again, and this time it is let in.
+    # Its quorum fails, and costs it nothing else. It asks again, and this time it is admitted.
     assert "DeadlinePassed" in newcomer.answer()
     assert newcomer.call("should_commit") is False
     assert (newcomer.call("num_participants"), newcomer.call("participating_rank")) == (0, None)
@@ -151,7 +151,7 @@ def test_a_newcomer_waits_while_the_others_only_shrink(new_puppet: NewPuppet) ->
         assert all_call(old, "should_commit") == [True, True]
     assert newcomer.answer() is None
     assert all_call(everybody, "allreduce", value=3.0) == [(True, 3.0)] * 3
-    # It heals: two of the three participate, and after the step one can still ask who did.
+    # The newcomer heals, so two of the three participate. After the step the participants can still be queried.
     assert all_call(everybody, "should_commit") == [True, True, True]
     assert all_call(everybody, "num_participants") == [2, 2, 2]
     assert all_call(everybody, "participating_rank") == [0, 1, None]
@@ -167,7 +167,7 @@ def test_a_reduction_that_takes_too_long_ends_for_all_and_the_next_step_commits(
     worked, _ = first.call("allreduce", value=1.0, timeout=timedelta(milliseconds=300))
     assert not worked
     assert first.call("errors")[0] == "DeadlinePassed"
-    # The other one comes later: its partner waits no more, and it does not wait for its own 20 seconds.
+    # The other one comes later. Its partner no longer waits, and it does not wait for its own 20 seconds.
     worked, _ = second.call("allreduce", value=1.0, timeout=timedelta(seconds=15))
     assert not worked
     assert "DeadlinePassed" not in second.call("errors")

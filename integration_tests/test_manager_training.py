@@ -21,7 +21,7 @@ LOSS_IS_TOLD_WITHIN_S: Final = 1.5  # after reconnect_grace, of 0.3 s, on a busy
 
 @pytest.fixture
 def new_job(spawn: Spawn) -> Iterator[NewJob]:
-    """`new_job(min_replicas=2)` is a job with a lighthouse of its own."""
+    """Return `new_job(min_replicas=2)`, which creates a job with its own lighthouse."""
     lighthouses: list[LighthouseServer] = []
 
     def start(*, min_replicas: int = 1) -> Job:
@@ -58,7 +58,7 @@ def test_two_replicas_with_other_weights_agree_from_the_first_step_on(new_job: N
 def test_a_newcomer_heals_and_its_snapshot_is_not_torn_by_the_sources_optimizer(
     new_job: NewJob, use_async_quorum: bool
 ) -> None:
-    """It joins a job that has long rebuilt its buckets, with modules used in another order than defined."""
+    """The job has long rebuilt its buckets, with modules used in another order than defined."""
     job = new_job()
     first = job.start("a", model="buckets", use_async_quorum=use_async_quorum)
     job.until(lambda: first.step >= 20, "the first trains alone")
@@ -67,7 +67,7 @@ def test_a_newcomer_heals_and_its_snapshot_is_not_torn_by_the_sources_optimizer(
     job.finish()
     healed = second.of_kind("healed")
     assert len(healed) == 1
-    # What was loaded is the source's state at the step before the newcomer's first commit, bit for bit.
+    # The loaded state is the source's state at the step before the newcomer's first commit, bit for bit.
     assert healed[0].digest == first.commits[min(second.commits) - 1].digest
     assert min(second.commits) > 20
     assert first.of_kind("failed") == []
@@ -92,7 +92,7 @@ def test_a_step_that_one_replica_lost_is_committed_by_nobody(new_job: NewJob) ->
     job.until(lambda: unlucky.step > 20 and together(lucky, unlucky)(), "both commit together again")
     job.finish()
     assert "injected" in unlucky.of_kind("failed")[0].text
-    # Each tells the other by the word of the round, and they try it again together.
+    # Each tells the other by the word of the round, and they repeat the step together.
     assert [[event.step for event in each.of_kind("failed")] for each in (lucky, unlucky)] == [[10], [10]]
     assert [each.commits[11].participants for each in (lucky, unlucky)] == [2, 2]
     assert lucky.commits[11].digest == unlucky.commits[11].digest
@@ -108,7 +108,7 @@ def test_a_spare_steps_in_when_a_participant_dies(new_job: NewJob, kill: Kill) -
     before = max(trainer.step for trainer in trainers)
     job.until(lambda: all(trainer.step > before + 5 for trainer in trainers[1:]), "the spare has stepped in")
     job.finish(trainers[1:])
-    # At step 0 all but one heal and give zeros; from then on two of the three count.
+    # At step 0 all but one heal and contribute zeros. From then on two of the three count.
     counts = {event.participants for trainer in trainers for event in trainer.commits.values() if event.step > 1}
     assert counts == {2}
 
@@ -129,8 +129,8 @@ def test_a_group_of_one_goes_on_when_its_manager_server_dies(new_job: NewJob) ->
     server = first.manager_server()
     server.kill()
     server.wait()
-    # A quorum that stands needs no manager server: the steps go on until the lighthouse says that it was lost, some
-    # 0.3 s later. Until then it is not over, and who ends would end without the other.
+    # A standing quorum needs no manager server. The steps go on until the lighthouse reports the loss, some 0.3 s
+    # later. Until then the quorum is valid, and a replica that ends would end without the other.
     told_s = time.time() + LOSS_IS_TOLD_WITHIN_S
     job.until(lambda: first.has_manager_server, "a new one serves")
     job.until(

@@ -1,4 +1,4 @@
-"""The votes of a group of two ranks, each a process of its own: a verdict belongs to its step."""
+"""The votes of a group of two ranks, each in a separate process: a verdict belongs to its step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 def vote(lighthouse: str, store_port: int, rank: int, votes_no_at: int | None, connection: Connection) -> None:
-    """Some steps of a rank; before each vote it waits for the test, and then tells the verdict."""
+    """Run some steps of a rank. Before each vote the rank waits for the test, and then reports the verdict."""
     torch.set_num_threads(1)
     with Manager(
         ProcessGroupGloo(),
@@ -68,20 +68,20 @@ class Ranks:
             self.pipes.append(ours)
 
     def begin(self, *limits_s: float) -> None:
-        """Both begin a step, and stop before its vote."""
+        """Let both begin a step, and stop before its vote."""
         for pipe, limit_s in zip(self.pipes, limits_s, strict=True):
             pipe.send(limit_s)
         for pipe in self.pipes:
             assert self.hear(pipe) == "ready"
 
     def verdict(self, rank: int) -> tuple[bool, int]:
-        """Let a rank vote, and wait for what it is told."""
+        """Let a rank vote, and return its verdict."""
         self.pipes[rank].send("vote")
         told: tuple[bool, int] = self.hear(self.pipes[rank])
         return told
 
     def verdicts(self) -> list[tuple[bool, int]]:
-        """Let both vote at the same time."""
+        """Let both vote at the same time, and return their verdicts."""
         for pipe in self.pipes:
             pipe.send("vote")
         return [self.hear(pipe) for pipe in self.pipes]
@@ -104,7 +104,7 @@ def test_fault_3_a_vote_that_timed_out_does_not_poison_the_next_one(spawn: Spawn
     for number in range(STEPS):
         late = number == LATE_AT
         ranks.begin(0.3 if late else 20.0, 20.0)
-        # Rank 1 comes only when rank 0 has been told no; it is told the same, and nobody has stepped.
+        # Rank 1 comes only after rank 0 has received a no. It receives the same, and no rank has stepped.
         verdicts = [ranks.verdict(0), ranks.verdict(1)] if late else ranks.verdicts()
         step += not late
         assert verdicts == [(not late, step)] * 2, f"step {number}"

@@ -26,7 +26,7 @@ TOLERANCE: Final = 1e-6
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a replica had after a backward pass whose step was committed.
+    """The gradient of a replica after a backward pass whose step was committed.
 
     Args:
         name: of the replica.
@@ -34,13 +34,13 @@ class Gradient:
         participating: whether its own batch counted.
         parameters: before the step, flat.
         gradient: flat.
-        kind: what `Trainer.of_kind` asks for.
+        kind: the kind for `Trainer.of_kind`.
     """
 
     name: str
     step: int
     participating: bool
-    # No tensors: one would be fetched from its sender when it is received, who may have ended by then.
+    # The fields are not tensors. A tensor would be fetched from its sender on arrival, and that may have ended by then.
     parameters: list[float]
     gradient: list[float]
     kind: str = "gradient"
@@ -51,7 +51,7 @@ def new_model() -> torch.nn.Module:
 
 
 def batch_of(*names: str) -> torch.Tensor:
-    """The samples of these replicas, the same in every step."""
+    """Return the samples of these replicas, the same in every step."""
     everybody = torch.randn(sum(SAMPLES.values()), FEATURES, generator=torch.Generator().manual_seed(5))
     own = dict(zip(SAMPLES, everybody.split(list(SAMPLES.values())), strict=True))
     return torch.cat([own[name] for name in names])
@@ -62,7 +62,7 @@ def flat(tensors: Iterator[torch.Tensor | None]) -> torch.Tensor:
 
 
 def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Connection) -> None:
-    """A replica whose batch has its own number of samples, until it is told at which step to stop."""
+    """Run a replica whose batch has its own number of samples, until the test gives the last step."""
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
     model = new_model()
@@ -84,7 +84,7 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
         while last is None or manager.current_step() < last:
             if connection.poll():
                 last = connection.recv()
-            time.sleep(0.005)  # the machine's cores are for those who start
+            time.sleep(0.005)  # leaves the machine's cores to starting processes
             step, parameters = manager.current_step(), flat(iter(model.parameters()))
             optimizer.zero_grad()
             manager.set_weight(len(batch))
@@ -113,7 +113,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 def check_gradients(trainers: list[Trainer]) -> set[tuple[str, ...]]:
-    """Each committed gradient is that of one process over all batches that counted; returns whose they were."""
+    """Check that each committed gradient is that of one process over all batches that counted. Return their owners."""
     by_step: dict[int, list[Gradient]] = {}
     for trainer in trainers:
         events: list[Any] = trainer.of_kind("gradient")

@@ -1,10 +1,8 @@
-"""One run, and every kind of fault in it, by chance, from a seed: killed, stopped, cut off, sent away, the lighthouse
-killed.
+"""One run with every kind of random fault, from a seed: kills, stops, cuts, leaves, and kills of the lighthouse.
 
-A fault strikes while all train together, or while an earlier one is not yet got over, as long as a majority is left.
-In the end all train together, have ended where they were told to, and at each step that any two of them have
-committed, whoever they were, their states are equal to the last bit. In the long runs faults come by the clock, and
-the time without a commit is counted.
+A fault strikes while all train together, or during an earlier fault, as long as a majority is left. In the end all
+train together, and have ended where they were told to. At each step that two of them have committed, their states are
+equal to the last bit. In the long runs faults come by the clock, and the time without a commit is counted.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ TIMEOUTS: Final = Timeouts(
 
 
 def suffer(run: Run, faults: int, record: Record) -> None:
-    """So many faults; every third or so comes while the one before is not yet got over."""
+    """Inject that many faults. Every third or so comes before the recovery from the one before."""
     rng = random.Random(faults)
     assert run.all_together(60), f"they never trained together; {run.job.story()}"
     longest_s = 0.0
@@ -86,7 +84,7 @@ def test_fifty_faults(forkserver: ForkServerContext, num_groups: int, record_tes
 def test_twenty_minutes_of_faults(
     forkserver: ForkServerContext, every_s: float, at_least: float, record_testsuite_property: Record
 ) -> None:
-    """Four groups with the default time-outs, and faults of all kinds; SEED and SECONDS are of the environment."""
+    """Four groups run with the default timeouts and faults of all kinds. SEED and SECONDS are environment variables."""
     seed = int(os.environ.get("SEED", "0"))
     seconds = float(os.environ.get("SECONDS", "1200"))
     with running(forkserver, num_groups=4, seed=seed, kinds=ALL_KINDS, batch_s=0.1) as run:

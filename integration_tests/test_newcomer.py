@@ -1,4 +1,4 @@
-"""A newcomer whose sources hear that it asks, and take their state at the step boundary."""
+"""A newcomer whose sources hear its request, and take their state at the step boundary."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from integration_tests.training import Event, Job, Spec, Trainer, _train
 from tft_algos.manager.early import LOOK_AFTER_ATTEMPTS
 from tft_lighthouse import LighthouseServer
 
-LIVES = 6  # in each of which a newcomer may ask when the others have just begun to wait for it
-BATCH_S = 0.1  # so long that what a newcomer asks is most often heard before the next boundary
+LIVES = 6  # in each of them a newcomer may ask when the others have just begun to wait for it
+BATCH_S = 0.1  # long enough that a newcomer's request is most often heard before the next boundary
 
 
 def train_and_tell(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer that tells too when a state of its was offered before the forward pass."""
+    """Run the life of a trainer that also reports each state offered before the forward pass."""
     lock = threading.Lock()
 
     def tell(event: Event) -> None:

@@ -1,7 +1,7 @@
-"""Whole runs of the examples, in which nothing is unpickled: who reaches a port of the job runs no code by it.
+"""Whole runs of the examples unpickle nothing, so that access to a port of the job does not allow running code.
 
-A run may be of one process, or of a group of two, whose ranks write and read checkpoints together; and a group recovers
-its state from another one. torchrun's agent is torch's own program and is not looked at; its workers are.
+A run has one process, or a group of two, whose ranks write and read checkpoints together. A group also recovers its
+state from another one. torchrun's agent is torch's own program and is not checked. Its workers are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WITHIN_S = 170
 SMALL = "--width=32 --layers=1 --context=32 --batch=12 --characters=100000 --print_every=2"
 STREAMING = "--fault_tolerance.semi_sync_method=diloco --fault_tolerance.sync_steps=2"
 LOCAL_SGD = "--fault_tolerance.semi_sync_method=local_sgd --fault_tolerance.sync_steps=2"
-# By how many processes a group may have.
+# The keys are the possible numbers of processes of a group.
 RUNS = {
     (1, 2): [
         "train_ddp.py 30",
@@ -48,7 +48,7 @@ def job(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def run(launch: Launch, folder: Path, job: dict[str, str], command: list[str]) -> None:
-    """One replica group, to its end."""
+    """Run one replica group to its end."""
     shell = launch(command, env={**job, "REPLICA_GROUP_ID": "0", "NUM_REPLICA_GROUPS": "1"}, cwd=folder)
     output, _ = shell.communicate(timeout=WITHIN_S)
     assert shell.returncode == 0, output[-5_000:]
@@ -103,14 +103,14 @@ def test_no_group_that_recovers_from_another_unpickles(
             elif not own:
                 wait_for(r"healed from replica_0:\S+ to step \d+", groups[1])
         for group in groups:
-            wait_for(meets, group)  # one that had unpickled would have ended, and so the other were alone
+            wait_for(meets, group)  # a group that had unpickled would have ended, and the other would be alone
     finally:
         for group in groups:
             end(group)
 
 
 def end(group: subprocess.Popen[str]) -> None:
-    """Kill a group with what torchrun has started for it, in sessions of their own."""
+    """Kill a group with the processes that torchrun has started for it, in sessions of their own."""
     processes = [psutil.Process(group.pid), *psutil.Process(group.pid).children(recursive=True)]
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -1,6 +1,6 @@
-"""Machines whose own names mean loopback to themselves, as Debian's /etc/hosts has it: their ranks meet all the same.
+"""Machines whose own names mean loopback to themselves, as in Debian's /etc/hosts: their ranks still meet.
 
-Each rank is on a host of its own, named `localhost`, and is told of no interface and no host name.
+Each rank is on a separate host, named `localhost`, without a configured interface or host name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def meet(rank: int, store_host: str, connection: Connection) -> None:
         connection.send(tensor.tolist())
     except Exception as error:
         connection.send(repr(error))
-    connection.recv()  # until both have it: the store is rank 0's
+    connection.recv()  # waits until both have it, because the store is rank 0's
     group.shutdown()
 
 

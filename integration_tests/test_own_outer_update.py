@@ -1,4 +1,4 @@
-"""The example of an outer update of one's own: replicas end with the same weights and momentum."""
+"""The example of a custom outer update: replicas end with the same weights and momentum."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 def syncs(process: subprocess.Popen[str]) -> tuple[dict[int, str], list[float]]:
-    """By sync: the digest; and the losses."""
+    """Return the digest by sync, and the losses."""
     output, _ = process.communicate(timeout=55)
     assert process.returncode == 0, output
     lines = re.findall(r"^sync (\d+) of \d+, (\w+), loss ([\d.]+)$", output, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What is in each wheel, and what an import of each package brings with it."""
+"""The content of each wheel, and the effects of importing each package."""
 
 from __future__ import annotations
 

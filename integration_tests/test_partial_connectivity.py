@@ -1,8 +1,8 @@
 """A member that some others can't reach costs the job two rounds, and is back soon after they reach it again.
 
-Four replicas, each on a host of its own. The lighthouse reaches all of them all the time. What one replica sends to
-one, two or three others is lost, or what they send to it; no connection ends by that. So nobody is lost by silence, and
-only the members themselves can say what is wrong.
+Four replicas are on separate hosts. The lighthouse reaches all of them all the time. The packets of one replica to one,
+two or three others are lost, or the packets of these to it. No connection ends by that. So no replica is lost by
+silence, and only the members themselves can report the fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Record = Callable[[str, object], None]
 GROUPS: Final = ("a", "b", "c", "d")
 WITHOUT_S: Final = 5.0
 BACK_S: Final = 10.0
-# A machine that runs something else at the same time gets a second try.
+# A machine with other load gets a second try.
 TRIES: Final = 2
 
 
@@ -42,7 +42,7 @@ def cluster() -> Iterator[Hosts]:
 
 @pytest.fixture
 def job(cluster: Hosts, spawn: Spawn) -> Iterator[Job]:
-    """Of replicas on hosts of their own, none of which has started."""
+    """Yield a job of replicas on separate hosts, none of which has started."""
     with job_on_hosts(cluster, spawn, join_timeout_ms=1_000, min_replicas=2) as job:
         yield job
 
@@ -55,7 +55,7 @@ def start(job: Job, cluster: Hosts, *names: str) -> None:
             batch_s=0.02,
             environment=ENVIRONMENT,
             hostname=cluster.address(name),
-            timeout=timedelta(hours=1),  # nothing here ends by it
+            timeout=timedelta(hours=1),  # nothing here waits for it
         )
 
 
@@ -65,14 +65,14 @@ def all_commit(job: Job) -> None:
 
 
 def first_commit_s(trainer: Trainer, since_s: float, wanted: Callable[[Event], bool]) -> float | None:
-    """How long after a moment the trainer committed such a step, in seconds."""
+    """Return the time from a moment to the trainer's first such commit, in seconds."""
     found = (event.at_s - since_s for event in trainer.events if event.kind == "commit" and event.at_s > since_s)
     wanted_at = {event.at_s - since_s for event in trainer.events if event.kind == "commit" and wanted(event)}
     return next((at_s for at_s in found if at_s in wanted_at), None)
 
 
 def go_on(job: Job, since_s: float, least: int, participants: range) -> float:
-    """Wait until so many trainers have committed with that many participants. Returns: the time of the last of them."""
+    """Wait until that many trainers have committed with these participants. Returns: the time of the last of them."""
 
     def stalls() -> list[float]:
         found = [
@@ -87,11 +87,11 @@ def go_on(job: Job, since_s: float, least: int, participants: range) -> float:
 
 CASES: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
     ("d", ("c",)),
-    ("a", ("b",)),  # whose store all others use
+    ("a", ("b",)),  # all others use its store
     ("b", ("c", "d")),
     ("c", ("a", "b", "d")),
     ("a", ("b", "c", "d")),
-    ("a", ("b", "c", "d")),  # whom it blames first is chance
+    ("a", ("b", "c", "d")),  # it blames any of these first
 )
 
 
@@ -108,7 +108,7 @@ def test_who_can_not_be_reached_is_left_out_and_comes_back(
             cut_s = time.time()
             for way in ways:
                 cluster.lose(*way)
-            # Whoever is left out, three go on: one end of each bad pair is the victim.
+            # Three go on, whichever is left out: one end of each bad pair is the victim.
             without_s = go_on(job, cut_s, 3, range(3, 4))
             mended_s = time.time()
             for way in ways:
@@ -136,7 +136,7 @@ def test_a_newcomer_that_can_not_be_reached_stops_nobody_for_long(
     newcomer = job.trainers[-1]
     job.until(lambda: bool(newcomer.of_kind("ready")), "the newcomer asks")
     asked_s = newcomer.of_kind("ready")[0].at_s
-    # It is let in at once, or tried first and left out; either is over by then.
+    # The newcomer is admitted at once, or tried first and left out. Either is over by then.
     go_on(job, asked_s + 2 * WITHOUT_S, 3, range(3, 4))
     pauses_s = []
     for trainer in trainers:
@@ -155,14 +155,14 @@ def test_a_newcomer_that_can_not_be_reached_stops_nobody_for_long(
 
 
 def test_a_dead_store_whose_group_lives_costs_a_round(spawn: Spawn, record_property: Record) -> None:
-    """The agent of torchrun was killed, and its workers train on. The next change of members needs a store."""
+    """torchrun's agent was killed, and its workers train on. The next change of members needs a store."""
     with LighthouseServer("127.0.0.1:0", join_timeout_ms=1_000, min_replicas=2) as lighthouse:
         job = Job(spawn, lighthouse)
         launchers = {name: Launcher(job, name) for name in ("a", "b", "c")}
         for name in ("a", "b"):
             launchers[name].start(timeout=timedelta(hours=1))
         job.until(lambda: all(trainer.committed_with(2) for trainer in job.trainers), "both commit together")
-        del launchers["a"].store  # the first by name gives the store to the first ranks
+        del launchers["a"].store  # the first by name provides the store of the first ranks
         gc.collect()
         begun_s = time.time()
         launchers["c"].start(timeout=timedelta(hours=1))

@@ -1,5 +1,7 @@
-"""Live state over the replicas' own process group: the published checks over groups that are configured again and
-again, and trainers in processes of their own, who are killed and heal over the group that they train with.
+"""Live state over the replicas' own process group.
+
+The published checks run over groups that are configured repeatedly. Trainers in separate processes are killed, and heal
+over the group that they train with.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ CPU: Final = torch.device("cpu")
 TIMEOUT: Final = timedelta(seconds=20)
 CHUNK_BYTES: Final = 64 << 10
 FEATURES: Final = 256
-# An offer, a manifest, and some of the dozen chunks.
+# This includes an offer, a manifest, and some of the dozen chunks.
 MESSAGES_BEFORE_DEATH: Final = 6
 
 
@@ -59,7 +61,7 @@ class DiesWhileSending:
     Args:
         group: of the trainer.
     Fields:
-        messages_left: until then; None: it does not end.
+        messages_left: number of messages until the end. None: the process does not end.
     """
 
     def __init__(self, group: ProcessGroupGloo) -> None:
@@ -78,7 +80,7 @@ class DiesWhileSending:
 
 
 def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Connection) -> None:
-    """A replica that heals over its own group, until it is told at which step to stop, or to die."""
+    """Run a replica that heals over its own group, until the test gives the last step, or tells it to die."""
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
     model = torch.nn.Linear(FEATURES, FEATURES)
@@ -127,7 +129,7 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
                     case _:
                         watched.messages_left = MESSAGES_BEFORE_DEATH
                         connection.send(Event("struck"))
-            time.sleep(0.005)  # the machine's cores are for those who start
+            time.sleep(0.005)  # leaves the machine's cores to starting processes
             step = manager.current_step()
             optimizer.zero_grad()
             ddp(torch.randn(4, FEATURES)).square().mean().backward()
@@ -169,7 +171,7 @@ def test_a_killed_replica_heals_over_the_process_group(
 
 def test_a_source_killed_while_it_sends_is_replaced_by_another(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
-    # The first by name is the source of the one that heals.
+    # The first by name is the source of the healing one.
     source, other = (start(job, lighthouse, name) for name in ("a", "b"))
     job.until(lambda: all(trainer.committed_with(2) for trainer in (source, other)), "two commit together")
     source.connection.send("die")

@@ -1,4 +1,4 @@
-"""What the READMEs and the how-to pages print is what happens: Python blocks run, commands of console blocks exist."""
+"""The READMEs and how-to pages are true: Python blocks run as printed, and commands of console blocks exist."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def blocks(readme: Path, language: str) -> list[str]:
 
 
 def commands(readme: Path) -> Iterator[list[str]]:
-    """The commands of the console blocks, as words, without the settings before them and the remarks behind."""
+    """Yield the commands of the console blocks as words, without the variables before them and the remarks after."""
     for block in blocks(readme, "console"):
         for line in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
             words = line.partition(" #")[0].split()
@@ -45,7 +45,7 @@ def lighthouse_address() -> Iterator[str]:
 
 
 def run_example(folder: Path, lighthouse_address: str) -> None:
-    """What the child process does: run example.py as a script, with its output in a file beside it."""
+    """Run example.py as a script in the child process, with its output in a file beside it."""
     os.chdir(folder)
     os.environ |= {"TFT_LIGHTHOUSE": lighthouse_address, NAME: "1", "NUM_REPLICA_GROUPS": "2", "HF_HUB_OFFLINE": "1"}
     with open("output", "w", encoding="utf-8", buffering=1) as output:
@@ -59,7 +59,7 @@ def examples() -> list[tuple[Path, int]]:
     return [(readme, index) for readme in READMES for index, _ in enumerate(blocks(readme, "python"))]
 
 
-@pytest.mark.timeout(150)  # transformers takes seconds to import, and many more on a machine that is busy
+@pytest.mark.timeout(150)  # transformers takes seconds to import, and much longer on a busy machine
 @pytest.mark.parametrize(
     ("readme", "index"),
     [pytest.param(readme, index, id=f"{readme.parent.name}-{readme.stem}-{index}") for readme, index in examples()],
@@ -91,7 +91,7 @@ def test_each_package_shows_an_example() -> None:
 
 
 def shown(readme: Path) -> list[str]:
-    """The lines that the page says one sees, as patterns: any number for a number, anything for an ellipsis."""
+    """Return the output lines of the page, as patterns: any number for a number, anything for an ellipsis."""
     lines = map(re.escape, "".join(blocks(readme, "text")).splitlines())
     return [re.sub(r"(?<!_)(?<!participants\\ )\d+", r"\\d+", line).replace("…", ".*") for line in lines]
 
@@ -131,7 +131,7 @@ def test_every_command_of_a_console_block_is_there(readme: Path) -> None:
         program, *rest = words
         if program == "make":
             assert {word for word in rest if re.fullmatch(r"[a-z]+", word)} <= targets, " ".join(words)
-        elif program not in ("export", "."):  # the shell's own
+        elif program not in ("export", "."):  # the shell's own commands
             assert shutil.which(program, path=f"{beside_python}{os.pathsep}{os.environ['PATH']}"), " ".join(words)
         for word in rest:
             if word.startswith(("examples/", "scripts/", "benchmarks/")):

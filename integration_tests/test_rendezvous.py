@@ -1,4 +1,4 @@
-"""A member that does not come to a rendezvous: whoever waits for it there is told, whatever the time-out says."""
+"""A member does not come to a rendezvous: the waiting members are told, at any timeout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from integration_tests.training import Job, Trainer
 from tft_algos.testing import Action, Fault, Place
 from tft_lighthouse import LighthouseServer
 
-# From the last sign of the victim to the first step that the survivors commit after it. They are told within some
-# milliseconds, abort 50 ms later, and need another quorum and another rendezvous; the rest is for a busy machine.
+# Bound from the last sign of the victim to the first step that the survivors commit after it. They are told within some
+# milliseconds, abort 50 ms later, and need another quorum and another rendezvous. The rest is for a busy machine.
 BOUND_S: Final = 1.5
 
 
@@ -26,7 +26,7 @@ def job(spawn: Spawn) -> Iterator[Job]:
 
 
 def three_in_step(job: Job, victim: str) -> tuple[Trainer, list[Trainer]]:
-    """Three groups that commit together, their time-out an hour; the victim will find its process group dead."""
+    """Return the victim and the others of three groups that commit together, with timeouts of an hour."""
     others = [job.start(name, timeout=timedelta(hours=1), batch_s=0.01, faults=()) for name in ("m", "n")]
     struck = job.start(victim, timeout=timedelta(hours=1), batch_s=0.01, faults=())
     job.until(lambda: all(each.committed_with(3) for each in [struck, *others]), "all three commit together")
@@ -34,13 +34,13 @@ def three_in_step(job: Job, victim: str) -> tuple[Trainer, list[Trainer]]:
 
 
 def strike(job: Job, trainer: Trainer, action: Action) -> None:
-    """Let its reduction fail, and then this happen in the rendezvous that all three go to after it."""
+    """Let its reduction fail, and then let the action happen in the following rendezvous of all three."""
     trainer.connection.send(Fault(action=action, place=Place.CONFIGURE, replica=trainer.name))
     trainer.connection.send(Fault(action=Action.FAIL, place=Place.REDUCTION, replica=trainer.name))
 
 
 def stall_s(job: Job, others: list[Trainer]) -> float:
-    """From now until each of these has committed a further step."""
+    """Return the time from now until each of these has committed a further step."""
     began, steps = time.monotonic(), {other.name: other.step for other in others}
     job.until(lambda: all(other.step > steps[other.name] for other in others), "the others go on")
     return time.monotonic() - began
@@ -65,7 +65,7 @@ def test_one_that_fails_there_and_lives(job: Job) -> None:
 
 
 def test_a_newcomer_that_fails_there(job: Job) -> None:
-    """Its source serves at the end of its step, and waits in that rendezvous: the newcomer must not wait for it."""
+    """Its source serves at the end of its step, and waits in that rendezvous, so the newcomer must not wait for it."""
     others = [job.start(name, timeout=timedelta(hours=1), batch_s=0.01) for name in ("m", "n")]
     job.until(lambda: all(each.committed_with(2) for each in others), "both commit together")
     fails = Fault(action=Action.FAIL, place=Place.CONFIGURE, replica="z")

@@ -1,7 +1,6 @@
-"""A stopped trainer and a stopped group are noticed in about a second, a stopped manager server costs no step, and all
-come back.
+"""A stop of a trainer or a group is detected in about a second. A stopped manager server costs no step. All come back.
 
-Nobody is lost by a beat that is late: with busy loops beside the job on every core no member goes missing.
+No replica is lost by a late beat: with busy loops beside the job on every core no member goes missing.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from integration_tests.training import Job, Launcher, Trainer
 from tft_lighthouse import LighthouseServer
 
 HEARTBEAT_TIMEOUT_S: Final = 5.0
-# What silence costs on a machine that does nothing else is measured by the soak; here it is far from heartbeat_timeout.
+# The soak measures the cost of silence on an idle machine. Here the bound is only far from heartbeat_timeout.
 SOON_S: Final = 3.5
 MINUTE: Final = timedelta(minutes=1)
 GOAL_S: Final = 1.5
 TIMES: Final = 20
-CALM_BETWEEN_S: Final = 2.5  # nobody is probed and no process looked at any more, as in a job at peace
+CALM_BETWEEN_S: Final = 2.5  # probes and checks of processes have ended by then, as in a calm job
 PART_S: Final = 20.0  # less than a job waits for an event
 CALM_S: Final = float(os.environ.get("SECONDS", "60"))
 
@@ -46,7 +45,7 @@ def job(spawn: Spawn) -> Iterator[Job]:
 
 @contextmanager
 def stopped(processes: Sequence[psutil.Process]) -> Iterator[float]:
-    """They are, from the time that this gives on."""
+    """Stop the processes while the block lasts, and yield the time of the stop."""
     for process in processes:
         process.suspend()
     try:
@@ -69,7 +68,7 @@ def of_manager_server(trainer: Trainer) -> list[psutil.Process]:
 
 
 def goes_on_after(job: Job, survivors: Sequence[Trainer], since_s: float) -> float:
-    """Wait until all of these commit without the other one; returns after how many seconds the last of them did."""
+    """Wait until all of these commit without the other one. Return the seconds until the last of them did."""
     number = len(survivors)
 
     def first(trainer: Trainer) -> float | None:
@@ -81,7 +80,7 @@ def goes_on_after(job: Job, survivors: Sequence[Trainer], since_s: float) -> flo
 
 
 def longest_without_a_commit(trainers: Sequence[Trainer], from_s: float, to_s: float) -> float:
-    """Return the longest time in which one of them committed nothing, seconds."""
+    """Return the longest time without a commit of one of them, in seconds."""
     longest_s = 0.0
     for trainer in trainers:
         commits = [each.at_s for each in trainer.of_kind("commit") if from_s < each.at_s < to_s]
@@ -99,7 +98,7 @@ def test_whoever_is_stopped_is_lost_soon_and_comes_back(
     with stopped(which(b)) as since_s:
         took_s = goes_on_after(job, (a, c), since_s)
     woken_s = time.time()
-    # Nobody needs a manager server in a steady step: all three train on until the lighthouse finds it silent.
+    # A steady step needs no manager server, so all three train on until the lighthouse finds it silent.
     assert took_s < (HEARTBEAT_TIMEOUT_S + SOON_S if which is of_manager_server else SOON_S), job.story()
     assert longest_without_a_commit((a, c), since_s, since_s + took_s) < SOON_S, job.story()
     job.until(lambda: all(each.committed_with(3, since_s=woken_s) for each in everybody), "all three commit together")
@@ -122,14 +121,14 @@ def test_a_stopped_rank_of_a_larger_group_comes_back(job: Job) -> None:
 
 @pytest.mark.timeout(120)
 def test_one_replica_alone_goes_on_when_its_trainer_does(spawn: Spawn) -> None:
-    """Its streams have broken meanwhile: grpc's pings were not answered for longer than heartbeat_timeout."""
+    """Its streams have broken meanwhile, because grpc's pings were not answered for longer than heartbeat_timeout."""
     with LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=1_000) as lighthouse:
         job = Job(spawn, lighthouse)
         trainer = job.start("a", heartbeat_timeout=timedelta(seconds=1))
         job.until(lambda: trainer.committed_with(1), "it commits")
         step = trainer.step
         with stopped(of_trainer(trainer)):
-            time.sleep(4.0)  # of a process that says nothing there is no event to wait for
+            time.sleep(4.0)  # a silent process causes no event to wait for
         woken_s = time.time()
         job.until(lambda: trainer.committed_with(1, since_s=woken_s), "it goes on")
         steps = [event.step for event in trainer.of_kind("commit")]
@@ -228,7 +227,7 @@ def test_survivors_of_a_cut_cable_commit_again_within_a_second_and_a_half(
 @pytest.mark.soak
 @pytest.mark.timeout(CALM_S + 300)
 def test_nobody_is_lost_beside_busy_loops(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
-    """For SECONDS of the environment."""
+    """The test lasts for SECONDS, an environment variable."""
     everybody = [job.start(name, timeout=MINUTE, batch_s=0.3 if name == "c" else 0.0) for name in "abc"]
     job.until(lambda: all(each.committed_with(3) for each in everybody), "all three commit together")
     since_s = time.time()

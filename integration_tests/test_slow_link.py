@@ -1,6 +1,6 @@
 """Two islands over a slow cable, in short: Streaming DiLoCo goes on where data-parallel training waits.
 
-The figures are the benchmark's: `python -m benchmarks.run slow`.
+The benchmark has the figures: `python -m benchmarks.run slow`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources that fail: one that can't offer its state, one that is silent, and one that hangs while it gives."""
+"""Failing sources: one can't offer its state, one is silent, and one hangs during the transfer."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ TIMEOUT = timedelta(seconds=20)
 
 @dataclass(frozen=True)
 class Spec:
-    """How a trainer trains.
+    """The settings of a trainer.
 
     Args:
         lighthouse: address.
-        name: of the replica group; seeds the weights.
-        fault: of its transport. "raises": the first state can't be offered. "mute": none can, and it tells nobody.
-            "hole": its state server accepts whoever comes, and sends nothing. "poor": a second copy does not fit.
+        name: of the replica group. It seeds the weights.
+        fault: of its transport. "raises": the first state can't be offered. "mute": none can, and it reports nothing.
+            "hole": its state server accepts connections, and sends nothing. "poor": memory for a second copy is
+            missing.
     """
 
     lighthouse: str
@@ -70,7 +71,7 @@ def hurt(transport: HTTPTransport[Any], fault: str) -> None:
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """Train until told to stop; tell each commit and each healing, and log lines that speak of healing."""
+    """Train until told to stop. Report each commit, each healing, and log lines on healing."""
     torch.set_num_threads(1)
     told = heard_of_the_manager(logging.INFO)
     torch.manual_seed(sum(spec.name.encode()))
@@ -141,7 +142,7 @@ def test_a_source_that_can_not_offer_its_state_says_so_and_the_next_quorum_heals
 
 
 def test_a_source_without_memory_for_a_second_copy_heals_a_newcomer(spawn: Spawn, lighthouse: LighthouseServer) -> None:
-    """It waits for the newcomer in its step, before it writes to its state."""
+    """The source waits for the newcomer in its step, before it writes to its state."""
     job = Job(spawn, lighthouse)
     source = start(job, lighthouse, "source", "poor")
     job.until(lambda: source.committed_with(1), "the source trains alone")
@@ -178,11 +179,11 @@ def test_a_source_that_gives_nothing_and_says_nothing_does_not_wait_for_who_heal
 def test_a_source_that_accepts_and_sends_nothing_costs_a_second_and_is_asked_last_from_then_on(
     spawn: Spawn, lighthouse: LighthouseServer
 ) -> None:
-    """Field report D3: a newcomer asked the hole alone for a minute, was behind by then, and asked it again."""
+    """Field report D3: a newcomer asked only the hole for a minute, was behind by then, and asked it again."""
     job = Job(spawn, lighthouse)
     good = start(job, lighthouse, "b")
     job.until(lambda: good.committed_with(1), "the good source trains alone")
-    hole = start(job, lighthouse, "a", "hole")  # which is asked first, by its name
+    hole = start(job, lighthouse, "a", "hole")  # asked first, by its name
     job.until(lambda: all(each.committed_with(2) for each in (hole, good)), "both train")
     newcomer = start(job, lighthouse, "c")
     job.until(lambda: newcomer.committed_with(3), "the newcomer has healed")

@@ -1,4 +1,4 @@
-"""Jobs of several processes whose quorum stands, and a lighthouse that is killed or stopped meanwhile."""
+"""Jobs of several processes with a standing quorum, while the lighthouse is killed or stopped."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tft_lighthouse import LighthouseServer
 pytestmark = pytest.mark.timeout(180)
 
 NAMES: Final = "abcd"
-OF_A_TRAINER: Final = "trainer: "  # so begins each of its lines; those of its manager server do not
+OF_A_TRAINER: Final = "trainer: "  # prefix of each of its lines, but not of those of its manager server
 STEADY_STEPS: Final = 40
 DEFAULT_LEASE_S: Final = 60.0
-QUORUM_TIMEOUT_S: Final = 70.0  # as it is by default
-LAST_ROUND_S: Final = 1.5  # for the round that runs when the lease is over, on a busy machine
-# More than a step is ever late by chance here, and less than any wait for a lighthouse that is away for longer.
+QUORUM_TIMEOUT_S: Final = 70.0  # the default
+LAST_ROUND_S: Final = 1.5  # for the current round at the end of the lease, on a busy machine
+# Longer than any random delay of a step here, and shorter than any wait for an absent lighthouse.
 LATE_S: Final = 1.0
 
 
 def train_with_a_log(spec: Spec, log: Path, connection: Connection) -> None:
-    """As `train`; what this process and its manager server say is in a file."""
+    """Run `train`, with the output of this process and of its manager server in a file."""
     with log.open("ab") as file:
         os.dup2(file.fileno(), 2)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"{OF_A_TRAINER}%(message)s", force=True)
@@ -47,7 +47,7 @@ class StandingJob:
 
     Args:
         spawn: the fixture.
-        folder: for what they say.
+        folder: for their output.
         names: of the trainers.
         settings: for their Managers.
     """
@@ -68,7 +68,7 @@ class StandingJob:
         return self.job.add(name, train_with_a_log, spec, self._folder / name)
 
     def train_together(self, steps: int) -> None:
-        """All have committed so many further steps, the last ones together."""
+        """Wait until all have committed that many further steps, the last ones together."""
         last = max((each.step for each in self.trainers), default=0) + steps
         self.job.until(
             lambda: all(each.step >= last and each.committed_with(len(self.trainers)) for each in self.trainers),
@@ -76,7 +76,7 @@ class StandingJob:
         )
 
     def listen(self, until: Callable[[], bool]) -> None:
-        """Take in what is told, or nothing, until the condition holds."""
+        """Receive events, if any, until the condition holds."""
         while not until():
             self.job.take_in(0.1)
 
@@ -107,7 +107,7 @@ NewJob = Callable[..., StandingJob]
 
 @pytest.fixture
 def new_job(spawn: Spawn, tmp_path: Path) -> Iterator[NewJob]:
-    """`new_job(**settings)` trains and stands."""
+    """Return `new_job(**settings)`, which creates a job that trains in a standing quorum."""
     made: list[StandingJob] = []
 
     def make(**settings: Any) -> StandingJob:
@@ -120,7 +120,7 @@ def new_job(spawn: Spawn, tmp_path: Path) -> Iterator[NewJob]:
 
 
 def gaps_of(trainer: Trainer, from_s: float, to_s: float) -> list[float]:
-    """Times from one commit to the next, in order."""
+    """Return the times from one commit to the next, in order."""
     at_s = [each.at_s for each in trainer.of_kind("commit") if from_s <= each.at_s <= to_s]
     return [later - earlier for earlier, later in pairwise(at_s)]
 
@@ -135,7 +135,7 @@ SOAK: Final = [pytest.mark.soak, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("away_s", [5.0, pytest.param(30.0, marks=SOAK)])
 def test_a_lighthouse_that_is_killed_costs_four_replicas_no_step(new_job: NewJob, away_s: float) -> None:
     it = new_job()
-    it.listen_for(away_s)  # to compare with
+    it.listen_for(away_s)  # for comparison
     failed, quorums = it.num_failed, it.lighthouse.said.count("new quorum")
     said = {name: it.said(name) for name in NAMES}
     killed_s = time.time()
@@ -179,7 +179,7 @@ def test_rounds_end_with_the_lease_and_go_on_with_the_lighthouse(
     assert len({each.step for each in it.trainers}) == 1, f"all end after the same round; {it.job.story()}"
     went_on_s = it.last_commit_s - killed_s
     print(f"rounds for {went_on_s:.1f} s, {it.trainers[0].step} steps")
-    # From the last answered beat on, which is a beat old at most; all ask when a third of the lease is left.
+    # The time starts at the last answered beat, which is a beat old at most. All ask at a third of the lease.
     assert lease_s / 4 < went_on_s < lease_s + LAST_ROUND_S
     if away_s < QUORUM_TIMEOUT_S:
         assert it.num_failed == failed, "who asks waits for the lighthouse"

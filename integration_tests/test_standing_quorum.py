@@ -1,4 +1,4 @@
-"""A standing quorum over the real wire: rounds that ask nobody, a recall, and a lighthouse that is away for a while."""
+"""A standing quorum over the real wire: rounds without a request, a recall, and an absent lighthouse."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def now_ms() -> int:
 
 
 class Rank:
-    """The only rank of a replica group, as far as a round goes. Its process group is the test."""
+    """The only rank of a replica group, as far as rounds need it. The test acts as its process group."""
 
     def __init__(self, name: str, lighthouse: str) -> None:
         self.server = ManagerServer(name, lighthouse, "127.0.0.1", "127.0.0.1:0", "", 1, timeouts=TIMEOUTS)
         self.core = Standing(TIMEOUTS)
         self.num_asked = 0
-        self.num_answers = 0  # to beats
+        self.num_answers = 0  # answers to beats
         self.step, self.lineage, self.live = 0, initial_lineage("default"), False
         self.plan: Plan | None = None
         self.client = ManagerClient(
@@ -55,7 +55,7 @@ class Rank:
                 self.core.broke(key)
 
     def begin(self) -> None:
-        """The beginning of a round."""
+        """Begin a round."""
         if not isinstance(self.core.next_round(now_ms()), Ask):
             return
         self.num_asked += 1
@@ -80,13 +80,13 @@ class Rank:
         self.step, self.lineage = self.plan.step, self.plan.lineage  # it recovers at once here
 
     def word(self) -> Word:
-        """What it says at the end of the round."""
+        """Return its word at the end of the round."""
         assert self.plan is not None
         participates = self.plan.participating_rank is not None
         return self.core.word(now_ms(), ok=True, lineage=self.lineage, participates=participates)
 
     def end(self, total: Sequence[int]) -> None:
-        """The end of the round, with the sum of all words."""
+        """End the round, with the sum of all words."""
         assert self.plan is not None
         vote = self.core.summed(total, self.lineage)
         assert vote.yes, vote.why
@@ -150,7 +150,7 @@ def test_rounds_ask_nobody_until_a_newcomer_does(stack: ExitStack) -> None:
         job.rounds(1, apart_s=0.005)
         if not all(rank.core.state.value == "asks" for rank in ranks):
             continue
-        list(threads.map(Rank.begin, ranks))  # of the next round, in which the newcomer is
+        list(threads.map(Rank.begin, ranks))  # the next round includes the newcomer
         break
     joins.result(20)
     assert {rank.plan.replica_ids for rank in (*ranks, newcomer) if rank.plan is not None} == {("a", "b", "c")}

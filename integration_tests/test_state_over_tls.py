@@ -1,4 +1,4 @@
-"""Managers whose environment names certificates: their state travels over TLS, from the job's own sources alone."""
+"""Managers with certificates in their environment: their state travels over TLS, from the job's own sources alone."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_newcomer_heals_over_tls_and_a_stranger_reads_nothing(
                 second.step()
         finally:
             healed.set()
-            second.manager.shutdown()  # which ends what the first waits for
+            second.manager.shutdown()  # ends what the first waits for
             others.join()
             first.manager.shutdown()
         address = first.manager._parts.shared.transport.metadata()

@@ -1,6 +1,6 @@
-"""The benchmark's rows of standing quorums, in short: what they count, and that they see what they are to see.
+"""The benchmark's rows of standing quorums, in short: their counts, and their sensitivity.
 
-The figures are the benchmark's: `python -m benchmarks.run p17 p18 p19`.
+The benchmark has the figures: `python -m benchmarks.run p17 p18 p19`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(180)
 
 
 class Socket:
-    """Takes what a connection says."""
+    """A socket that discards its input."""
 
     def sendall(self, words: bytes, /) -> None:
         pass
@@ -78,12 +78,12 @@ def test_a_number_that_is_not_answered_costs_the_row_its_figure_and_not_the_othe
 
 @pytest.mark.parametrize("piece", [1, 7, 100, 1_000_000])
 def test_of_a_long_message_the_first_bytes_are_kept_and_the_next_message_is_whole(piece: int) -> None:
-    """However the words are cut into pieces."""
+    """The bytes may arrive in pieces of any size."""
     connection = Connection(Socket())
     connection.open_stream("/service/method", b"")
     connection.keep_bytes = 50
     long, short = bytes(range(256)) * 200, b"the next one"
-    # Two messages whose end and beginning share a frame, and one by itself.
+    # The end of one message and the beginning of the next share a frame, and one message comes by itself.
     joint = b"\0" + len(long).to_bytes(4, "big") + long + b"\0" + len(short).to_bytes(4, "big") + short
     frames = [joint[at : at + 16_000] for at in range(0, len(joint), 16_000)]
     words = b"".join(len(each).to_bytes(3, "big") + b"\0\0" + (1).to_bytes(4, "big") + each for each in frames)

@@ -1,4 +1,4 @@
-"""Managers in a quorum that stands: a steady step asks nobody, and what ends that costs no more than it must."""
+"""Managers in a standing quorum: a steady step sends no request, and the end of such a quorum costs the minimum."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Replica:
 
     Args:
         lighthouse: address.
-        name: of it; seeds its weights.
+        name: of the replica. It seeds the weights.
         pause_s: its own part of a step.
     """
 
@@ -51,10 +51,10 @@ class Replica:
             hostname="localhost",
             **settings,
         )
-        self.committed: dict[int, tuple[int, float]] = {}  # by step: participants, and when
+        self.committed: dict[int, tuple[int, float]] = {}  # by step: participants and time
         self.num_failed = 0
-        self.requests: list[int] = []  # the step of each
-        self.then: Callable[[Replica], None] = lambda _: None  # inside each step, once
+        self.requests: list[int] = []  # the step of each request
+        self.then: Callable[[Replica], None] = lambda _: None  # called inside a step, once
         self.is_over = threading.Event()
         self.left = False
         coordinator = self.manager._parts.shared.coordinator
@@ -78,11 +78,11 @@ class Replica:
 
     @property
     def participants(self) -> int:
-        """Of the last step that it has committed."""
+        """Return the participants of its last committed step."""
         return self.committed[max(self.committed)][0]
 
     def reaches(self, step: int) -> None:
-        """Wait until it has committed so many steps."""
+        """Wait until it has committed that many steps."""
         give_up_at = time.monotonic() + WAIT_S
         while self.step < step:
             assert self._thread.is_alive(), "it has ended"
@@ -137,12 +137,12 @@ class Job:
         return self.replicas[-1]
 
     def stand(self, names: str, **settings: Any) -> list[Replica]:
-        """Replicas that train together, and ask nobody any more."""
+        """Return replicas that train together without further requests."""
         return self.stands([self.replica(name, **settings) for name in names], len(names))
 
     @staticmethod
     def stands(made: list[Replica], num_replicas: int) -> list[Replica]:
-        """Start them, and wait until they ask nobody any more."""
+        """Start them, and wait until they train without further requests."""
         for each in made:
             each.start()
         give_up_at = time.monotonic() + WAIT_S
@@ -159,7 +159,7 @@ class Job:
     def end(self) -> None:
         for each in self.replicas:
             each.is_over.set()
-        # All leave by their words, so that nobody waits for another one.
+        # All leave by their words, so that none waits for another one.
         for each in self.replicas:
             each.manager.leave(reason="the test is over")
         for each in self.replicas:
@@ -176,7 +176,7 @@ def job() -> Iterator[Job]:
 
 
 def same_steps(replicas: list[Replica]) -> None:
-    """What one has committed all have, but for the last ones; and the weights are alike where the steps are."""
+    """Check that all have committed the same steps, except the last ones, and have equal weights at equal steps."""
     upto = min(each.step for each in replicas)
     first = max(min(each.committed) for each in replicas)
     for step in range(first, upto):
@@ -201,7 +201,7 @@ def test_a_thousand_steady_steps_send_the_lighthouse_nothing_but_beats(
         each.goes_on(1_000)
     told = Counter(heard)
     assert [len(each.requests) for each in replicas] == before
-    # Where the machine stalls for a moment the lighthouse looks whether a manager server lives, and it answers.
+    # If the machine stalls for a moment, the lighthouse probes a manager server, and it answers.
     assert set(told) - {events.ProbeAnswered.__name__} == {events.BeatReceived.__name__}, told
     assert not any(each.num_failed for each in replicas)
     same_steps(replicas)
@@ -227,7 +227,7 @@ def test_a_lighthouse_that_is_away_costs_no_step_and_no_line(job: Job, caplog: p
         at_s = [at_s for _, at_s in each.committed.values() if began_s <= at_s <= ended_s]
         gaps = [later - earlier for earlier, later in itertools.pairwise(at_s)]
         assert len(gaps) > 50
-        # No step waits for the lighthouse. A busy machine makes one late now and then, by less than it was away.
+        # No step waits for the lighthouse. On a busy machine a step is late now and then, by less than its absence.
         assert max(gaps) < statistics.median(gaps) + 1.5
     for each in replicas:
         each.goes_on(20)
@@ -301,7 +301,7 @@ def test_groups_of_two_ranks_stand_and_commit_or_not_together(job: Job) -> None:
     before = [(each.num_failed, len(each.requests)) for each in ranks]
     ranks[0].goes_on(50)
     assert [(each.num_failed, len(each.requests)) for each in ranks] == before
-    # An error of one rank is heard by its own group in the verdict, and by the other rank's partner in the word.
+    # An error of one rank reaches its own group by the verdict, and the other rank's partner by the word.
     ranks[1].then = lambda replica: replica.manager.report_error(RuntimeError("of rank 1"))
     for each in ranks:
         each.goes_on(20)

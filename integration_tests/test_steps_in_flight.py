@@ -1,8 +1,8 @@
-"""Several steps in flight in one quorum, in real processes: whoever dies, fails, joins or leaves, all hold the same.
+"""Several steps in flight in one quorum, in real processes: after any death, failure, join or leave, all states agree.
 
-The strategy here is the smallest that there is: fragments of different lengths, so that members that reduced different
-ones would end by an error, and an update for each commit. It begins a step, puts it aside, and ends the oldest when as
-many are in flight as there may be.
+The strategy here is minimal. Its fragments have different lengths, so members that reduced different ones would end
+with an error. Each commit applies an update. The strategy begins a step, defers it, and ends the oldest when the
+maximum number is in flight.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
-IN_FLIGHT = 2  # beside the one that is open
+IN_FLIGHT = 2  # beside the open one
 LENGTHS = (257, 5, 64, 1031)
 
 
 @dataclass(frozen=True)
 class Flyer:
-    """How a trainer trains.
+    """The settings of a trainer.
 
     Args:
         lighthouse, name, environment: as in `training.Spec`.
-        fail_at: when so many steps were committed with others, an error is reported once for the newest in flight, on
-            rank 0. Whoever is first in the job trains alone before.
-        leaves: when it is sent SIGTERM.
+        fail_at: number of commits with others after which an error is reported once, for the newest step in flight, on
+            rank 0. The first trainer of the job trains alone before.
+        leaves: leave on SIGTERM.
+        settings: for the Manager.
         settings: for the Manager.
     """
 
@@ -50,7 +51,7 @@ class Flyer:
 
 
 def fly(flyer: Flyer, connection: Connection) -> None:
-    """The life of a trainer, in its own process."""
+    """Run the life of a trainer, in its own process."""
     torch.set_num_threads(1)
     logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
     os.environ.update(flyer.environment)
@@ -115,7 +116,7 @@ def _fly(flyer: Flyer, connection: Connection) -> None:
 
 
 class Flight:
-    """Starts trainers of this kind, as `Job.start` does those of the other."""
+    """A starter of these trainers, as `Job.start` is for the other kind."""
 
     def __init__(self, job: Job, lighthouse: LighthouseServer) -> None:
         self.job = job
@@ -167,7 +168,7 @@ def test_an_error_of_one_step_in_flight_fails_those_after_it_on_every_member(fli
     job.finish()
     failed = second.of_kind("failed")
     assert [event.text for event in failed] == ["injected"]
-    # What was begun before it was committed by both.
+    # Both committed the step that began before it.
     step = failed[0].step
     assert second.commits[step].digest == first.commits[step].digest
 

@@ -1,4 +1,4 @@
-"""A trainer's process that is stopped is lost after heartbeat_timeout, however short that is set."""
+"""A stopped trainer's process is lost after heartbeat_timeout, however short that is set."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ HEARTBEAT_MS = 1_000
 
 
 def test_a_short_heartbeat_timeout_shortens_what_a_stopped_trainer_costs(spawn: Spawn) -> None:
-    """Field report D12: the lighthouse's own was shortened, and a stop cost 6 s as before, because a manager server
-    went by the 5 s of its trainer."""
+    """Field report D12: with a shorter heartbeat_timeout in the lighthouse alone, a stop cost 6 s as before.
+
+    The manager server used its trainer's timeout of 5 s.
+    """
     with LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=HEARTBEAT_MS) as lighthouse:
         job = Job(spawn, lighthouse)
         heartbeat_timeout = timedelta(milliseconds=HEARTBEAT_MS)

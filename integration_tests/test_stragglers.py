@@ -1,6 +1,6 @@
-"""A replica that becomes slow while it trains with two others: what the lighthouse's policy makes of it.
+"""A replica becomes slow while it trains with two others: the effects of the lighthouse's policy.
 
-Its own part of a step is a sleep, so that the paces are what the test says on any machine.
+Its own part of a step is a sleep, so that the paces are the test's on any machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tft_pg import ProcessGroupGloo
 
 STEP_S: Final = 0.05
 SLOW_S: Final = 1.0
-LONG_S: Final = 12.0  # one step that is over before the test's patience is
+LONG_S: Final = 12.0  # one step that ends before the test's patience does
 PATIENCE_MS: Final = 2_000
 PAUSE_MS: Final = 2_000
 STEPS_LOOKED_AT: Final = 10
@@ -36,7 +36,7 @@ Start = Callable[[StragglerAction], Job]
 
 @dataclass(frozen=True)
 class Spec:
-    """One trainer.
+    """The settings of one trainer.
 
     Args:
         lighthouse: address.
@@ -48,9 +48,9 @@ class Spec:
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """Trains until it is told a last step; a float that it is sent is what its own part of a step takes from then on.
+    """Train until the last step arrives. A received float is the duration of its own part of a step from then on.
 
-    Tells of each commit, with its share as text, and of each change of its pace.
+    The trainer reports each commit, with its share as text, and each change of its pace.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def start(spawn: Spawn) -> Iterator[Start]:
 
 
 def together(trainer: Trainer, participants: int, *, since_s: float = 0.0) -> list[Event]:
-    """Return its commits with so many participants."""
+    """Return its commits with that many participants."""
     return [each for each in trainer.of_kind("commit") if each.participants == participants and each.at_s > since_s]
 
 
@@ -131,12 +131,12 @@ def pace_s(commits: list[Event]) -> float:
 
 
 def paces(trainer: Trainer) -> list[str]:
-    """Return what it was told of its pace."""
+    """Return the reports on its pace."""
     return [event.text for event in trainer.of_kind("pace")]
 
 
 def end(job: Job) -> None:
-    """Let all stop at one step."""
+    """Stop all at one step."""
     last = max(trainer.step for trainer in job.trainers) + 60
     for trainer in job.trainers:
         trainer.connection.send(last)

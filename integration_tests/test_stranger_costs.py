@@ -1,4 +1,4 @@
-"""What strangers without the secret cost servers that have one: no memory, no wait of members, a few log lines."""
+"""The cost of strangers without the secret for servers that have one: no memory, no wait of members, few log lines."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def a_manager_server(folder: Path) -> Iterator[tuple[Watched, Callable[[], objec
 
 @pytest.mark.parametrize("port", [a_lighthouse, a_manager_server])
 def test_calls_of_eight_megabytes_cost_no_memory(port: Port, tmp_path: Path) -> None:
-    """They once cost as much as they announced, for good."""
+    """They once cost as much memory as they announced, for good."""
     with (
         port(tmp_path) as (server, honest),
         grpc.insecure_channel(f"127.0.0.1:{server.port}", options=[("grpc.max_send_message_length", -1)]) as channel,
@@ -81,11 +81,11 @@ def test_a_flood_of_refused_calls_takes_little_of_a_core(port: Port, tmp_path: P
             calls = [stub.future(b"", timeout=WAIT_S) for _ in range(100)]
             refused += sum(call.code() is grpc.StatusCode.UNAUTHENTICATED for call in calls)
         server.check(honest, f"{refused} refused calls")
-        assert refused < 1_000  # thousands a second, when each is answered at once
+        assert refused < 1_000  # it would be thousands a second if each were answered at once
 
 
 def test_crowds_at_a_state_port_keep_nobody_out(tmp_path: Path) -> None:
-    """Under a limit of 512 open files, as it once stood still."""
+    """The limit is 512 open files, at which the server once stood still."""
     command = state_server_program(SECRET, "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))")
     key = StateKey(quorum_id=0, nonce=0, step=1, lineage=0)
     wrong = f"GET {manifest_path(key)} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\n\r\n".encode()

@@ -1,8 +1,7 @@
-"""What strangers without the secret cost a job that trains: next to no steps, and no memory.
+"""The cost of strangers without the secret for a job that trains: next to no steps, and no memory.
 
-Two replicas train. Each attack is made twice in turn: on decoys, servers of the same kinds that belong to nobody, and
-on the job's own. The machine has the same to do both times, so what the job loses is what its servers let strangers
-take.
+Two replicas train. Each attack runs twice in turn: on decoys, servers of the same kinds without a job, and on the job's
+own servers. The machine has the same load both times, so the difference is the cost to the job's servers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ WAIT_S: Final = 120.0
 
 
 def train(name: str, lighthouse: str, counter: Path, connection: Connection) -> None:
-    """Train until something comes over the connection; the steps that two have committed are counted in a file."""
+    """Train until a message comes. A file counts the steps committed by two."""
     os.environ["TFT_TOKEN"] = SECRET
     torch.set_num_threads(1)
     model = torch.nn.Linear(64, 64)
@@ -63,7 +62,7 @@ def train(name: str, lighthouse: str, counter: Path, connection: Connection) -> 
         connection.send(transport.metadata())
         steps = 0
         while not connection.poll():
-            time.sleep(0.01)  # what a device would take
+            time.sleep(0.01)  # the duration of a device's work
             optimizer.zero_grad()
             ddp(torch.randn(4, 64)).square().mean().backward()
             if optimizer.step() and manager.num_participants() == REPLICAS:
@@ -96,7 +95,7 @@ class RunningJob:
 
     @property
     def steps(self) -> int:
-        """The fewest that a replica has committed."""
+        """Return the smallest number of committed steps of a replica."""
         return min(int.from_bytes(counter.read_bytes(), sys.byteorder) for counter in self._counters)
 
     def resident_bytes(self) -> dict[str, int]:
@@ -120,7 +119,7 @@ def listening(process: psutil.Process) -> list[int]:
 
 @contextmanager
 def decoys(folder: Path) -> Iterator[Ports]:
-    """Servers of the same kinds and number as a job's."""
+    """Yield servers of the same kinds and number as a job's."""
     with ExitStack() as ends:
 
         def start(command: list[str], name: str, *, in_child: bool = False) -> list[int]:
@@ -136,7 +135,7 @@ def decoys(folder: Path) -> Iterator[Ports]:
 
 
 def steps_under(spawn: Spawn, job: RunningJob, name: str, ports: Ports) -> int:
-    """How many steps the job does in a window in which those ports are attacked."""
+    """Return the job's steps in a window in which those ports are attacked."""
     ours, theirs = Pipe()
     process = spawn(attack, name, ports, theirs)
     assert ours.poll(WAIT_S), f"{name}: it has not begun"
@@ -158,7 +157,7 @@ def test_strangers_cost_a_job_next_to_no_steps_and_no_memory(spawn: Spawn, tmp_p
         job.until(50)
         before = job.resident_bytes()
         spared = hurt = 0
-        for _ in range(ROUNDS):  # in turn: what else the machine does changes slowly
+        for _ in range(ROUNDS):  # in turn, because other load of the machine changes slowly
             spared += steps_under(spawn, job, name, others)
             hurt += steps_under(spawn, job, name, job.ports)
         grown = {who: now - before[who] for who, now in job.resident_bytes().items()}

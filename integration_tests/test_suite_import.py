@@ -1,4 +1,4 @@
-"""One import gives every name a training script needs, and costs nothing until a name is used."""
+"""One import gives every name that a training script needs, and costs nothing until a name is used."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A trainer of the shape of torchtitan's fault-tolerant experiment: killed, started again and healed.
+"""A trainer like torchtitan's fault-tolerant experiment: killed, restarted and healed.
 
-FSDP2 over the replica group's own mesh; gradients, losses and token counts through a ManagedProcessGroup; model,
-optimizer, scheduler and counters registered when the first step is over; functions of the user's that run collectives
-over the ranks of the group when state is taken. One story is told for groups of one and of two processes, and each test
-looks at one side of it.
+The trainer runs FSDP2 over the replica group's own mesh. Gradients, losses and token counts go through a
+ManagedProcessGroup. Model, optimizer, scheduler and counters are registered after the first step. The user's functions
+run collectives over the ranks of the group when state is taken. One story runs for groups of one and of two processes,
+and each test checks one side of it.
 
-What went wrong when that experiment ran on torchft, and where it is tested that it can't go wrong here:
+Each failure of that experiment on torchft follows, with the tests that exclude it here:
 - The state was taken on a thread, in the middle of the forward pass, and parameters were half resharded:
   `test_the_state_is_taken_on_the_training_thread_between_backward_and_vote` here; for FSDP2 at every place of a step,
   `test_healing_fsdp2.py`; for one process, `test_the_snapshot_is_taken_after_the_reductions_and_before_the_vote` of
@@ -13,13 +13,13 @@ What went wrong when that experiment ran on torchft, and where it is tested that
 - With two processes a group, step 0 hung, because one rank of each group healed and its state function waited for the
   other: `test_groups_heal_whole_from_step_0_on_with_collectives_in_their_state_functions` here,
   `test_a_group_of_two_joins_heals_whole_dies_and_comes_back_to_the_same_store` of `test_two_rank_groups.py`.
-- After a heal the newcomer trained with a stale learning rate, unnoticed:
-  `test_a_newcomer_has_the_learning_rate_of_the_others` here; that it would be noticed,
+- After a heal the newcomer trained with a stale learning rate, undetected:
+  `test_a_newcomer_has_the_learning_rate_of_the_others` here; for the detection,
   `test_a_newcomer_that_kept_its_own_learning_rate_is_named_and_stopped` of `test_divergence.py`.
-- The survivor stalled until the heartbeat time-out after a kill:
+- The survivor stalled until the heartbeat timeout after a kill:
   `test_survivors_go_on_without_waiting_for_a_heartbeat_time_out` here, `test_cut_cable.py` and
   `test_every_way_to_die.py` for other deaths.
-- A replica that was started again at once made the survivor wait:
+- A replica that was restarted at once made the survivor wait:
   `test_a_replica_that_has_not_asked_yet_is_not_waited_for` here, `test_who_has_never_asked_is_waited_for_by_nobody` of
   tft-coord.
 - A sender that died in the middle of a transfer surfaced as an error about a buffer's length:
@@ -74,23 +74,23 @@ from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
 from tft_pg import ManagedProcessGroup, ProcessGroupGloo
 
-# So long that whoever waited for one of them would be seen to.
+# Long enough that a wait for one of them would be visible.
 HEARTBEAT_TIMEOUT_MS: Final = 30_000
 JOIN_TIMEOUT_MS: Final = 30_000
 WELL_BELOW_S: Final = 12.0
 STEPS_WITHOUT_THE_OTHER: Final = 10
-TOKENS: Final = {"a": 2**40, "b": 3}  # more than a float could count
+TOKENS: Final = {"a": 2**40, "b": 3}  # more than a float can count exactly
 LOSS: Final = {"a": 1.5, "b": 4.0}
 PEAK_RATE: Final = 0.1
 
 
 def rate_after(steps: int) -> float:
-    """The schedule: another learning rate at every step."""
+    """Return the scheduled learning rate, which differs at every step."""
     return PEAK_RATE / (1 + steps)
 
 
 class TrainState:
-    """Where the job is, as a trainer counts it beside its Manager."""
+    """The progress of the job, as a trainer counts it beside its Manager."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -103,21 +103,21 @@ class TrainState:
 
 
 def reduced_over_groups(manager: Manager, managed: ManagedProcessGroup, name: str) -> dict[str, Any]:
-    """Loss and tokens of the step that is over, of all groups; and whether there was an error."""
+    """Return loss and tokens of the past step, of all groups, and whether there was an error."""
     loss, tokens = torch.tensor(LOSS[name]), torch.tensor(TOKENS[name])
     results = [funcol.all_reduce(tensor, op, managed).item() for tensor in (loss, tokens) for op in ("sum", "max")]
     return {"loss": results[:2], "tokens": results[2:], "failed": manager.errored() is not None}
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """The life of a trainer, in its own process."""
+    """Run the life of a trainer, in its own process."""
     os.environ.update(spec.environment)
     live(lambda tell: _train(spec, connection, tell), connection)
 
 
 def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
     _, ranks = join_own_group()
-    torch.manual_seed(os.getpid())  # weights of its own, so that it matters that it heals
+    torch.manual_seed(os.getpid())  # its own weights, so that healing has an effect
     with Manager(
         ProcessGroupGloo(),
         replica_id=spec.name,
@@ -160,7 +160,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             return adam.state_dict()
 
         def take_training() -> dict[str, Any]:
-            # Gathers each parameter over the ranks of this group.
+            # This gathers each parameter over the ranks of this group.
             whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             return {"whole": whole, "schedule": schedule.state_dict(), "counters": counters.state_dict()}
 
@@ -193,7 +193,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                 manager.register_state_dict_fn("optimizer", adam.load_state_dict, take_optimizer)
                 with pytest.warns(DeprecationWarning, match="register_state_dict_fn"):
                     manager.set_state_dict_fns(load_training, take_training)
-            told = reduced_over_groups(manager, managed, spec.name)  # whatever the verdict was, as the others do
+            told = reduced_over_groups(manager, managed, spec.name)  # after any verdict, as the others do
             if not manager.status().committed:
                 tell(Event("failed", manager.current_step(), text=str(error)))
                 continue
@@ -215,7 +215,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
 
 @dataclass(frozen=True)
 class Story:
-    """What happened to two groups, one of which was killed and started again.
+    """The history of two groups, one of which was killed and restarted.
 
     Args:
         cluster: at its end.
@@ -227,20 +227,20 @@ class Story:
     back_at: int
 
     def commits(self, name: str, start: int = 0) -> list[dict[int, dict[str, Any]]]:
-        """For each rank of a group, in a start of it, what it told of each step with its participants."""
+        """Return the reports of each step with its participants, for each rank of a group, in one start of it."""
         return [
             {step: json.loads(event.text) | {"groups": event.participants} for step, event in trainer.commits.items()}
             for trainer in self.trainers_of(name, start)
         ]
 
     def trainers_of(self, name: str, start: int) -> list[Trainer]:
-        """The ranks of a group in one start of it."""
+        """Return the ranks of a group in one start of it."""
         group = next(each for each in self.cluster.groups if each.name == name)
         number = len(group.trainers)
         return [trainer for _, trainer in group.all_trainers[start * number : (start + 1) * number]]
 
     def trainers(self) -> list[Trainer]:
-        """Of every start."""
+        """Return the trainers of every start."""
         return [trainer for group in self.cluster.groups for _, trainer in group.all_trainers]
 
 
@@ -290,7 +290,7 @@ def test_groups_heal_whole_from_step_0_on_with_collectives_in_their_state_functi
     }
     for of_ranks in healed.values():
         assert all(steps == of_ranks[0] for steps in of_ranks), f"the ranks of a group heal at the same steps: {healed}"
-    # All begin with weights of their own, so that of the first two one has to heal.
+    # All begin with their own weights, so that one of the first two has to heal.
     assert sorted(len(healed[name, 0][0]) for name in "ab") == [0, 1]
     assert len(healed["b", 1][0]) == 1
 
@@ -301,7 +301,7 @@ def test_the_state_is_taken_on_the_training_thread_at_a_step_boundary(story: Sto
         for kind in ("taken", "healed")
     }
     assert where["healed"] == {"MainThread, vote"}
-    # Between backward and vote, or before the forward pass of the next step, when a newcomer has asked.
+    # This is between backward and vote, or before the next step's forward pass if a newcomer has asked.
     assert {"MainThread, vote"} <= where["taken"] <= {"MainThread, vote", "MainThread, after the vote"}
 
 

@@ -1,4 +1,4 @@
-"""An unmodified training job of torchft's on our lighthouse, by torchft's rules; and a job is of one kind."""
+"""An unmodified torchft training job on tft's lighthouse, by torchft's rules. A job has one kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATIENCE_S: Final = 50.0
 
 
 class Peer:
-    """A process of torchft's, and what it has said."""
+    """A torchft process, and its output."""
 
     def __init__(self, python: Path, name: str, lighthouse: LighthouseServer, log: Path) -> None:
         self._log = log
@@ -42,11 +42,11 @@ class Peer:
 
     @property
     def commits(self) -> dict[int, tuple[int, str]]:
-        """By step: participants, and the digest of the weights."""
+        """Return the participants and the digest of the weights, by step."""
         return {int(step): (int(participants), digest) for step, participants, digest in COMMIT.findall(self.said)}
 
     def trains_with(self, participants: int) -> bool:
-        """Whether its last commits had that many participants."""
+        """Return whether its last commits had that many participants."""
         last = [count for count, _ in self.commits.values()][-3:]
         return last == [participants] * 3
 
@@ -116,7 +116,7 @@ def test_one_of_torchfts_is_refused_where_ours_train(start: Start, lighthouse: L
     ours = job.start("ours")
     job.until(lambda: ours.step > 2, "ours trains")
     theirs = start("theirs")
-    # Their manager logs the refusal, and tells its trainer nothing, which waits for as long as its own time-out.
+    # torchft's manager logs the refusal, and tells its trainer nothing. The trainer waits for its own timeout.
     until(lambda: "torchft's members and ours never share a quorum" in theirs.said, "theirs is refused", theirs)
     before = ours.step
     job.until(lambda: ours.step > before + 3, "ours trains on")

@@ -40,7 +40,7 @@ def pid_of_rank(rank: int, torchrun: subprocess.Popen[str]) -> int:
 
 @contextmanager
 def ended(groups: list[subprocess.Popen[str]]) -> Iterator[None]:
-    """Ask each torchrun to end, as one that is killed leaves its processes behind."""
+    """Terminate each torchrun at the end, because a killed one leaves its processes behind."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The example of DiLoCo as users start it: shells, one killed and started again, plain and streaming."""
+"""The example of DiLoCo as users start it: shells, one killed and restarted, plain and streaming."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(180)  # interpreters import torch, on a machine
 
 @pytest.fixture
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[LighthouseServer]:
-    """With the test's smallest quorum."""
+    """Yield a lighthouse with the test's smallest quorum."""
     with LighthouseServer("127.0.0.1:0", min_replicas=request.param, join_timeout_ms=5_000, token=SECRET) as server:
         yield server
 

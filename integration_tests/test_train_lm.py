@@ -1,4 +1,4 @@
-"""The language model as users start it: shells and torchrun, one killed and started again, and the loss falls."""
+"""The language model as users start it: shells and torchrun, one killed and restarted, and the loss falls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(180)  # eight interpreters import torch, on a m
 
 @pytest.fixture
 def lighthouse(request: pytest.FixtureRequest) -> Iterator[LighthouseServer]:
-    """With the test's smallest quorum."""
+    """Yield a lighthouse with the test's smallest quorum."""
     with LighthouseServer("127.0.0.1:0", min_replicas=request.param, join_timeout_ms=5_000, token=SECRET) as server:
         yield server
 
@@ -79,7 +79,8 @@ def test_a_shell_that_is_killed_and_started_again_heals_and_the_loss_falls(
 
 @pytest.mark.parametrize("lighthouse", [1], indirect=True)
 def test_a_group_with_another_model_is_refused_and_harms_nobody(spawn: Spawn, lighthouse: LighthouseServer) -> None:
-    """Before its first reduction, which would end the process of whoever gets more bytes than it has room for."""
+    """The refusal comes before its first reduction, which would end a process that receives more bytes than
+    expected."""
     words = ["--steps=1000000", *SMALL]
     with Shells(spawn, EXAMPLE, shell(0, lighthouse)) as shells:
         (first,) = shells.start(0, words)
@@ -95,7 +96,7 @@ def test_a_group_with_another_model_is_refused_and_harms_nobody(spawn: Spawn, li
 def test_torchrun_starts_a_killed_process_again_and_both_groups_end_with_the_same_loss(
     launch: Launch, kill: Kill, lighthouse: LighthouseServer
 ) -> None:
-    """Two replica groups at least, so that the one which is left waits for the other."""
+    """min_replicas is two, so that the remaining group waits for the other."""
     command = [sys.executable, *TORCHRUN, str(EXAMPLE), "--steps=60", *SMALL]
     shells = [launch(command, env=shell(replica, lighthouse)) for replica in range(2)]
     wait_for(r"step 20 participants 2 loss", shells[1])
@@ -331,7 +332,7 @@ def test_what_local_sgd_has_not_is_refused_with_it(name: str, value: Any) -> Non
     values = {"semi_sync_method": "local_sgd", name: value}
     with pytest.raises(SettingError, match=rf"\.{name} is {value}; {SET_METHOD} diloco, or leave this out"):
         FaultTolerance(**values)
-    FaultTolerance(enable=False, **values)  # what is off does nothing
+    FaultTolerance(enable=False, **values)  # a disabled setting has no effect
 
 
 def test_a_flag_beats_the_variable_that_makes_islands_of_groups() -> None:
@@ -383,7 +384,7 @@ def test_a_file_that_can_t_work_is_refused(tmp_path: Path, text: str, sentence: 
 
 
 def test_a_file_without_a_reader_of_toml_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Python 3.10 without the package tomli."""
+    """This is the case on Python 3.10 without the package tomli."""
     monkeypatch.setitem(sys.modules, "tomllib" if sys.version_info >= (3, 11) else "tomli", None)
     with pytest.raises(
         SettingError, match=r"--config needs Python 3\.11, or the package tomli; install it, or give flags"

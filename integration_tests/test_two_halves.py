@@ -1,7 +1,7 @@
 """Equal step numbers are not equal states: two halves of a job each commit step 1001, and one of them heals.
 
-Both go on from the same checkpoint of step 1000, each on another lighthouse. Each commits step 1001 by itself, on its
-own data. Then one lighthouse ends, and the halves meet on the other with the same step number and other weights.
+Both continue from the same checkpoint of step 1000, each on another lighthouse. Each commits step 1001 by itself, on
+its own data. Then one lighthouse ends, and the halves meet on the other with equal step numbers and different weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOGETHER = 5
 
 
 def train_half(name: str, lighthouses: str, connection: Connection) -> None:
-    """Load the checkpoint, commit one step, wait for a word, and go on."""
+    """Load the checkpoint, commit one step, wait for a message, and continue."""
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the checkpoint is the same
     module = torch.nn.Linear(8, 8)
@@ -52,7 +52,7 @@ def train_half(name: str, lighthouses: str, connection: Connection) -> None:
     ) as manager:
         manager.load_state_dict({"step": STEP, "batches_committed": 2 * STEP, "lineage": "00000000000003e8"})
         ddp, optimizer = DistributedDataParallel(manager, module), Optimizer(manager, adam)
-        torch.manual_seed(sum(name.encode()))  # the data is not
+        torch.manual_seed(sum(name.encode()))  # the data differs
         connection.send(Event("ready", digest=digest(take())))
         met = 0
         while met < TOGETHER:

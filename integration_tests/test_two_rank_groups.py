@@ -24,12 +24,12 @@ def test_a_group_of_two_joins_heals_whole_dies_and_comes_back_to_the_same_store(
     second = launchers[1].start()
     job.until(lambda: all(trainer.committed_with(2) for trainer in first + second), "both groups commit together")
     assert [len(trainer.of_kind("healed")) for trainer in first + second] == [0, 0, 1, 1]
-    # One rank dies; its group is lost, and the other rank ends with an error that says so.
+    # One rank dies. Its group is lost, and the other rank ends with an error that reports it.
     kill(second[0].process.pid or 0)
     job.until(lambda: second[1].ended is not None, "the other rank ends")
     assert "GroupLost" in second[1].events[-1].text
     job.until(lambda: all(trainer.committed_with(1) for trainer in first), "the first group goes on alone")
-    # The store still holds what the lost start of the group wrote.
+    # The store still holds the entries of the lost start of the group.
     again = launchers[1].start()
     job.until(lambda: all(trainer.committed_with(2) for trainer in first + again), "both groups commit together again")
     job.finish(first + again)

@@ -1,4 +1,4 @@
-"""What a type checker knows of the settings: `make lint` checks this file, and a comment that ignores nothing fails."""
+"""The type checker's knowledge of the settings: `make lint` checks this file, and fails at an unused ignore comment."""
 
 from __future__ import annotations
 

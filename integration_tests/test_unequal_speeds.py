@@ -1,8 +1,8 @@
-"""Two islands of which one computes twice as slowly: with half its `sync_every` it costs the other next to nothing.
+"""Two islands, one of which computes half as fast: with half its `sync_every` it costs the other next to nothing.
 
-A step computes by sleeping, so that the speeds are what the test says on any machine. What a sync costs an island is
-the time between the end of its inner optimizer's own step and that of the hook behind it, where all of a sync happens:
-waiting for the others, sending and the outer step.
+A step computes by sleeping, so that the speeds are the test's on any machine. The cost of a sync is the time between
+the end of the inner optimizer's own step and the end of the hook behind it. All of a sync happens there: waiting for
+the others, sending and the outer step.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MOST: Final = 0.05  # of a round
 
 @dataclass(frozen=True)
 class Island:
-    """One of them.
+    """The settings of one island.
 
     Args:
         lighthouse: address.
         name: of the replica group.
-        step_s: what a step takes it.
+        step_s: duration of its step.
         sync_every, delay: its own.
     """
 
@@ -52,7 +52,7 @@ class Island:
 
 
 def train(island: Island, connection: Connection) -> None:
-    """Tells of each commit; its text is the part of the time since the one before that the syncs took."""
+    """Report each commit. Its text is the share of the time since the commit before that the syncs took."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, fragments = make_fragments(FRAGMENTS)
@@ -65,7 +65,7 @@ def train(island: Island, connection: Connection) -> None:
         nonlocal stepped_s
         stepped_s = time.perf_counter()
 
-    inner.register_step_post_hook(stepped)  # before that of the syncs, so it comes first
+    inner.register_step_post_hook(stepped)  # registered before the hook of the syncs, so it runs first
     with (
         Manager(
             ProcessGroupGloo(),
@@ -110,10 +110,12 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 
 def cost(spawn: Spawn, lighthouse: LighthouseServer, *, syncs: int, share: int) -> float:
-    """Train a fast island with a slow one. Returns: the part of the fast one's time that syncs take; the median.
+    """Train a fast island with a slow one. Returns: the median share of the fast one's time that syncs take.
 
     Args:
-        syncs: so many.
+        spawn: the fixture.
+        lighthouse: of the job.
+        syncs: number of syncs.
         share: the slow one's sync_every and delay are the fast one's divided by this.
     """
     job, address = Job(spawn, lighthouse), str(lighthouse.address)
@@ -123,11 +125,11 @@ def cost(spawn: Spawn, lighthouse: LighthouseServer, *, syncs: int, share: int) 
     job.until(lambda: all(len(each.of_kind("commit")) > syncs for each in both), "both sync together")
     end(job, both)
     parts = [float(event.text) for event in fast.of_kind("commit")]
-    return statistics.median(itertools.islice(parts, 1, None))  # before the first they start
+    return statistics.median(itertools.islice(parts, 1, None))  # the islands start before the first
 
 
 def end(job: Job, trainers: tuple[Trainer, ...]) -> None:
-    """Let all stop at one sync."""
+    """Stop all at one sync."""
     last = max(trainer.step for trainer in trainers) + 2
     for trainer in trainers:
         trainer.connection.send(last)

@@ -1,4 +1,4 @@
-"""Nobody waits in silence: each long wait is said at the waiter and at the lighthouse, with the name of the missing."""
+"""No process waits in silence: waiter and lighthouse log each long wait, with the name of the missing replica."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UUID: Final = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-")
 def nothing_held(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.set_level(logging.INFO)
     yield
-    caplog.get_records("call").clear()  # they hold errors, which hold the frames of what they came through
+    caplog.get_records("call").clear()  # records hold errors, and errors hold the frames that they passed
 
 
 Said = Callable[[str, str], threading.Event]
@@ -42,7 +42,7 @@ Said = Callable[[str, str], threading.Event]
 
 @pytest.fixture
 def said() -> Iterator[Said]:
-    """`said("logger", "words")` gives an event that is set when a line of that logger has these words."""
+    """Return `said("logger", "words")`, which gives an event that is set when that logger logs these words."""
     added: list[tuple[logging.Logger, logging.Handler]] = []
 
     def listen(name: str, words: str) -> threading.Event:
@@ -86,13 +86,13 @@ def step(both: list[Manager]) -> None:
 
 
 def commit(both: list[Manager]) -> None:
-    """At the same time: each waits for the other's word."""
+    """Commit on both at the same time, because each waits for the other's word."""
     with ThreadPoolExecutor(len(both)) as threads:
         assert list(threads.map(Manager.should_commit, both)) == [True, True]
 
 
 def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCaptureFixture, said: Said) -> None:
-    """The other evaluates, say: before, nobody said a word, and the error named nobody."""
+    """The other one may evaluate. Before, neither side logged anything, and the error named no replica."""
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
         manager(lighthouse, "early", quorum_timeout=timedelta(seconds=9)) as early,
@@ -157,7 +157,7 @@ def test_a_reduction_that_waits_names_who_is_not_in_it(caplog: pytest.LogCapture
 def test_two_lives_of_one_name_are_warned_of_on_all_sides(
     caplog: pytest.LogCaptureFixture, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "_check_alone", lambda config: None)  # as if each had a process of its own
+    monkeypatch.setattr(coordinator, "_check_alone", lambda config: None)  # as if each had its own process
     with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
         heard = said("tft_lighthouse", "two replicas of the name 'twin' live")
         with (

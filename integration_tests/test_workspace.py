@@ -1,4 +1,4 @@
-"""The tree itself: who imports whom, what each package says of itself, and what no file may hold."""
+"""The tree itself: imports between packages, metadata of each package, and forbidden content of files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BELOW: Final = {
     "tft-suite": {"tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos"},
 }
 
-# A pure core takes the time and the dice as arguments: it imports nothing that has a clock, dice, I/O or threads.
+# A pure core takes time and randomness as arguments. It imports nothing that has a clock, randomness, I/O or threads.
 CORES: Final = ("tft-coord/src/tft_coord/core",)
 IMPURE: Final = {
     "asyncio", "concurrent", "datetime", "http", "io", "logging", "multiprocessing", "os", "pathlib", "random",
@@ -51,7 +51,7 @@ def name_of(requirement: str) -> str:
 
 
 def files_of_the_tree() -> Iterator[Path]:
-    """Every file that .gitignore does not leave out."""
+    """Yield every file that .gitignore does not exclude."""
     ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").split()
     folders = [".git", *(pattern.rstrip("/") for pattern in ignored)]
 
@@ -103,7 +103,7 @@ def imported_modules(file: Path) -> Iterator[str]:
 
 @pytest.mark.parametrize("package", ["tft-coord", "tft-lighthouse", "tft-sim"])
 def test_grpc_is_imported_in_one_place(package: str) -> None:
-    """Which is what keeps its fork handlers out of every process of ours."""
+    """A single importer keeps grpc's fork handlers out of the project's processes."""
     importers = {
         file.relative_to(ROOT / "packages").as_posix()
         for file in (ROOT / "packages" / package / "src").rglob("*.py")
@@ -174,7 +174,7 @@ def test_no_package_needs_numpy(package: str) -> None:
     # Torch does not depend on numpy, so no import shows what fails without it.
     for file in (ROOT / "packages" / package / "src").rglob("*.py"):
         if file.name == "numpy_values.py":
-            continue  # reached only where a state holds numpy's values, which its extra is for
+            continue  # reached only if a state holds numpy's values, which its extra is for
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             name = getattr(node, "attr", "") if isinstance(node, ast.Attribute) else ""
             where = f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"

@@ -1,4 +1,5 @@
-"""A trainer that starts against what is no lighthouse of its job: said as what it is, and the start ends at once."""
+"""A trainer starts against a server that is no lighthouse of its job: the error names it, and the start ends at
+once."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ LATE: Final = timedelta(seconds=60)
 @pytest.fixture(autouse=True)
 def nothing_held(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
-    caplog.get_records("call").clear()  # they hold errors, which hold the frames of what they came through
+    caplog.get_records("call").clear()  # records hold errors, and errors hold the frames that they passed
 
 
 class Quiet(http.server.BaseHTTPRequestHandler):
@@ -55,7 +56,7 @@ def http_server() -> Iterator[int]:
 
 @contextmanager
 def grpc_server() -> Iterator[int]:
-    """Of another service: it knows no call."""
+    """Yield the port of a grpc server of another service, which knows no call."""
     with ThreadPoolExecutor(1, thread_name_prefix="test-grpc") as pool:
         server = grpc.server(pool)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -98,7 +99,7 @@ def test_a_start_against_what_is_no_lighthouse_ends_at_once(
                 manager.should_commit()
         assert time.monotonic() - started < SOON_S
         address = f"127.0.0.1:{port}"
-        with pytest.raises(CoordinationError) as told:  # what `tft doctor` says
+        with pytest.raises(CoordinationError) as told:  # the error that `tft doctor` shows
             LighthouseClient(address, LATE, token="a-wrong-one", waits=False).describe()
         assert str(told.value) in str(raised.value)
 
@@ -144,7 +145,7 @@ def test_a_server_that_wants_tls_is_said_as_such() -> None:
         writer.close()
 
     async def scenario() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the server's own words
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # suppresses the server's own messages
         async with listening(serve, context) as port:
             with pytest.raises(ProtocolError, match="wants TLS"):
                 await dial(f"127.0.0.1:{port}", Timeouts())
@@ -153,7 +154,7 @@ def test_a_server_that_wants_tls_is_said_as_such() -> None:
 
 
 def test_a_server_that_answers_late_is_reached() -> None:
-    """A connection that takes longer than a second is not begun anew: a far lighthouse, or a busy machine."""
+    """A connection that takes longer than a second is not restarted: the lighthouse may be far, or the machine busy."""
 
     async def scenario() -> None:
         server = grpc.aio.server()
@@ -206,7 +207,7 @@ def test_a_lighthouse_that_is_away_is_waited_for() -> None:
 
 
 class SlowWay:
-    """A way to a lighthouse on which each new connection takes longer than a second; what is open is fast."""
+    """A proxy to a lighthouse on which each new connection takes longer than a second. Open connections are fast."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -263,7 +264,7 @@ def replica(lighthouse_addr: str, name: str, *, quorum_timeout_s: float) -> Mana
 
 
 def test_a_newcomer_gets_in_although_its_connections_take_long() -> None:
-    """Its connection was given up after a second and begun anew for ever, while the others trained on."""
+    """Its connection was given up after a second and restarted for ever, while the others trained on."""
     with LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=100) as lighthouse:
         way = SlowWay(int(lighthouse.address.rpartition(":")[2]))
         address = f"127.0.0.1:{way.listener.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""State that is wrong, in real processes: found in the first step, set right after a recovery, or the end of one."""
+"""Wrong state, in real processes: it is detected in the first step, corrected after a recovery, or ends a replica."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TIMEOUT = timedelta(seconds=20)
 
 @dataclass(frozen=True)
 class Spec:
-    """How a trainer trains.
+    """The settings of a trainer.
 
     Args:
         lighthouse: address.
-        name: of the replica group; seeds the weights.
-        wrong: "nothing": no state is registered. "object": it has a leaf that can't travel. "load": the load function
-            raises. "optimizer": the optimizer is forgotten. "low": none of that; the moments are bfloat16.
+        name: of the replica group. It seeds the weights.
+        wrong: "nothing": no state is registered. "object": a leaf can't be transferred. "load": the load function
+            raises. "optimizer": the optimizer is not registered. "low": none of these, but the moments are bfloat16.
         use_async_quorum: of the Manager.
     """
 
@@ -43,7 +43,7 @@ class Spec:
 
 
 class LowMoments(torch.optim.AdamW):
-    """AdamW that keeps its moments in bfloat16, beside float32 parameters."""
+    """An AdamW that keeps its moments in bfloat16, beside float32 parameters."""
 
     def step(self, closure: Any = None) -> Any:
         self._keep_in(torch.float32)
@@ -58,7 +58,7 @@ class LowMoments(torch.optim.AdamW):
 
 
 def train(spec: Spec, connection: Connection) -> None:
-    """Train until told to stop; tell each commit and each quorum, and at the end what the Manager has warned of."""
+    """Train until told to stop. Report each commit, each quorum, and at the end the Manager's warnings."""
     torch.set_num_threads(1)
     told = heard_of_the_manager()
     try:
@@ -133,7 +133,7 @@ def start(job: Job, lighthouse: LighthouseServer, name: str, wrong: str = "", **
 
 
 def end_of(job: Job, trainer: Trainer) -> str:
-    """How a trainer ended by itself: the text of its error."""
+    """Return the text of the error with which a trainer ended by itself."""
     job.until(lambda: trainer.ended is not None, f"{trainer.name} ends")
     trainer.process.join(10)
     assert trainer.process.exitcode == 1
@@ -188,7 +188,7 @@ def test_a_load_function_that_raises_ends_its_process_and_disturbs_the_healthy_n
     at = healthy.step
     job.until(lambda: healthy.step >= at + 20, "the other trains on")
     job.finish([healthy])
-    # Alone; with the newcomer; for its second attempt; and when it is gone.
+    # The quorums are: alone; with the newcomer; for its second attempt; and after its end.
     assert len(healthy.of_kind("quorum")) <= 4, healthy.of_kind("quorum")
 
 

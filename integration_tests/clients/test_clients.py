@@ -1,7 +1,7 @@
-"""Trainers of others, and a loop as people write them: one of two replicas is killed and started again.
+"""Trainers of other libraries, and a plain training loop: one of two replicas is killed and restarted.
 
-Each program stands in a file of its own and runs as its user would start it. docs/trainers.md shows shorter ones of the
-same kinds, which test_readme.py runs.
+Each program is in a separate file and runs as its user would start it. docs/trainers.md shows shorter ones of the same
+kinds, which test_readme.py runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tft_lighthouse import LighthouseServer
 
 TOGETHER: Final = r"^step (\d+) participants 2 loss"
 ALONE: Final = r"^step (\d+) participants 1 loss"
-LEARNT: Final = 0.2  # of the loss that an untrained model has
+LEARNT: Final = 0.2  # share of the loss of an untrained model
 RESUMED_AT: Final = STEPS - 20  # programs write a checkpoint every 20 steps
 SECONDS_TO_END: Final = 120
 SLOW_S: Final = 0.1  # a batch has 8 samples
-SLOWER_S: Final = 0.3  # while a replica starts
+SLOWER_S: Final = 0.3  # pace while a replica starts
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -42,7 +42,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
 
 @pytest.fixture
 def start(launch: Launch, lighthouse: LighthouseServer, tmp_path: Path) -> Start:
-    """`start(program, replica, *flags)` starts a program as one replica."""
+    """Return `start(program, replica, *flags)`, which starts a program as one replica."""
 
     def start_program(program: str, replica: int, *flags: str) -> subprocess.Popen[str]:
         environment = {
@@ -59,13 +59,13 @@ def start(launch: Launch, lighthouse: LighthouseServer, tmp_path: Path) -> Start
 
 
 def set_pace(folder: Path, seconds: float) -> None:
-    """Have every sample take so long, so that the programs can't reach their last step before the test is ready."""
+    """Set the duration of every sample, so that the programs can't reach their last step before the test is ready."""
     (folder / "pace.new").write_text(str(seconds))
     (folder / "pace.new").replace(folder / "pace")
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[dict[int, str], dict[int, str], str]:
-    """The losses that it printed since it was read last, by step: with two participants, and alone; its last line."""
+    """Return the losses printed since the last read, by step: with two participants, and alone; and the last line."""
     output, _ = process.communicate(timeout=SECONDS_TO_END)
     assert process.returncode == 0, output
     assert "fork_posix" not in output, "a forked worker is silent"

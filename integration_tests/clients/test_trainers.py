@@ -1,6 +1,6 @@
-"""What the adapters make of a discarded step, and what they refuse; in this process, with one replica.
+"""The adapters' handling of a discarded step, and their refusals; in this process, with one replica.
 
-The other libraries warn when they are imported, so that is done inside the tests, which ignore warnings.
+The other libraries warn on import, so the tests import them inside, and ignore warnings.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from tft_suite.integrations.data import endless
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(150)]  # on a machine that is busy
 
 STEPS: Final = 6
-DISCARDED: Final = (2, 3, 5)  # attempts, from 1
-COUNTED: Final = [1, 1, 1, 2, 2, 3, 4, 5, 6]  # steps after each attempt
+DISCARDED: Final = (2, 3, 5)  # numbers of discarded attempts, from 1
+COUNTED: Final = [1, 1, 1, 2, 2, 3, 4, 5, 6]  # number of steps after each attempt
 
 
 @contextmanager
 def replica() -> Iterator[Manager]:
-    """A Manager and its lighthouse. No fixture: pytest would hold the last one when all ports are to be closed."""
+    """Yield a Manager with a lighthouse. A fixture would not work: pytest would hold the last one past the port
+    check."""
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
         Manager(pg=ProcessGroupGloo(), replica_id="a", min_replica_size=1, lighthouse_addr=lighthouse.address) as made,
@@ -41,7 +42,7 @@ def replica() -> Iterator[Manager]:
 
 
 def fail_some(manager: Manager) -> None:
-    """Has an attempt discarded, if it is one of DISCARDED."""
+    """Discard the attempt if it is one of DISCARDED."""
     if manager.strategy.attempt in DISCARDED:
         manager.report_error(RuntimeError("this batch is bad"))
 
@@ -119,7 +120,7 @@ def test_huggingface_refuses(settings: dict[str, Any], expected: type[Exception]
     with replica() as manager:
         trainer = huggingface_trainer(manager, tmp_path, **settings)
         if "fp16" in settings:
-            trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # which accelerate makes on accelerators alone
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # accelerate makes one only on accelerators
         with pytest.raises(expected, match=words):
             trainer.train()
         assert manager.strategy.attempt == 0
