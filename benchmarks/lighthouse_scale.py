@@ -72,8 +72,8 @@ def our_command() -> Path:
 def open_sessions(clients: Swarm, groups: Sequence[Member]) -> None:
     """Say hello for each group and wait for its welcome.
 
-    A missing connection is opened just before its hello, because the lighthouse ends one that is silent for half a
-    minute.
+    A missing connection is opened just before its hello, because the lighthouse ends a connection that is silent for
+    half a minute.
     """
     now_ms = time.time_ns() // 1_000_000
     for first in range(0, len(groups), OPENED_AT_ONCE):

@@ -2,7 +2,7 @@
 
 python -m benchmarks.run             every row
 python -m benchmarks.run p1 p14      some rows
-python -m benchmarks.run --short     few turns, for a quick look; only the full run judges the bars
+python -m benchmarks.run --short     few turns, for a quick look (only the full run judges the bars)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One island of the slow-link benchmark: a language model trained in three ways, piece by piece, on request.
 
-The ways are: alone, without synchronization; with torch's own DistributedDataParallel; with Streaming DiLoCo. Each way
-has its own model. All models start equal, and see the same text in the same steps. An order is a JSON line, and so is
-its answer.
+The ways are: alone, without synchronization, with torch's own DistributedDataParallel, and with Streaming DiLoCo. Each
+way has its own model. All models start equal, and see the same text in the same steps. An order is a JSON line, and so
+is its answer.
 
 Law of this file: one process and its computation. The parent owns the link, the order of the ways and the figures.
 """

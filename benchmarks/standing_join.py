@@ -1,4 +1,4 @@
-"""P19: one replica joins thousands in a standing quorum; the time until all have the new quorum.
+"""P19: one replica joins thousands in a standing quorum, and the time counts until all have the new quorum.
 
 n groups stand: each holds a stream, sends a numbered beat once a second, and is answered. One newcomer asks. The
 lighthouse recalls the n members, each asks, and all n + 1 receive the new quorum. The time runs from the newcomer's
@@ -292,7 +292,7 @@ def measure(turns: dict[int, int]) -> Row:
             except NotAnswered:
                 if number <= JUDGED:
                     raise
-                break  # no bar is of that number; the row shows that the figure is missing
+                break  # no bar is of that number, and the row shows that the figure is missing
     ratio = _median_s(ours[JUDGED]) / statistics.median(theirs)
     return Row(
         name="P19",

@@ -29,7 +29,7 @@ class Worker:
         system: "tft", or "torchft" for the peer's interpreter.
         module: for example "benchmarks.failure_worker". It receives `--system` and the arguments.
         arguments: of its command line.
-        prefix: a command that starts the interpreter, such as one that enters a network namespace first.
+        prefix: a command that starts the interpreter, such as a command that enters a network namespace first.
     """
 
     def __init__(self, system: str, module: str, arguments: Sequence[str] = (), *, prefix: Sequence[str] = ()) -> None:

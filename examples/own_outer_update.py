@@ -30,7 +30,7 @@ class SignOfMomentum(OuterUpdate):
         self._momentum = [torch.zeros_like(each, requires_grad=False) for each in model.parameters()]
 
     def capture(self, index: int, fragment: OuterFragment) -> None:
-        fragment.capture_difference()  # the global weights minus those that this replica has trained
+        fragment.capture_difference()  # the global weights minus the weights that this replica has trained
 
     def apply(self, index: int, fragment: OuterFragment) -> None:
         fragment.restore()  # start from the global weights, as on every replica

@@ -24,7 +24,7 @@ def main(steps: int, replica: int, replicas: int) -> None:
     if not 0 <= replica < replicas:
         raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; it counts from 0")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.manual_seed(0)  # the data is the same everywhere; each process takes its own share of each batch
+    torch.manual_seed(0)  # the data is the same everywhere, and each process takes its own share of each batch
     inputs, teacher = torch.randn(4096, 32), torch.nn.Linear(32, 10)
     labels = teacher(inputs).argmax(dim=1)
 

@@ -30,7 +30,7 @@ def main(synchronizations: int, replica: int, replicas: int, streaming: bool) ->
     if not 0 <= replica < replicas:
         raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; give 0 to {replicas - 1}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.manual_seed(0)  # the data is the same everywhere; each process takes its own share of each batch
+    torch.manual_seed(0)  # the data is the same everywhere, and each process takes its own share of each batch
     inputs, teacher = torch.randn(4096, 32), torch.nn.Linear(32, 10)
     labels = teacher(inputs).argmax(dim=1)
 
@@ -54,7 +54,7 @@ def main(synchronizations: int, replica: int, replicas: int, streaming: bool) ->
             init_group("cpu")
             trained = torch.nn.parallel.DistributedDataParallel(model)  # torch's own, inside the group, in every step
         share = torch.arange(replica * ranks + rank, len(inputs), replicas * ranks)
-        # steps that a synchronization may take; the share that stays local
+        # steps that a synchronization may take, and the share that stays local
         delay, alpha = (5, 0.1) if streaming else (0, 0.0)
         with DiLoCo(
             manager, fragments, inner, outer, SYNC_EVERY, fragment_sync_delay=delay, fragment_update_alpha=alpha

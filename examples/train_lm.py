@@ -93,16 +93,16 @@ class FaultTolerance:
     """The flags `--fault_tolerance.NAME`, and the table `[fault_tolerance]`."""
 
     enable: bool = True  # False: this replica group trains alone, without a lighthouse
-    replica_id: int = 0  # number of this group; or REPLICA_GROUP_ID
-    group_size: int = 2  # number of groups when all are there; or NUM_REPLICA_GROUPS
+    replica_id: int = 0  # number of this group (or REPLICA_GROUP_ID)
+    group_size: int = 2  # number of groups when all are there (or NUM_REPLICA_GROUPS)
     min_replica_size: int = 1  # participants needed for a step, or a synchronization, to commit
-    process_group: str = "gloo"  # across the groups; or nccl
+    process_group: str = "gloo"  # across the groups (or nccl)
     process_group_timeout_ms: int = 10_000  # for one reduction
-    semi_sync_method: str = "none"  # synchronize in every step; or diloco, local_sgd
+    semi_sync_method: str = "none"  # synchronize in every step (or diloco, local_sgd)
     sync_steps: int = 20  # optimizer steps from one synchronization of a fragment to its next
     num_fragments: int = 1  # synchronized one after the other
-    fragment_sync_delay: int = 0  # steps that a synchronization may take beside the training; needs diloco
-    fragment_update_alpha: float = 0.0  # share of its own weights that a group keeps, 0 to 1; needs diloco
+    fragment_sync_delay: int = 0  # steps that a synchronization may take beside the training (needs diloco)
+    fragment_update_alpha: float = 0.0  # share of its own weights that a group keeps, 0 to 1 (needs diloco)
     rank0_synchronization_only: bool = False  # groups may differ in their number of processes
     copy_pseudogradients_to_cpu: bool = False  # reduce them on the CPU
 

@@ -98,7 +98,7 @@ def wrong_secrets(ports: Ports, began: Callable[[], None]) -> None:
 
 
 def many_connections(ports: Ports, began: Callable[[], None]) -> None:
-    """Open silent connections, and reopen those that are ended."""
+    """Open silent connections, and reopen the ended ones."""
     _hold(ports.all, began, b"", each_s=0.1)
 
 

@@ -159,7 +159,7 @@ def pytest_runtest_makereport(
             if process.exitcode is None and process.pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(STACKS_S)  # there is no signal that they have written; the output is captured as of the teardown
+        time.sleep(STACKS_S)  # there is no signal that they have written, so the output is captured as of the teardown
     return report
 
 

@@ -72,7 +72,7 @@ class Stall:
     Args:
         at_s: its start, in seconds since 1970.
         seconds: its length.
-        faults: those that began shortly before or in it.
+        faults: the faults that began shortly before or in it.
     """
 
     at_s: float
@@ -249,7 +249,7 @@ class Run:
         other = self._rng.choice([other for other in self.groups if other is not group])
         ways = [(group.name, other.name), (other.name, group.name)]
         ways = ways if both else [self._rng.choice(ways)]
-        other.struck += 1  # the other group may be the one that is left out
+        other.struck += 1  # the other group may be left out instead
         self.log[-1] = (self.log[-1][0], f"{self.log[-1][1]}: {', '.join(' to '.join(way) for way in ways)}")
         for way in ways:
             self._cluster.lose(*way)

@@ -172,7 +172,7 @@ def live(training: Callable[[Callable[[Event], None]], None], connection: Connec
         training(tell)
     except Exception as error:
         tell(Event("end", text=f"{type(error).__name__}: {error}"))
-        os._exit(1)  # as after a traceback; torch's own group may be in a collective that never ends
+        os._exit(1)  # as after a traceback, because torch's own group may be in a collective that never ends
     tell(Event("end"))
 
 

@@ -1,6 +1,6 @@
 """A lighthouse as a separate program, of tft or torchft, which is killed and restarted at the same address.
 
-Law of this file: one process, its address and its log; no test.
+Law of this file: one process, its address and its log, but no test.
 """
 
 from __future__ import annotations

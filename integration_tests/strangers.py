@@ -24,10 +24,10 @@ from tft_coord.wire.limits import MAX_HEALED_BYTES
 BEGAN_MS: Final = 1_700_000_000_000
 EVIL: Final = Member("evil:1", address="h:1", store_address="h:2", step=2**63 - 1, lineage=9)
 HELD: Final = QuorumKey(BEGAN_MS, 2**64 - 1)
-RANK: Final = 1  # rank of its group; no other process has a session as that one
+RANK: Final = 1  # rank of its group, and no other process has a session as that one
 RANK_SESSION: Final = 2**62  # a damaged session is most often an older one, and replaces no other
 STEPS: Final = (0, 1, 2, 3, 2**63 - 1)
-FEW: Final = 16  # replicas that come back repeatedly; others come once
+FEW: Final = 16  # replicas that come back repeatedly, while others come once
 SHARED_JOBS: Final = 4
 
 
@@ -53,8 +53,7 @@ class Script:
 
 
 def lighthouse_session(number: int) -> list[bytes]:
-    """Return the session of a manager server. One that dies or leaves does not come back, and some replace such a
-    one."""
+    """Return the session of a manager server. A dead or departed one does not return, and others may replace it."""
     rng = random.Random(number)
     once = rng.random() < 0.25
     replica_id = f"evil:{number}" if once else f"evil:{rng.randrange(FEW)}"

@@ -53,7 +53,7 @@ from tft_pg import ProcessGroupGloo
 
 LATE: Final = timedelta(seconds=10)
 NOBODY: Final = "http://127.0.0.1:9"  # a port without a listener
-LONG_S: Final = 50.0  # for a process of a test; the first one waits until torch is imported
+LONG_S: Final = 50.0  # for a process of a test, where the first one waits until torch is imported
 FUZZ_S: Final = 1.5
 A_VOTE: Final = rank_codec.Vote(RANK, 2**63 - 1, True, HELD, Purpose.COMMIT)
 SOAK_S: Final = 120.0

@@ -520,7 +520,7 @@ def test_the_example_resumes_what_it_saved_under_torchrun_too(launch: Launch, tm
     assert "step 20 participants 1" in output
     with lighthouse_of_one() as environment:
         output = printed(launch([*torchrun, "30"], env=environment, cwd=tmp_path))
-    assert len(re.findall("resumed step 20(?! )", output)) == 2  # two processes may share a line; the log goes on
+    assert len(re.findall("resumed step 20(?! )", output)) == 2  # two processes may share a line, and the log goes on
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30"]
 
 

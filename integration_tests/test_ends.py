@@ -23,7 +23,7 @@ from tft_lighthouse import LighthouseServer
 pytestmark = pytest.mark.timeout(120)
 
 SOON_S: Final = 60.0  # a real interpreter imports torch on a busy machine
-HEARD_WITHIN_S: Final = 3.0  # bound on the report of a script's end; a silent replica would be lost after 20 s
+HEARD_WITHIN_S: Final = 3.0  # bound on the report of a script's end, while a silent replica would be lost after 20 s
 
 # The exit handler is registered before all imports, so it runs after the handlers of everything that the script
 # imports. Anything that still runs then was forgotten.

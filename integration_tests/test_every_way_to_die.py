@@ -53,7 +53,7 @@ ENDS: Final = {
 
 
 class Cluster:
-    """Two groups that survive and one that is struck, with equal numbers of ranks.
+    """Two surviving groups and a struck one, with equal numbers of ranks.
 
     Args:
         job: of the groups.

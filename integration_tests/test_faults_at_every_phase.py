@@ -81,7 +81,7 @@ SPREAD: Final = {
 
 def strike(cluster: Cluster, turn: int, blow: Blow) -> None:
     """Strike the next group in a standing quorum, and wait until all commit together in one again."""
-    # The first of those that hold the state serves it.
+    # The first holder of the state serves it.
     group = cluster.groups[0 if blow.place is Place.SERVING else turn % len(cluster.groups)]
     rank = 0 if blow.place in OF_RANK_ZERO else len(group.trainers) - 1
     starts = {each.name: each.starts for each in cluster.groups}

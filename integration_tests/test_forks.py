@@ -34,7 +34,7 @@ from tft_pg import ProcessGroupGloo
 from tft_pg.testing import WAYS, end_children
 from tft_pg.testing.forking import FORKS
 
-# bound on the news of a death, on a busy machine; without news heartbeat_timeout detects it after 5 s
+# bound on the news of a death, on a busy machine, because without news heartbeat_timeout detects it after 5 s
 NEWS_S: Final = 2.5
 AT_ONCE: Final = timedelta(milliseconds=1)
 # Each phase of a step. The two ends of a healing come on two replicas.

@@ -152,7 +152,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
 
 def kill_at(cluster: Cluster, turn: int, place: Place) -> None:
     """Kill a process of one group at a place, and wait until all groups commit together again."""
-    # The first of those that hold the state serves it.
+    # The first holder of the state serves it.
     group = cluster.groups[0 if place is Place.SERVING else turn % 2]
     starts = [each.starts + (each is group) for each in cluster.groups]
     cluster.strike(group, 0 if place in OF_RANK_ZERO else 1, Action.KILL, place)

@@ -224,7 +224,8 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                     told = digest(whole(strategy.state_dict()))
                     tell(Event("commit", committed, lineage, told, manager.num_participants()))
         tell(Event("loss", manager.current_step()))
-    # If torch's DDP held the last reference to a Gloo group, this thread could wait for one that waits for the GIL.
+    # If torch's DDP held the last reference to a Gloo group, this thread could wait for a thread that waits for the
+    # GIL.
     del forward
     gc.collect()  # it may be in a cycle
     dist.destroy_process_group()

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.timeout(90)
 
 HEARD_WITHIN_S: Final = 5.0
 
-# This number of replicas train together for 20 steps, in several runs one after the other. After 5 steps b evaluates,
-# until there is a file named "go". At the end of each run c saves its result, until a has ended.
+# This number of replicas train until they commit together, and then 20 steps more, in several runs one after the other.
+# After 5 common steps b evaluates, until there is a file named "go". At the end of each run c saves its result, until a
+# has ended.
 SCRIPT: Final = """
 import os, sys, time, torch
 from tft_suite import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo

@@ -20,7 +20,7 @@ SEEDS: Final = (0, 1, 2)
 STEPS_BETWEEN: Final = 30  # from the common training of all to the next kill
 LONG: Final = Settings(steps=400, batch=24, context=32, characters=200_000, width=32, layers=2)
 SHORT: Final = replace(TINY, steps=150, batch=10)  # three groups get unequal shares of the batch
-SAME_SEED: Final = 1e-3  # share of the loss; the effect of rounding alone, with a margin
+SAME_SEED: Final = 1e-3  # share of the loss, for rounding alone, with a margin
 
 
 def train(spawn: Spawn, settings: Settings, *, groups: int, kills: bool) -> tuple[float, int]:

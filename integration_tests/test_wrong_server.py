@@ -170,7 +170,7 @@ def test_a_server_that_answers_late_is_reached() -> None:
             writer.close()
 
         async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(1.5)  # longer than grpc's own second; the delay is what is tested
+            await asyncio.sleep(1.5)  # longer than grpc's own second, because the test is about the delay
             waited.set()
             theirs, ours = await asyncio.open_connection("127.0.0.1", real)
             copies.extend([asyncio.create_task(copy(reader, ours)), asyncio.create_task(copy(theirs, writer))])
@@ -236,7 +236,7 @@ class SlowWay:
                 self._start(self._connect, near)
 
     def _connect(self, near: socket.socket) -> None:
-        time.sleep(1.5)  # longer than grpc's own second; the delay is what is tested
+        time.sleep(1.5)  # longer than grpc's own second, because the test is about the delay
         with contextlib.suppress(OSError):
             far = socket.create_connection(("127.0.0.1", self._port))
             self._sockets.append(far)

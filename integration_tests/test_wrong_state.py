@@ -188,7 +188,7 @@ def test_a_load_function_that_raises_ends_its_process_and_disturbs_the_healthy_n
     at = healthy.step
     job.until(lambda: healthy.step >= at + 20, "the other trains on")
     job.finish([healthy])
-    # The quorums are: alone; with the newcomer; for its second attempt; and after its end.
+    # The quorums are: alone, with the newcomer, for its second attempt, and after its end.
     assert len(healthy.of_kind("quorum")) <= 4, healthy.of_kind("quorum")
 
 

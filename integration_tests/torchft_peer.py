@@ -4,13 +4,13 @@ A test asks for the fixture `torchft_python` and receives the path of an interpr
 torch as tft. `torchft_lighthouse` (torchft's command) lies beside it, as `torchft_lighthouse(python)` returns. If the
 wheel is unavailable (no index, no wheel for this machine), the test is skipped with the reason.
 
-The environment is made once, in some seconds, below the root of the tree. Its torch is the one that the tests run with.
+The environment is made once, in some seconds, below the root of the tree. Its torch is that of the tests.
 The project's packages can't be imported there.
 
     def test_something(torchft_python: Path, launch: Launch) -> None:
         process = launch([torchft_python, "-c", "import torchft"], env=OF_A_SHELL)
 
-Law of this file: making that environment, and the paths of its programs; no test.
+Law of this file: making that environment, and the paths of its programs, but no test.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _made() -> Path:
 
 
 def _make(home: Path, python: Path) -> None:
-    """Make an environment that takes torch, and other installed packages, from the one that the tests run in."""
+    """Make an environment that takes torch, and other installed packages, from the environment of the tests."""
     _run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(home)])
     packages = next(home.glob("lib/python*/site-packages"))
     # Entries of a .pth file come last in the search, and .pth files in those folders are not read. The project's own

@@ -287,7 +287,7 @@ class Trainer:
         return len(last) == times and all(event.participants == participants for event in last)
 
     def manager_server(self) -> psutil.Process:
-        """Return its manager server's process. A killed one that is not reaped yet does not count.
+        """Return its manager server's process. A killed but unreaped process does not count.
 
         Raises:
             StopIteration: it has none at present.

@@ -1,4 +1,4 @@
-"""Train two replicas with a package's wheel, kill one in a step, and restart it; it must heal.
+"""Train two replicas with a package's wheel, kill one in a step, restart it, and check that it heals.
 
     TFT_LIGHTHOUSE=http://localhost:29510 python wheel_recovery.py tft_algos
 

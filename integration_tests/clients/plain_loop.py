@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         Share(replica(), folder),
         batch_size=8,
         shuffle=True,
-        num_workers=2,  # forked anew in each epoch of 25 batches
+        num_workers=2,  # forked again in each epoch of 25 batches
         multiprocessing_context=multiprocessing.get_context("fork"),
     )
     while manager.current_step() < STEPS and not manager.left:

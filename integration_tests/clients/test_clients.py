@@ -65,7 +65,7 @@ def set_pace(folder: Path, seconds: float) -> None:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[dict[int, str], dict[int, str], str]:
-    """Return the losses printed since the last read, by step: with two participants, and alone; and the last line."""
+    """Return the losses printed since the last read by step, with two participants and alone, and the last line."""
     output, _ = process.communicate(timeout=SECONDS_TO_END)
     assert process.returncode == 0, output
     assert "fork_posix" not in output, "a forked worker is silent"
@@ -78,7 +78,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[dict[int, str], dict[int, str
     return together, alone, end.group()
 
 
-@pytest.mark.timeout(300)  # on a machine that is busy; alone, some 15 s
+@pytest.mark.timeout(300)  # on a busy machine, or some 15 s on an idle one
 @pytest.mark.parametrize("program", ["huggingface_trainer", "accelerate_loop", "lightning_trainer", "plain_loop"])
 def test_one_of_two_is_killed_started_again_and_goes_on_with_the_others_state(
     program: str, start: Start, kill: Kill, lighthouse: LighthouseServer, tmp_path: Path

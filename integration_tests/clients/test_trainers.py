@@ -1,4 +1,4 @@
-"""The adapters' handling of a discarded step, and their refusals; in this process, with one replica.
+"""The adapters' handling of a discarded step, and their refusals, in this process, with one replica.
 
 The other libraries warn on import, so the tests import them inside, and ignore warnings.
 """

@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
             marks = run_many(seeds, processes=processes, config=config)
             print(f"{options.seeds} seeds from {options.seed}: all invariants hold; they came by\n{marks}")
     except SimulationFailed as failed:
-        if isinstance(failed.cause, BrokenPipeError):  # the pipe of the trace broke; the seed is fine
+        if isinstance(failed.cause, BrokenPipeError):  # the pipe of the trace broke, and the seed is fine
             raise failed.cause from None
         told = story(failed.seed, config)
         print(f"the transcript of seed {failed.seed}:", *told, "", failed, sep="\n", file=sys.stderr)

@@ -164,8 +164,8 @@ _try_in_fork_of: Callable[[range], _Found]
 def _begin(search: _Search) -> None:
     global _try_in_fork_of
     _try_in_fork_of = partial(_try, search, found_here=set())
-    # Millions of states are no garbage. Scanning them repeatedly took two thirds of the time. Scanning those that came
-    # with the fork copied their pages.
+    # Millions of states are no garbage. Scanning them repeatedly took two thirds of the time. Scanning the states that
+    # came with the fork copied their pages.
     gc.freeze()
 
 

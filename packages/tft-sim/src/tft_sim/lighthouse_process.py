@@ -225,7 +225,7 @@ class LighthouseProcess(Process):
                 case effects.JobFailed():
                     raise order.error
                 case effects.QuorumFormed() if not order.job:
-                    continue  # this quorum is of torchft members; the others have a job
+                    continue  # this quorum is of torchft members, and the others have a job
             self._cluster.decides = self.name
             if isinstance(order, effects.Welcome):
                 self._cluster.hangs.welcomed(self._attendances.hello_of(order.stream))

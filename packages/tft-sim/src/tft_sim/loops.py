@@ -18,7 +18,7 @@ from tft_sim.waiting import Life, UserError
 if TYPE_CHECKING:
     from tft_sim.trainer import Trainer
 
-NUM_BUCKETS = 2  # reductions in a step; one death can come between them
+NUM_BUCKETS = 2  # reductions in a step, so that one death can come between them
 POLL_MS = 50
 
 

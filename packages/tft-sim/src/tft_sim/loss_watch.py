@@ -60,7 +60,7 @@ class LossWatch:
 
         def look() -> None:
             if cluster.lighthouse is not lighthouse or not lighthouse.alive:
-                return  # the next lighthouse decides anew
+                return  # the next lighthouse decides for itself
             for replica in cluster.replicas.values():
                 for trainer in replica.trainers:
                     if trainer.group is not None and trainer.group.key == key:

@@ -82,6 +82,6 @@ def story(seed: int, config: SimulationConfig | None = None) -> Iterator[str]:
     simulation = Simulation(seed, config or SimulationConfig())
     teller = Scenario()
     teller.attend(simulation.cluster)
-    with suppress(Exception):  # `simulate` reports the error; this transcript ends before it
+    with suppress(Exception):  # `simulate` reports the error, and this transcript ends before it
         simulation.run()
     yield from teller.told()

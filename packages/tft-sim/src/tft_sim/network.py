@@ -135,7 +135,7 @@ class Network:
     Args:
         clock: virtual time.
         rng: for delays only.
-        extra_rng: for the delays of extra messages. So the delays of the others stay the same, whoever sends more.
+        extra_rng: for the delays of extra messages. So the delays of the others stay the same if a process sends more.
         marks: of the simulation.
         delay_ms: bounds of the delay of an ordinary message.
         keepalive_ms: a stream that can't deliver for this long breaks. A dial waits for as long.

@@ -97,7 +97,7 @@ class Place(Process):
 
     def _note_stretches(self, *, anew: bool = False) -> None:
         if not self.alive:
-            return  # a stopped process whose host is gone stays silent, whoever resumes it
+            return  # a stopped process whose host is gone stays silent even if resumed
         now_ms, stopped = self.clock.now_ms, self.state is State.STOPPED
         inside = self._phase not in OUTSIDE
         self.busy.now((stopped and inside) or (self._phase in OWN and not self.excused), now_ms)

@@ -531,7 +531,7 @@ class Simulation:
         self.cluster.trace("fault", fault.__name__)
         self.cluster.marks.hit(f"fault: {fault.__name__.strip('_')}")
         fault(self)
-        # Faults come in bursts, because the second fault is the one that most often breaks a protocol.
+        # Faults come in bursts, because the second fault most often breaks a protocol.
         low_ms, high_ms = self._config.fault_every_ms
         if self._faults.random() < 0.3:
             low_ms, high_ms = 1, 400
@@ -947,7 +947,7 @@ class Simulation:
             self.cluster.kill_trainer(replica, rank)
 
     def _leave_the_newcomers(self) -> None:
-        """Tell all groups to leave but those that heal at that moment, so that the only source leaves."""
+        """Tell all groups to leave except the healing ones, so that the only source leaves."""
         for replica in self.cluster.replicas.values():
             if replica.alive and not any(each.phase == "heal" for each in replica.trainers):
                 for trainer in replica.trainers:

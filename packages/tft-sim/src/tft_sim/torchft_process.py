@@ -25,7 +25,7 @@ class TorchftProcess(Process):
     """One process of a torchft group.
 
     Args:
-        cluster: whose lighthouse it asks.
+        cluster: the cluster of its lighthouse.
         name: its replica id.
         step: the step that it has reached.
     """

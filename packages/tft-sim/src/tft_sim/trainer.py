@@ -378,7 +378,7 @@ class Trainer(Place):
         self.tell(on.LeaveWished("it was told to", self.outside.own_ms() + LEAVE_WITHIN_MS))
 
     def look(self) -> None:
-        """Check once a beat whether this rank waits in vain."""
+        """Check once a beat whether this rank waits for too long, or leaves while it waits for a quorum."""
         waits_ms = self.clock.now_ms - self.phase_since_ms if self.phase in ("reduction", "word") else None
         for effect in self.tell(on.Looked(self.left_out, waits_ms)):
             match effect:

@@ -179,7 +179,7 @@ class LighthouseWorld:
                 replica.left, replica.request = True, None
                 if replica.welcomed:
                     self._say_that_it_has_left(replica)
-            case "hang":  # for the maximum duration of a step; all else stands still
+            case "hang":  # for the maximum duration of a step, while all else stands still
                 replica.hangs, replica.hung_ms = True, self._now_ms
                 self._pass(2)
             case "wake":
