@@ -1,4 +1,4 @@
-"""The sizes of files, classes and functions: nothing new is over a limit, and what is over one only shrinks."""
+"""The sizes of files, classes and functions: no new size exceeds a limit, and listed ones only shrink."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Sizes = dict[str, dict[str, int]]
 
 
 def oversized() -> Sizes:
-    """Return what is over a limit: by each measure, by `path::name`, the size."""
+    """Return the sizes over a limit: by measure and `path::name`."""
     found: Sizes = {measure: {} for measure in LIMITS}
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         if not path.stem.endswith("_pb2"):
@@ -58,7 +58,7 @@ def oversized() -> Sizes:
 
 
 def sizes_of(text: str) -> Iterator[tuple[str, str, int]]:
-    """Yield measure, name and size of one file and of all that it defines; the file itself has no name."""
+    """Yield measure, name and size of one file and of all its definitions. The file itself has no name."""
     tree = ast.parse(text)
     lines = sorted(_lines_of_code(text, tree))
     yield "lines of a file", "", len(lines)
@@ -73,7 +73,7 @@ def sizes_of(text: str) -> Iterator[tuple[str, str, int]]:
 
 
 def changes(listed: Sizes, found: Sizes) -> list[str]:
-    """Return a sentence for each size that is not as listed; empty: all is well."""
+    """Return a sentence for each size that differs from the list, or an empty list."""
     out = []
     for measure, limit in LIMITS.items():
         before, now = listed.get(measure, {}), found[measure]
@@ -90,7 +90,7 @@ def changes(listed: Sizes, found: Sizes) -> list[str]:
 
 
 def listed_sizes() -> Sizes:
-    """Return what `sizes.toml` allows."""
+    """Return the sizes that `sizes.toml` allows."""
     sizes: Sizes = tomllib.loads(LISTED.read_text(encoding="utf-8"))
     return sizes
 
@@ -117,7 +117,7 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
-    """Return the names that its methods set on `self`."""
+    """Return the names that the class's methods set on `self`."""
     return {
         each.attr
         for each in ast.walk(node)
@@ -132,7 +132,7 @@ def _public_names(node: ast.ClassDef) -> set[str]:
 
 
 def main() -> int:
-    """Say what is not as listed, or lower the list. Returns: the exit code."""
+    """Print the differences from the list, or lower the list. Returns: the exit code."""
     parser = argparse.ArgumentParser(description="Hold the sizes of files, classes and functions against their limits.")
     parser.add_argument("--lower", action="store_true", help="write the sizes of today where they are lower")
     found, listed = oversized(), listed_sizes()
