@@ -189,6 +189,15 @@ def test_whoever_ends_soon_after_its_last_word_lingers(pair: Any) -> None:
     assert timedelta() < left <= timedelta(seconds=1)
 
 
+def test_whoever_ends_inside_a_step_does_not_linger(pair: Any) -> None:
+    """The others wait for it: a loop that raises, or is interrupted, costs them no second."""
+    it = pair(plan_of(7, size=2))
+    assert it.step()
+    it.manager.start_quorum()
+    it.manager.shutdown()
+    assert it.group.lingered == []
+
+
 def test_whoever_has_no_word_does_not_linger(pair: Any) -> None:
     it = pair(plan_of(7, size=2))
     it.group.error = RuntimeError("the connection has ended")
@@ -225,7 +234,7 @@ class ByAllreduce(ProcessGroupDummy):  # type: ignore[misc]  # it is final, and 
 def test_words_by_an_allreduce_have_an_order_whoever_wraps_their_group() -> None:
     def is_ordered(group: Any) -> bool:
         shared: Any = SimpleNamespace(
-            config=SimpleNamespace(timeout=timedelta(1), timeouts=Timeouts()), clock=SystemClock()
+            config=SimpleNamespace(timeout=timedelta(1), timeouts=Timeouts()), clock=SystemClock(), step=None
         )
         return Wording(shared, group).is_ordered
 

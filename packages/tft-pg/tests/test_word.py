@@ -443,6 +443,34 @@ def test_a_leaver_stays_until_all_others_have_gone_on(group_of: Callable[..., Gr
     assert left == [True]
 
 
+def test_ranks_that_leave_together_do_not_wait_for_each_other(group_of: Callable[..., Group]) -> None:
+    group = group_of(3)
+    for exchange in [group.start(rank, 1) for rank in range(3)]:
+        exchange.wait()
+    left: list[bool] = []
+    leavers = [threading.Thread(target=lambda line=line: left.append(line.linger(GUARD))) for line in group.lines]
+    for leaver in leavers:
+        leaver.start()
+    for leaver in leavers:
+        leaver.join(GUARD_S)
+    assert left == [True] * 3
+
+
+def test_the_last_word_reaches_one_that_reads_it_late(group_of: Callable[..., Group]) -> None:
+    """It finds the byte of whoever lingers behind that word, and fails in the next round."""
+    group = group_of(2)
+    last = [group.start(rank, 1) for rank in range(2)]
+    assert last[0].wait() == (2,)
+    leaver = threading.Thread(target=lambda: group.lines[0].linger(timedelta(seconds=0.2)))
+    leaver.start()
+    leaver.join(GUARD_S)
+    assert last[1].wait() == (2,)
+    later = group.start(1, 2)
+    group.lifelines[0].end()
+    with pytest.raises(PeerFailed):
+        later.wait()
+
+
 def test_a_leaver_does_not_stay_for_ever(group_of: Callable[..., Group]) -> None:
     group = group_of(2)
     assert not group.lines[0].linger(timedelta(milliseconds=20))

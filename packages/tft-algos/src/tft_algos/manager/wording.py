@@ -101,6 +101,7 @@ class Wording:
     def __init__(self, shared: Shared, group: Group) -> None:
         self._exchange = exchange_of(group)
         self._group = group
+        self._step = shared.step
         self._timeout = shared.config.timeout
         self._sent_timeout = sent_timeout(shared.config.timeouts)
         self._sent: _Sent | None = None
@@ -184,9 +185,14 @@ class Wording:
             sent.thread.join(END_WITHIN_S)
 
     def linger(self) -> None:
-        """Keep the connections until the last word has had time to arrive. Called when this Manager ends."""
-        linger = getattr(self._group, "linger", None)
+        """Keep the connections until the last word has had time to arrive. Called when this Manager ends.
+
+        Inside a step the other members wait for this rank, and hear of its end by the end of its connections.
+        """
+        linger, status = getattr(self._group, "linger", None), self._step.status
         if self._last_s is None or not callable(linger) or self._group.errored() is not None:
+            return
+        if status.is_open or status.num_deferred:
             return
         left = LINGER.total_seconds() - (self._monotonic() - self._last_s)
         if left > 0:

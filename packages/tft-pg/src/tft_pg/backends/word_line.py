@@ -14,6 +14,7 @@ Law of this file: it moves the bytes of `word_round`, and knows no library. The 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import select
@@ -33,6 +34,7 @@ __all__ = ["WordLine"]
 
 _ENDS: Final = select.POLLRDHUP
 _HEARS: Final = select.POLLIN | select.POLLRDHUP
+_LINGERS: Final = b"\0"
 # Words sent to a rank that has finished its exchange reach this rank too, within a moment of a busy machine.
 _GRACE_S: Final = 0.25
 # After this time, a waiting thread checks whether its data was acknowledged, because a cut cable ends no connection.
@@ -106,7 +108,10 @@ class WordLine:
         return exchange
 
     def linger(self, timeout: timedelta) -> bool:
-        """Wait until every other rank has disconnected, or has sent a word of a later round.
+        """Wait until every other rank has disconnected, has sent a word of a later round, or lingers itself.
+
+        Ranks that end together would otherwise wait for each other until the time is over. So each of them sends a byte
+        that is no word. A rank that has begun the next round fails in it, as it does when this rank disconnects.
 
         Returns: whether all ranks have done so within the time.
         """
@@ -115,6 +120,8 @@ class WordLine:
             poll = select.poll()
             waiting = set()
             for peer in () if self.lifeline.ended else peers.values():
+                with contextlib.suppress(OSError):  # the peer has gone on
+                    peer.send(_LINGERS, socket.MSG_DONTWAIT)
                 poll.register(peer, _HEARS)
                 waiting.add(peer.fileno())
             while waiting and not self.lifeline.ended:
