@@ -99,6 +99,28 @@ def test_an_error_of_another_kind_stays_as_it_is() -> None:
     assert not peers.last
 
 
+def test_a_replica_that_can_not_build_a_group_reports_itself() -> None:
+    """No peer can: its next request ends their rendezvous before they miss it."""
+    peers = UnreachedPeers()
+    error = ConfigureFailed("Gloo can't listen on eth9", is_own=True)
+    found = peers.configure_failed(plan(rank=1), error)
+    assert peers.take() == (Unreached("replica_1", Via.GROUP, "Gloo can't listen on eth9"),)
+    assert found.error is error
+    assert "this replica can't build a process group of its own (1 times in a row)" in found.warning
+
+
+def test_an_error_that_may_be_a_peers_counts_when_it_repeats() -> None:
+    peers = UnreachedPeers()
+    for error, broken in ((RuntimeError("no"), False), (RuntimeError("no"), True), (RuntimeError("no"), False)):
+        assert not peers.configure_failed(plan(rank=1), error, broken=broken).warning
+        assert peers.take() == ()
+    assert peers.configure_failed(plan(rank=1), RuntimeError("no")).warning
+    assert [each.replica_id for each in peers.take()] == ["replica_1"]
+    peers.group_configured()
+    peers.configure_failed(plan(rank=1), RuntimeError("no"))
+    assert peers.take() == ()
+
+
 def test_a_rank_that_can_not_be_is_not_named() -> None:
     peers = UnreachedPeers()
     error = ConfigureFailed("no group", missing_ranks=(9,), unreached={-1: "x", 7: "y"})

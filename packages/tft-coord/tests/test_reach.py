@@ -383,6 +383,20 @@ def test_its_own_store_that_is_dead_leaves_nobody_out_but_one_that_misses_all() 
     assert job.members == "bc"
 
 
+def test_one_that_can_not_build_a_group_itself_is_left_out_and_named() -> None:
+    job = a_job("abc")
+    job.ask("c", group("c"), step=3)
+    for name in "ab":
+        job.ask(name, step=3, works=False)
+    assert job.members == "ab"
+    assert "c is left out of the next quorum: it can't build a process group itself (group" in str(job.said)
+    job.wait(5_000)
+    job.ask("c", step=3, works=False)
+    for name in "ab":
+        job.ask(name, step=4)
+    assert job.members == "abc", "it is tried again"
+
+
 def test_who_did_not_come_because_it_missed_the_store_is_not_left_out_for_that() -> None:
     job = a_job("abc")
     job.ask("c", store("a"), step=3)

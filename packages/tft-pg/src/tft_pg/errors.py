@@ -119,6 +119,7 @@ class ConfigureFailed(ProcessGroupError):
     Args:
         missing_ranks: the ranks that had not joined at the deadline; empty if that was not the cause.
         unreached: the ranks that had joined but refused or did not answer a connection, each with a short reason.
+        is_own: no peer is involved: this process can't listen, or its device does not work.
     """
 
     def __init__(
@@ -128,10 +129,12 @@ class ConfigureFailed(ProcessGroupError):
         where: Where | None = None,
         missing_ranks: tuple[int, ...] = (),
         unreached: Mapping[int, str] | None = None,
+        is_own: bool = False,
     ) -> None:
         super().__init__(message, where=where)
         self.missing_ranks = missing_ranks
         self.unreached: Mapping[int, str] = dict(unreached or {})
+        self.is_own = is_own
 
 
 class StoreUnreachable(ConfigureFailed):

@@ -225,7 +225,7 @@ class Negotiation:
                     global_ranks=global_ranks(plan.replica_world_size, config),
                 )
         except Exception as error:
-            found = self._unreached.configure_failed(plan, error)
+            found = self._unreached.configure_failed(plan, error, broken=self._step.status.broken is not None)
             self._step.tell(on.ConfigureFailed(order.attempt, found.error))
             self._reports.configure_failed(self._step.status.name, found.error, warning=found.warning)
             return

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from tft_coord.core.names import shorten
+from tft_coord.core.step.errors import TrainingError
 from tft_coord.core.types import UNREACHED_MOST, Plan, Unreached, Via
-from tft_pg.errors import ConfigureFailed, PeerFailed, StoreUnreachable
+from tft_coord.errors import CoordinationError
+from tft_pg.errors import ConfigureFailed, InvalidSetting, PeerFailed, ProcessGroupError, StoreUnreachable
 
 _NAMES_MOST: Final = 8  # in one sentence
 _WHY_MOST: Final = 300  # characters
@@ -56,6 +58,7 @@ class UnreachedPeers:
         self._absent: frozenset[str] = frozenset()  # replicas missing at the last rendezvous
         self._blamed: frozenset[tuple[str, Via]] = frozenset()  # reported by the last configure
         self._repeats = 0  # in a row
+        self._own_failures = 0  # in a row, in which no peer was involved
         self._sentence = ""  # of the last configure, if it failed
 
     @property
@@ -78,12 +81,22 @@ class UnreachedPeers:
 
     def group_configured(self) -> None:
         """Record that the process group was built, so every member was reached."""
-        if self._blamed or self._absent or self._sentence:
+        if self._blamed or self._absent or self._sentence or self._own_failures:
             with self._lock:
+                self._own_failures = 0
                 self._absent, self._blamed, self._repeats, self._sentence = frozenset(), frozenset(), 0, ""
 
-    def configure_failed(self, plan: Plan, error: Exception) -> Diagnosis:
-        """Record that the process group could not be built for a plan. Return a diagnosis."""
+    def configure_failed(self, plan: Plan, error: Exception, *, broken: bool = False) -> Diagnosis:
+        """Record that the process group could not be built for a plan. Return a diagnosis.
+
+        Args:
+            plan: of the quorum.
+            error: raised by `configure`.
+            broken: the quorum was broken meanwhile, which ends a `configure` too.
+        """
+        own = self._own_failure(plan, error, broken=broken)
+        if own is not None:
+            return own
         if not isinstance(error, ConfigureFailed):
             return Diagnosis(error)
         with self._lock:
@@ -110,6 +123,25 @@ class UnreachedPeers:
         is_due = bool(reports) and repeats & (repeats - 1) == 0  # the 1st, 2nd, 4th ... time in a row
         times = f" ({repeats} times in a row)" if repeats > 1 else ""
         return Diagnosis(named, f"{sentence}{times}" if is_due else "")
+
+    def _own_failure(self, plan: Plan, error: Exception, *, broken: bool) -> Diagnosis | None:
+        """Report this replica itself where it can't build a group whoever the peers are. Return None where it may.
+
+        Its peers can't report it: its next request ends their rendezvous before they miss it. A group of another kind
+        may say by any error that a peer is gone, so its error counts only if it repeats.
+        """
+        certain = isinstance(error, InvalidSetting) or (isinstance(error, ConfigureFailed) and error.is_own)
+        with self._lock:
+            if broken or not (certain or not isinstance(error, ProcessGroupError | CoordinationError | TrainingError)):
+                self._own_failures = 0
+                return None
+            self._own_failures += 1
+            number = self._own_failures
+            if certain or number > 1:
+                self._keep([Unreached(plan.replica_id, Via.GROUP, _plain(str(error)))])
+        is_due = number & (number - 1) == 0
+        sentence = f"this replica can't build a process group of its own ({number} times in a row): {error}"
+        return Diagnosis(error, sentence if is_due and (certain or number > 1) else "")
 
     def step_failed(self, plan: Plan | None, errors: Iterable[Exception]) -> str:
         """Record the unreached peers of a failed step. The process group of that step had been built.

@@ -320,7 +320,7 @@ class Reach:
                 continue
             if report.via is Via.STORE:
                 self._store_missed(name, report, held, now_ms)
-            elif report.via is Via.GROUP and report.replica_id != name and not after_loss:
+            elif report.via is Via.GROUP and not after_loss:
                 self._say(name, report.replica_id, _why(report), held, now_ms)
         return replace(member, unreached=(), store_failed=False)
 
@@ -422,6 +422,8 @@ class Reach:
         why = min(why for link in links for why in link.said.values())
         seconds = max(link.pause.remaining_ms(now_ms) for link in links) // 1_000
         again = f"; tried again in {seconds} s" if when else ""
+        if others == [name]:
+            return f"can't build a process group itself ({why}{again})"
         return f"can't be reached by {_names(others)} ({why}{again})"
 
     def _said_of_trial(self, name: str, now_ms: int) -> str:

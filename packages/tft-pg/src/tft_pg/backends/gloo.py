@@ -246,7 +246,8 @@ class ProcessGroupGloo(NativeProcessGroup):
             return address_towards(store_host, store_port)
         except OSError as error:
             raise ConfigureFailed(
-                f"this machine has no address to be reached by ({error}); name an interface in {_INTERFACES_ENV}"
+                f"this machine has no address to be reached by ({error}); name an interface in {_INTERFACES_ENV}",
+                is_own=True,
             ) from error
 
 
@@ -258,12 +259,20 @@ class _Place:
     hostname: str = ""
 
     def make_devices(self) -> tuple[object, ...]:
-        """Make the listeners, one for each interface."""
-        if self.interfaces:
-            return tuple(_Gloo.create_device(interface=name, lazy_init=False) for name in self.interfaces)
-        if self.hostname:
-            return (_Gloo.create_device(hostname=self.hostname, lazy_init=False),)
-        return (_Gloo.create_default_device(lazy_init=False),)
+        """Make the listeners, one for each interface. Raises: ConfigureFailed: nothing can listen there."""
+        try:
+            if self.interfaces:
+                return tuple(_Gloo.create_device(interface=name, lazy_init=False) for name in self.interfaces)
+            if self.hostname:
+                return (_Gloo.create_device(hostname=self.hostname, lazy_init=False),)
+            return (_Gloo.create_default_device(lazy_init=False),)
+        except RuntimeError as error:
+            place = ", ".join(self.interfaces) or self.hostname or "the address of this machine's own name"
+            raise ConfigureFailed(
+                f"Gloo can't listen on {place} ({str(error).splitlines()[0]}); name another interface in "
+                f"{_INTERFACES_ENV}, or another hostname",
+                is_own=True,
+            ) from error
 
 
 def _nothing() -> None:

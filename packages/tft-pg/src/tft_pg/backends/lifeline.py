@@ -132,7 +132,9 @@ class Lifeline:
         try:
             self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         except OSError as error:
-            raise ConfigureFailed(f"nothing can listen on {address} ({error}); name another hostname") from error
+            raise ConfigureFailed(
+                f"nothing can listen on {address} ({error}); name another hostname", is_own=True
+            ) from error
         self._listener.setblocking(False)
         self._invitation = _Invitation(self._token, self._listener.getsockname()[1], address, name)
 
