@@ -1417,12 +1417,17 @@ class TestBadInput:
             Member(replica_id)
 
     def test_an_id_that_no_lighthouse_gives_does_not_use_up_the_ids(self) -> None:
+        """One far ahead of the clock would: the ids after it were refused as impossible, and each member ended."""
         table = Table()
-        assert refused(table.hello("a", held=QuorumKey(MAX_INT64, 1))) == [Refusal.MALFORMED]
+        far = STARTED_MS + CLOCKS_DIFFER_MOST_MS + 2**33
+        for held in (MAX_INT64, MAX_INT64 - 2**32, far):
+            assert refused(table.hello("a", held=QuorumKey(held, 1))) == [Refusal.CLOCK]
         table.first_quorum("a")
-        table.held["a"] = QuorumKey(MAX_INT64 - 1, 1)
-        assert refused(table.ask("a", 6)) == [Refusal.MALFORMED]
+        for held in (MAX_INT64 - 1, far):
+            table.held["a"] = QuorumKey(held, 1)
+            assert refused(table.ask("a", 6)) == [Refusal.MALFORMED]
         assert table.core.quorum("job") is not None
+        assert table.core.quorum("job").key.quorum_id < far  # type: ignore[union-attr]
 
     def test_a_stream_does_not_change_its_job(self) -> None:
         table = Table()

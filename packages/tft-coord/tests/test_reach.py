@@ -397,6 +397,17 @@ def test_one_that_can_not_build_a_group_itself_is_left_out_and_named() -> None:
     assert job.members == "abc", "it is tried again"
 
 
+def test_one_that_was_in_no_quorum_puts_nobody_out() -> None:
+    """It has met nobody; its own trial says whom it reaches."""
+    job = a_job("abc")
+    for name in "xy":
+        job.come(name)
+        job.ask(name, group("a"), step=0)
+    for name in "abc":
+        job.ask(name, step=4)
+    assert job.members == "abcxy"
+
+
 def test_who_did_not_come_because_it_missed_the_store_is_not_left_out_for_that() -> None:
     job = a_job("abc")
     job.ask("c", store("a"), step=3)

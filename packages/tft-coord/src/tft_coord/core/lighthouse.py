@@ -45,9 +45,11 @@ INELIGIBLE_FIRST_MS = 1_000
 INELIGIBLE_MOST_MS = 60_000
 # Ids are milliseconds since 1970 plus a count. An id near the end of the number range was not given by a lighthouse,
 # and a higher one would leave no ids.
-HIGHEST_ID_BELIEVED = MAX_INT64 - 2**32
 # Sessions and start times are milliseconds since 1970. The clocks of hosts differ, but not by more than this.
 CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
+# Quorum ids rise by one from the start time of a lighthouse in milliseconds. An id far ahead of the clock would leave
+# no ids to the job. A request may name a quorum that was formed since the hello.
+HIGHEST_ID_AHEAD = CLOCKS_DIFFER_MOST_MS + 2**32
 # The number of earlier quorums whose losses are remembered.
 BROKEN_QUORUMS_KEPT = 16
 NAMES_SHOWN_MOST = 20
@@ -343,9 +345,6 @@ class LighthouseCore:
 
     def _hello(self, event: events.HelloReceived, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         hello = event.hello
-        nonsense = _nonsense(hello)
-        if nonsense is not None:
-            return [effects.RefuseSession(event.stream, Refusal.MALFORMED, nonsense)]
         behind = _clock_behind(hello, wall_ms, self._birth.cluster_id)
         if behind is not None:
             return [effects.RefuseSession(event.stream, Refusal.CLOCK, behind)]
@@ -398,15 +397,6 @@ def _end_of(replica: Replica) -> str:
     return f"{replica.replica_id} {how}"
 
 
-def _nonsense(hello: Hello) -> str | None:
-    """Return what in a hello is impossible, or None. An accepted number of this kind would lock other replicas out for
-    good."""
-    name = hello.replica_id
-    if hello.held is not None and hello.held.quorum_id > HIGHEST_ID_BELIEVED:
-        return f"replica {name} holds quorum {hello.held}, an id that no lighthouse gives; start it anew"
-    return None
-
-
 def _clock_behind(hello: Hello, wall_ms: int, cluster_id: str) -> str | None:
     """Return why the lighthouse's clock or the replica's must be wrong, or None.
 
@@ -415,6 +405,8 @@ def _clock_behind(hello: Hello, wall_ms: int, cluster_id: str) -> str | None:
     """
     latest_ms = wall_ms + CLOCKS_DIFFER_MOST_MS
     said = {"session": hello.session}
+    if hello.held is not None:
+        said["quorum id"] = hello.held.quorum_id  # ids rise by one from the start time of a lighthouse
     if hello.cluster_id == cluster_id:
         said["lighthouse_started_ms"] = hello.lighthouse_started_ms
     for what, at_ms in said.items():
@@ -630,7 +622,7 @@ class Job:
             case events.RequestWithdrawn():
                 self._withdrawn(replica, event.request, now_ms)
             case events.QuorumRequested():
-                out += self._requested(replica, event, now_ms)
+                out += self._requested(replica, event, now_ms, wall_ms)
                 self._more = 0 if event.member.shrink_only else self._more - 1
                 if (self._more <= 0 and self._may_form(now_ms)) or self._is_first_newcomer(replica):
                     out += self._form(now_ms, wall_ms)
@@ -1252,14 +1244,14 @@ class Job:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def _requested(
-        self, replica: Replica, event: events.QuorumRequested, now_ms: int
+        self, replica: Replica, event: events.QuorumRequested, now_ms: int, wall_ms: int
     ) -> list[effects.LighthouseEffect]:
         member = replace(event.member, session=replica.session)
         stream = event.stream
         if member.replica_id != replica.replica_id:
             message = f"the stream of replica {replica.replica_id} asks as {member.replica_id}; ask for itself only"
             return [effects.RefuseRequest(stream, event.request, Refusal.MALFORMED, message)]
-        if event.held is not None and event.held.quorum_id > HIGHEST_ID_BELIEVED:
+        if event.held is not None and event.held.quorum_id > wall_ms + HIGHEST_ID_AHEAD:
             message = f"replica {replica.replica_id} holds quorum {event.held}, an id that no lighthouse gives"
             return [effects.RefuseRequest(stream, event.request, Refusal.MALFORMED, message + "; start it anew")]
         out = self._compare(replica, event, now_ms)
@@ -1321,7 +1313,7 @@ class Job:
                 f"asks it last. Look at its state server at {self._address_of(name)}, and at the network to it",
             )
             for name in member.poor_sources
-            if name not in before
+            if name not in before and name in known
         ]
 
     def _address_of(self, replica_id: str) -> str:

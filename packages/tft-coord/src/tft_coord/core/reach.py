@@ -320,7 +320,7 @@ class Reach:
                 continue
             if report.via is Via.STORE:
                 self._store_missed(name, report, held, now_ms)
-            elif report.via is Via.GROUP and not after_loss:
+            elif report.via is Via.GROUP and held is not None and not after_loss:
                 self._say(name, report.replica_id, _why(report), held, now_ms)
         return replace(member, unreached=(), store_failed=False)
 
