@@ -217,7 +217,8 @@ class ManagerConfig:
         if value is None:
             return
         if not isinstance(value, timedelta) or value < timedelta(milliseconds=1):
-            raise SettingError(f"{name} is {value!r}; give a timedelta of at least a millisecond")
+            zero = f", or timedelta(0) {_ZERO_MEANS[name]}" if name in _ZERO_MEANS else ""
+            raise SettingError(f"{name} is {value!r}; give a timedelta of at least a millisecond{zero}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

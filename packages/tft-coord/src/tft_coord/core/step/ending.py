@@ -256,7 +256,7 @@ class Ending:
             until_ms = leaving.serves_until_ms()
             serves = until_ms is not None and until_ms > now_ms
             meets = books.settings.world_size > 1 and (serves or not finished)
-            orders.append(do.ServeOn(until_ms if serves and until_ms is not None else now_ms, meets))
+            orders.append(do.ServeOn(until_ms if serves and until_ms is not None else 0, meets))
         return tuple(orders)
 
     def _has_finished(self) -> bool:
