@@ -365,6 +365,14 @@ def test_a_damaged_packed_quorum_is_refused(size: int, data: bytes, says: str) -
         codec.decode_from_lighthouse(codec.frame_quorum_answer(1, packed, packed=True))
 
 
+def test_what_nobody_asked_for_is_bounded_before_it_is_parsed() -> None:
+    """Two bytes on the wire are an empty member, which takes ninety in memory."""
+    empty = pb.Quorum(participants=[pb.QuorumMember()] * (codec.MAX_UNASKED_BYTES // 2))
+    report = pb.ToLighthouse(quorum_report=pb.QuorumReport(quorum=empty)).SerializeToString()
+    with pytest.raises(ProtocolError, match="bytes came that nobody asked for"):
+        codec.decode_to_lighthouse(1, report, was_asked=False)
+
+
 @given(members, texts)
 def test_torchfts_wire_carries_torchfts_fields_only(member: Member, metadata: str) -> None:
     theirs = Member(

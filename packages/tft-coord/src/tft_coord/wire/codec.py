@@ -66,7 +66,9 @@ from tft_coord.wire.limits import (
     MAX_WORLD_SIZE,
 )
 
-MAX_UNPACKED_BYTES: Final = 64 << 20  # the maximum length of a message
+# A parsed message takes up to ninety times the memory of its bytes, so bytes are bounded before they are parsed.
+MAX_UNPACKED_BYTES: Final = 16 << 20  # the quorum of 100,000 members
+MAX_UNASKED_BYTES: Final = 512 << 10  # more than the longest request
 PACKED_FROM_BYTES: Final = 16 << 10  # a shorter quorum costs more to pack than it saves
 
 
@@ -155,6 +157,8 @@ def decode_to_lighthouse(
             long, so an unasked report is rejected.
     Raises: ProtocolError: it is damaged or breaks a bound.
     """
+    if not was_asked and len(data) > MAX_UNASKED_BYTES:
+        raise ProtocolError(f"{len(data)} bytes came that nobody asked for; at most {MAX_UNASKED_BYTES} may")
     message = fields.parse(pb.ToLighthouse, data)
     match message.WhichOneof("message"):
         case "beat":
