@@ -119,6 +119,19 @@ def test_who_is_known_not_to_reach_a_member_begins_none_and_what_its_last_one_fo
     assert trials.look([replica("n")], MEMBERS, LIVING, 10_000, {"n": {"another newcomer"}}) != []
 
 
+def test_one_that_passes_ends_what_was_overruled() -> None:
+    """A quorum fits with it, perhaps, and those that failed need not be let in."""
+    trials = Trials()
+    trials.look([replica("n"), replica("o", 2)], MEMBERS, LIVING, 0)
+    trials.answered("n", 1, [missed("a")], 100)
+    trials.overrule()
+    assert trials.failed() == {}
+    assert not trials.keep_out
+    assert trials.look([replica("n"), replica("o", 2)], MEMBERS, LIVING, 60_000) == []
+    trials.answered("o", 2, [], 60_100)
+    assert list(trials.failed()) == ["n"]
+
+
 def test_of_many_members_a_few_are_tried() -> None:
     many = {f"m{number:02}": member(f"m{number:02}") for number in range(40)}
     living = {name: replica(name) for name in many}

@@ -123,7 +123,9 @@ def test_a_newcomer_alone_holds_the_newest_state_and_does_not_reach_a_member(see
     simulate(seed, replace(SimulationConfig(), links=True))
 
 
-@pytest.mark.parametrize("seed", [110_029, 110_565, 119_204, 120_433, 123_748, 150_852, 151_224, 165_385])
+@pytest.mark.parametrize(
+    "seed", [110_029, 110_565, 119_204, 120_433, 123_748, 150_852, 151_224, 165_385, 182_860, 182_996]
+)
 def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
     """A link of two that have not asked; a newcomer lost in its trial; half a state; a long wait; one that left."""
     simulate(seed, SimulationConfig(links=True))
@@ -150,6 +152,9 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
         157_959,
         158_471,
         162_887,
+        174_562,
+        177_831,
+        178_891,
         164_174,
         165_603,
         131_551,

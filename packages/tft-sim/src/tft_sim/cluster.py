@@ -303,8 +303,8 @@ class Cluster:
         match order:
             case effects.QuorumFormed():
                 self.invariants_of(order.job).formed(order.quorum)
-                if order.previous is None and not self.config.durable:
-                    self.invariants_of(order.job).started_over(order.quorum)
+                if order.previous is None:
+                    self.invariants_of(order.job).started_over(order.quorum, durable=self.config.durable)
                 self.paces.formed(order.job, order.quorum, order.previous)
                 self._look_who_joined(order)
                 self.marks.hit("a quorum was formed")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects, events
 from tft_coord.core.fingerprint import Fingerprint, differences
 from tft_coord.core.living_quorum import LIVES
+from tft_coord.core.step.values import Check
 from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.timeouts import Timeouts
@@ -943,14 +944,14 @@ class Invariants:
         """
         self._twins.add(replica_id)
 
-    def started_over(self, quorum: Quorum) -> None:
-        """Record the first quorum of a lighthouse without memory, durable counter or reported quorum.
+    def started_over(self, quorum: Quorum, *, durable: bool) -> None:
+        """Record the first quorum of a lighthouse that no replica names an earlier quorum to.
 
-        Members of an earlier quorum that can't reach this lighthouse go on until their lease expires.
+        Members of an earlier quorum that can't reach it go on until their lease expires. A lighthouse with a durable
+        counter waits for that. Its ids are lower than theirs if its clock was set back.
         """
-        self._unknown = frozenset(self._formed - {quorum.key})
-        if self._newest_committed in self._unknown:
-            self._newest_committed = None
+        self._unknown = frozenset() if durable else frozenset(self._formed - {quorum.key})
+        self._newest_committed = None
 
     # --- standing quorums -----------------------------------------------------------------------------------------
 
@@ -1038,15 +1039,15 @@ class Invariants:
         if votes.setdefault(group_rank, yes) != yes:
             raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote for {vote}")
 
-    def left(self, replica_id: str, group_rank: int, held: Held, *, torn: bool) -> None:
+    def left(self, replica_id: str, group_rank: int, held: Held, check: Check | None, *, torn: bool) -> None:
         """Check that all ranks of a group leave after the same step, unless their states are torn.
 
         A rank may not know its lineage, because it loaded its state by hand and no quorum came since. It may leave
-        beside ranks that know theirs.
+        beside ranks that know theirs. `check`: its last comparison, which another rank may not have made.
         """
         if torn or held.lineage is None:
             return
-        state = (held.step, held.lineage)
+        state = (held.step, check.before if check is not None and check.after == held.lineage else held.lineage)
         known = self._left_with.setdefault(replica_id, state)
         if known != state:
             raise InvariantBroken("L1", f"{replica_id} rank {group_rank} leaves with {state}, others with {known}")

@@ -577,7 +577,7 @@ class Trainer(Place):
 
     def _leaves(self) -> None:
         self.note(f"leaves after step {self.step}")
-        self.outside.invariants.left(self.host, self.rank, self.state_held, torn=self.torn)
+        self.outside.invariants.left(self.host, self.rank, self.state_held, self.core.status.check, torn=self.torn)
         if not self.core.status.wishes:
             self.mark("a rank left because another one was told to")
 

@@ -34,6 +34,12 @@ class _Trial:
     num_failed: int = 0  # trials in a row
     again_ms: int = 0
     unreached: dict[str, str] = field(default_factory=dict)  # replica id -> reason
+    is_overruled: bool = False
+
+    @property
+    def keeps_out(self) -> bool:
+        """Return whether its newcomer failed and is left out for that."""
+        return bool(self.unreached) and not self.is_overruled
 
     @property
     def is_first(self) -> bool:
@@ -85,7 +91,7 @@ class Trials:
                 self._end(trial, dict.fromkeys(trial.peers, "its manager server has not answered"), now_ms)
             came = replica.stream, replica.session
             is_new = trial is None or trial.came != came
-            is_due = trial is not None and trial.is_over and trial.unreached and now_ms >= trial.again_ms
+            is_due = trial is not None and trial.is_over and trial.keeps_out and now_ms >= trial.again_ms
             is_known = not members.keys().isdisjoint(bad_links.get(name, ()))
             if is_known or not (is_new or is_due):
                 continue
@@ -109,6 +115,9 @@ class Trials:
             return False
         trial.is_answered = True
         self._end(trial, {each.replica_id: each.why for each in unreached if each.replica_id in trial.peers}, now_ms)
+        if not trial.unreached:
+            for each in self._trials.values():
+                each.is_overruled = False
         return True
 
     def running(self) -> Collection[str]:
@@ -117,7 +126,7 @@ class Trials:
 
     def failed(self) -> dict[str, dict[str, str]]:
         """Return for each newcomer that failed its last trial the peers that it did not reach, and why."""
-        return {name: trial.unreached for name, trial in self._trials.items() if trial.unreached}
+        return {name: trial.unreached for name, trial in self._trials.items() if trial.keeps_out}
 
     @property
     def is_any_open(self) -> bool:
@@ -127,7 +136,7 @@ class Trials:
     @property
     def keep_out(self) -> bool:
         """Return whether a newcomer has failed its trial, or is in its first one."""
-        return any(trial.unreached or trial.is_first for trial in self._trials.values())
+        return any(trial.keeps_out or trial.is_first for trial in self._trials.values())
 
     def again_in_ms(self, replica_id: str, now_ms: int) -> int:
         """Return the time until the next trial of a newcomer that failed; 0: it runs."""
@@ -135,10 +144,10 @@ class Trials:
         return max(0, trial.again_ms - now_ms) if trial is not None and trial.is_over else 0
 
     def overrule(self) -> None:
-        """Let the newcomers that failed in this time, because no quorum fits without them."""
+        """Let the newcomers that failed in, because no quorum fits without them. A trial that passes ends that, because
+        one may fit then."""
         for trial in self._trials.values():
-            trial.is_over = True
-            trial.unreached = {}
+            trial.is_over = trial.is_overruled = True
 
     def _end(self, trial: _Trial, unreached: dict[str, str], now_ms: int) -> None:
         trial.is_over, trial.unreached = True, unreached
