@@ -155,6 +155,7 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
         174_562,
         177_831,
         178_891,
+        184_362,
         164_174,
         165_603,
         131_551,

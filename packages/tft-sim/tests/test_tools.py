@@ -390,12 +390,13 @@ class TestHangTruth:
         clock, timeouts = VirtualClock(), Timeouts(slowest_step_ms=TestHangTruth.LIMIT_MS)
         stub: Any = SimpleNamespace
         trainer = stub(name="a:1/0", hangs=True, plan=None, phase_since_ms=0, stopped_since_ms=0, busy=Stretches())
-        trainer.alive, trainer.state = True, State.RUNNING
+        trainer.alive, trainer.state, trainer.running_since_ms = True, State.RUNNING, 0
         trainer.busy.now(True, 0)
         manager = stub(name="a:1/manager", address="a:1", running_since_ms=0)
         manager.replica = stub(replica_id="a:1", trainers=[trainer], manager=manager, alive=True)
         network = stub(calm_since_ms=lambda *_: 0)
-        truth = HangTruth(stub(clock=clock, timeouts=timeouts, lives=[manager.replica], network=network))
+        config = stub(trainers=stub(speaks=False))
+        truth = HangTruth(stub(clock=clock, timeouts=timeouts, lives=[manager.replica], network=network, config=config))
         clock.run_until(at_ms)
         for each in late_ms:
             told = Told(Progress(7, Phase.OWN, at_ms - each), sent_ms=at_ms - each, since_ms=0)

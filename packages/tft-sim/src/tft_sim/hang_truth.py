@@ -95,8 +95,9 @@ class HangTruth:
             now_ms, silent_since_ms=silent_since_ms, heard_ms=silent_since_ms - beat_ms * 5 // 4
         )
         # In a standing quorum the start of a step is not visible. A rank that is silent for so long may be in a step.
-        silent = trainer.state is State.STOPPED and self._cluster.config.trainers.speaks
-        return max(trainer.busy.longest_ms(now_ms), believed_ms, now_ms - silent_since_ms if silent else 0)
+        until_ms = now_ms if trainer.state is State.STOPPED else trainer.running_since_ms  # the beat that told is older
+        told = self._cluster.config.trainers.speaks and now_ms - until_ms < self._told_within_ms
+        return max(trainer.busy.longest_ms(now_ms), believed_ms, until_ms - silent_since_ms if told else 0)
 
     def _may_be_unheard(self, replica: Replica, trainer: Trainer, since_ms: int) -> bool:
         """Return whether the manager server may not have heard the trainer.
