@@ -72,6 +72,7 @@ logger = logger_for_people(__name__)
 
 PATIENCE_MOST = 8  # times heartbeat_timeout, for the first connection to a lighthouse
 SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
+AWAY = "replica %s: %s; still trying. A steady job trains on meanwhile, for two thirds of its lease"
 TELL_AWAY_EVERY_MS = 2_000  # a rank's next wait may begin at any time, and its log line comes after 5 s
 LAST_WORDS_S = 0.2  # the report to the lighthouse may delay the end of a trainer by so long
 
@@ -462,7 +463,7 @@ class LighthouseLink:
             return
         if not self._said_away:
             self._said_away = True
-            logger.warning("replica %s: %s; still trying", self._replica_id, self.trouble)
+            logger.warning(AWAY, self._replica_id, self.trouble)
         if self._told_away_ms is None or now_ms - self._told_away_ms >= TELL_AWAY_EVERY_MS:
             self._told_away_ms = now_ms
             self._arrived(events.WaitTold(self.trouble))
