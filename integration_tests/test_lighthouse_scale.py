@@ -91,7 +91,7 @@ def test_a_stream_that_does_not_read_is_ended_by_name_and_costs_no_memory(tmp_pa
         deaf, honest = clients.connections
         now_ms = time.time_ns() // 1_000_000
         member = Member("deaf:1", data="x" * 60_000)
-        hello = events.HelloReceived(0, Hello("job", "deaf:1", now_ms, "h:1"))
+        hello = events.HelloReceived(0, Hello("job", "deaf:1", now_ms, "h:1", unpacks=False))
         deaf.open_stream(services.LIGHTHOUSE_SESSION, codec.encode_to_lighthouse(hello))
         ended = False
         most_bytes = 0
