@@ -41,12 +41,14 @@ from tft_coord.core.events import (
     QuorumRequested,
     RequestWithdrawn,
 )
+from tft_coord.core.fingerprint import MAX_FINGERPRINT_BYTES, MAX_PARTS, FingerprintPart
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.stops import LocalProcess
 from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
+    UNREACHED_MOST,
     Hello,
     KillOrder,
     LeaveRequest,
@@ -69,9 +71,17 @@ from tft_coord.core.types import (
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import LONGEST_MS
 from tft_coord.views import DescribedJob, LighthouseDescription
-from tft_coord.wire import codec, rank_codec
+from tft_coord.wire import codec, packing, rank_codec
 from tft_coord.wire import coordination_pb2 as pb
-from tft_coord.wire.limits import MAX_COUNT, MAX_HEALED_BYTES, MAX_MEMBERS, MAX_SENTENCE_BYTES, MAX_WORLD_SIZE
+from tft_coord.wire.limits import (
+    MAX_COUNT,
+    MAX_HEALED_BYTES,
+    MAX_MEMBERS,
+    MAX_SENTENCE_BYTES,
+    MAX_UNASKED_BYTES,
+    MAX_UNPACKED_BYTES,
+    MAX_WORLD_SIZE,
+)
 
 characters = st.characters(exclude_categories=["Cs"])
 # Names stand in log lines: printable only.
@@ -338,7 +348,7 @@ def test_a_quorum_framed_by_hand_is_what_protobuf_writes(quorum: Quorum, request
 
 @given(quorums, st.sampled_from([0, 1, 127, 128, 2**32, MAX_UINT64]))
 def test_a_packed_quorum_is_unpacked(quorum: Quorum, request: int) -> None:
-    packed = codec.pack_quorum(codec.encode_quorum(quorum))
+    packed = packing.pack_quorum(codec.encode_quorum(quorum))
     answer = pb.QuorumAnswer(request=request, packed=pb.Packed.FromString(packed))
     framed = codec.frame_quorum_answer(request, packed, packed=True)
     assert framed == pb.FromLighthouse(answer=answer).SerializeToString()
@@ -367,10 +377,28 @@ def test_a_damaged_packed_quorum_is_refused(size: int, data: bytes, says: str) -
 
 def test_what_nobody_asked_for_is_bounded_before_it_is_parsed() -> None:
     """Two bytes on the wire are an empty member, which takes ninety in memory."""
-    empty = pb.Quorum(participants=[pb.QuorumMember()] * (codec.MAX_UNASKED_BYTES // 2))
+    empty = pb.Quorum(participants=[pb.QuorumMember()] * (MAX_UNASKED_BYTES // 2))
     report = pb.ToLighthouse(quorum_report=pb.QuorumReport(quorum=empty)).SerializeToString()
     with pytest.raises(ProtocolError, match="bytes came that nobody asked for"):
         codec.decode_to_lighthouse(1, report, was_asked=False)
+
+
+def test_the_longest_request_is_no_unasked_message() -> None:
+    """The parameters of a large model are named in a fingerprint of a megabyte."""
+    value = "x" * (MAX_FINGERPRINT_BYTES // MAX_PARTS - 5)
+    parts = tuple(FingerprintPart(f"{number:05}", value) for number in range(MAX_PARTS))
+    unreached = tuple(Unreached(f"r{number}", Via.GROUP, "x" * 4_000) for number in range(UNREACHED_MOST))
+    handles = ("x" * 4_000,) * 60
+    member = Member("a:1", data="x" * 65_000, reconfigure_handles=handles, unreached=unreached)
+    asked = QuorumRequested(1, 1, member, None, parts)
+    assert codec.decode_to_lighthouse(1, codec.encode_to_lighthouse(asked), was_asked=False) == asked
+
+
+def test_a_quorum_that_is_longer_than_the_others_unpack_is_not_packed() -> None:
+    assert not packing.is_packed(bytes(packing.PACKED_FROM_BYTES - 1))
+    assert packing.is_packed(bytes(packing.PACKED_FROM_BYTES))
+    assert packing.is_packed(bytes(MAX_UNPACKED_BYTES))
+    assert not packing.is_packed(bytes(MAX_UNPACKED_BYTES + 1))
 
 
 @given(members, texts)

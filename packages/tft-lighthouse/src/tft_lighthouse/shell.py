@@ -30,7 +30,7 @@ from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
 from tft_coord.transport.settings import fail, server_options
 from tft_coord.views import DescribedJob, LighthouseDescription
-from tft_coord.wire import codec, services
+from tft_coord.wire import codec, packing, services
 from tft_coord.wire.services import Context
 from tft_lighthouse import __version__, log
 
@@ -83,7 +83,7 @@ class LighthouseShell:
         self._was_asked: set[int] = set()  # streams that were asked for the quorum that they hold
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode_quorum = _Last(codec.encode_quorum)
-        self._pack_quorum = _Last(codec.pack_quorum)
+        self._pack_quorum = _Last(packing.pack_quorum)
         # the last answer: request, quorum, and the framed message
         self._framed: tuple[int, bytes, bytes] = (0, b"", b"")
         self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
@@ -230,7 +230,7 @@ class LighthouseShell:
         """Return the framed answer; replicas that started together use the same request numbers, and get the same
         bytes."""
         encoded = self._encode_quorum(quorum)
-        packs = packs and len(encoded) >= codec.PACKED_FROM_BYTES
+        packs = packs and packing.is_packed(encoded)
         if packs:
             encoded = self._pack_quorum(encoded)
         if self._framed[0] != request or self._framed[1] is not encoded:

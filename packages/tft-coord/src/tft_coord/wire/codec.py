@@ -13,9 +13,7 @@ Law of this file: bytes in, values out, and back; no I/O, no state, no decisions
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import replace
-from typing import Final
 
 from tft_coord.core.effects import (
     AnnounceNewcomer,
@@ -62,14 +60,11 @@ from tft_coord.wire.limits import (
     MAX_MEMBERS,
     MAX_NAME_BYTES,
     MAX_SENTENCE_BYTES,
+    MAX_UNASKED_BYTES,
     MAX_WARNINGS_DESCRIBED,
     MAX_WORLD_SIZE,
 )
-
-# A parsed message takes up to ninety times the memory of its bytes, so bytes are bounded before they are parsed.
-MAX_UNPACKED_BYTES: Final = 16 << 20  # the quorum of 100,000 members
-MAX_UNASKED_BYTES: Final = 512 << 10  # more than the longest request
-PACKED_FROM_BYTES: Final = 16 << 10  # a shorter quorum costs more to pack than it saves
+from tft_coord.wire.packing import unpacked
 
 
 def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> bytes:
@@ -288,35 +283,13 @@ def encode_quorum(quorum: Quorum) -> bytes:
     return _quorum_to_wire(quorum).SerializeToString()
 
 
-def pack_quorum(encoded: bytes) -> bytes:
-    """Compress an encoded quorum. With a thousand members it shrinks to an eighth, and every member gets it."""
-    return pb.Packed(size=len(encoded), data=zlib.compress(encoded, level=1)).SerializeToString()
-
-
-def _unpacked(packed: pb.Packed) -> pb.Quorum:
-    """Decompress and decode a quorum.
-
-    Raises: ProtocolError: it is damaged, or longer than it says, or than any message.
-    """
-    if not 0 < packed.size <= MAX_UNPACKED_BYTES:
-        raise ProtocolError(f"a packed quorum of {packed.size} bytes is outside 1..{MAX_UNPACKED_BYTES}")
-    unpacks = zlib.decompressobj()
-    try:
-        encoded = unpacks.decompress(packed.data, packed.size + 1)
-    except zlib.error as error:
-        raise ProtocolError(f"{len(packed.data)} bytes are not a packed quorum: {error}") from None
-    if len(encoded) != packed.size or not unpacks.eof or unpacks.unused_data:
-        raise ProtocolError(f"a packed quorum says {packed.size} bytes and has another number")
-    return fields.parse(pb.Quorum, encoded)
-
-
 def frame_quorum_answer(request: int, encoded: bytes, *, packed: bool = False) -> bytes:
     """Return the same bytes as `encode_from_lighthouse(AnswerQuorum(...))`, around an encoded quorum.
 
     Args:
         request: the number of the answered request.
         encoded: by `encode_quorum`.
-        packed: it went through `pack_quorum` as well.
+        packed: it went through `packing.pack_quorum` as well.
     """
     # This is protobuf's own framing, by hand. Field 1 of QuorumAnswer is the request, field 2 the quorum, field 5 the
     # packed one; the answer is field 5 of FromLighthouse. A default value (0) is left out, as everywhere in proto3.
@@ -619,7 +592,9 @@ def _answer_from_wire(message: pb.QuorumAnswer) -> AnswerQuorum | AnswerUnchange
         case "quorum":
             return AnswerQuorum(0, message.request, _quorum_from_wire(message.quorum))
         case "packed":
-            return AnswerQuorum(0, message.request, _quorum_from_wire(_unpacked(message.packed)))
+            return AnswerQuorum(
+                0, message.request, _quorum_from_wire(fields.parse(pb.Quorum, unpacked(message.packed)))
+            )
         case "refused":
             refusal, sentence = fields.refused_from_wire(message.refused)
             return RefuseRequest(0, message.request, refusal, sentence)
