@@ -120,7 +120,7 @@ class UnreachedPeers:
         named = copy.copy(error)
         named.args = (sentence,)
         named.__cause__ = error
-        is_due = bool(reports) and repeats & (repeats - 1) == 0  # the 1st, 2nd, 4th ... time in a row
+        is_due = bool(reports) and _is_logged(repeats)
         times = f" ({repeats} times in a row)" if repeats > 1 else ""
         return Diagnosis(named, f"{sentence}{times}" if is_due else "")
 
@@ -139,9 +139,8 @@ class UnreachedPeers:
             number = self._own_failures
             if certain or number > 1:
                 self._keep([Unreached(plan.replica_id, Via.GROUP, _plain(str(error)))])
-        is_due = number & (number - 1) == 0
         sentence = f"this replica can't build a process group of its own ({number} times in a row): {error}"
-        return Diagnosis(error, sentence if is_due and (certain or number > 1) else "")
+        return Diagnosis(error, sentence if _is_logged(number) and (certain or number > 1) else "")
 
     def step_failed(self, plan: Plan | None, errors: Iterable[Exception]) -> str:
         """Record the unreached peers of a failed step. The process group of that step had been built.
@@ -199,6 +198,11 @@ class UnreachedPeers:
         if missing:
             clauses.append(f"{_replicas(missing)} did not come to its rendezvous")
         return reports, clauses
+
+
+def _is_logged(number: int) -> bool:
+    """Return whether a failure is logged: the 1st, 2nd, 4th ... of one kind in a row."""
+    return number & (number - 1) == 0
 
 
 def _replicas(names: frozenset[str]) -> str:

@@ -1484,6 +1484,7 @@ class Job:
             self.waiting_for = kept.waits
             return out
         self._kept = kept
+        self._note_the_barred(waiting, now_ms)
         situation = self._situation(waiting, now_ms)
         decision = decide(situation)
         if isinstance(decision, Form) and decision.kept_out:
@@ -1604,16 +1605,16 @@ class Job:
             return False
         return now_ms < self._unnamed_until_ms
 
-    def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
-        replicas = self.liveness.replicas.values()
-        from_ms = self._living.joins_from_ms
+    def _note_the_barred(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> None:
+        """Record that these can't be in a quorum now. They may have asked long ago, and hurry no other replica."""
         out = self._kept.out.union(self._left_out())
-        for replica, _ in waiting:
-            if replica.replica_id in out or replica.ineligible_until_ms > now_ms:
-                replica.barred_ms = now_ms
-        # A replica that could not be in a quorum may have asked long ago; its waiting time does not hurry the others.
-        asked_ms = {each.replica_id: max(request.asked_ms, each.barred_ms, from_ms) for each, request in waiting}
-        first_asked_ms = min((at for name, at in asked_ms.items() if name not in out), default=now_ms)
+        for replica in [each for each, _ in waiting if each.replica_id in out or each.ineligible_until_ms > now_ms]:
+            replica.barred_ms = now_ms
+
+    def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
+        replicas, from_ms = self.liveness.replicas.values(), self._living.joins_from_ms
+        asked_ms = {each.replica_id: max(said.asked_ms, each.barred_ms, from_ms) for each, said in waiting}
+        first_asked_ms = min(asked_ms.values(), default=now_ms)
         reference_step, lost_sources = self._lost_sources(now_ms)
         return Situation(
             waiting={replica.replica_id: request.member for replica, request in waiting},

@@ -253,10 +253,10 @@ class Ending:
         if leaving.is_wished and not leaving.left and books.flights.phase is Phase.IDLE:
             orders += self._leaves(now_ms, books.own.step if finished else None)
         if leaving.left:
-            until_ms = leaving.serves_until_ms()
-            serves = until_ms is not None and until_ms > now_ms
+            until_ms = leaving.serves_until_ms() or 0
+            serves = until_ms > now_ms
             meets = books.settings.world_size > 1 and (serves or not finished)
-            orders.append(do.ServeOn(until_ms if serves and until_ms is not None else 0, meets))
+            orders.append(do.ServeOn(until_ms if serves else 0, meets))
         return tuple(orders)
 
     def _has_finished(self) -> bool:
