@@ -51,7 +51,7 @@ _ANSWER: Final = codec.frame_quorum_answer(1, b"")[:1]
 _decode = functools.lru_cache(maxsize=256)(codec.decode_from_lighthouse)
 
 
-class NotAnswered(RuntimeError):
+class NotAnsweredError(RuntimeError):
     """A missing answer: a member was not answered in time."""
 
 
@@ -166,7 +166,8 @@ def join(started: servers.Started, number: int, *, settle_beats: float = 2.0) ->
         started: that lighthouse. Its smallest quorum is `number`.
         number: of standing members.
         settle_beats: duration of the standing phase before, in beat intervals of one member.
-    Raises: NotAnswered: a member was not answered in time. RuntimeError: a member did not receive the quorum of all.
+    Raises: NotAnsweredError: a member was not answered in time. RuntimeError: a member did not receive the quorum of
+    all.
     """
     server = psutil.Process(started.pid)
     *standing, joins = members(number + 1, LEASE_MS)
@@ -224,7 +225,7 @@ def _serve(clients: Swarm, beats: _Beats, done: Callable[[], bool]) -> None:
     give_up_s = time.perf_counter() + WITHIN_S
     while not done():
         if time.perf_counter() > give_up_s:
-            raise NotAnswered(f"the lighthouse did not answer everybody in {WITHIN_S:.0f} s; run it by hand to see why")
+            raise NotAnsweredError(f"not everybody was answered in {WITHIN_S:.0f} s; run it by hand to see why")
         beats.say_what_is_due()
         clients.hear_for(0.01)
 
@@ -289,7 +290,7 @@ def measure(turns: dict[int, int]) -> Row:
                 theirs.append(_peers_turn(number + 1))
             try:
                 found.append(our_turn(number))
-            except NotAnswered:
+            except NotAnsweredError:
                 if number <= JUDGED:
                     raise
                 break  # no bar is of that number, and the row shows that the figure is missing

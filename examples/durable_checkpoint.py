@@ -17,9 +17,9 @@ import os
 import torch
 import torch.distributed as dist
 
-from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError
+from tft_algos import ConfigError, DistributedDataParallel, Manager, Optimizer
 from tft_algos.durable import DurableCheckpoint
-from tft_algos.errors import CheckpointFailed
+from tft_algos.errors import DurableCheckpointError
 from tft_coord.errors import CoordinationError
 from tft_pg import ProcessGroupGloo, init_group
 
@@ -66,5 +66,5 @@ if __name__ == "__main__":
     parser.add_argument("--every", type=int, default=100)
     try:
         main(**vars(parser.parse_args()))
-    except (SettingError, CheckpointFailed, CoordinationError) as error:  # a traceback would not help with these
+    except (ConfigError, DurableCheckpointError, CoordinationError) as error:  # a traceback would not help with these
         parser.exit(2, f"{parser.prog}: {error}\n")

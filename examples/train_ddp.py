@@ -15,14 +15,14 @@ import os
 
 import torch
 
-from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError
+from tft_algos import ConfigError, DistributedDataParallel, Manager, Optimizer
 from tft_coord.errors import CoordinationError
 from tft_pg import ProcessGroupGloo, init_group
 
 
 def main(steps: int, replica: int, replicas: int) -> None:
     if not 0 <= replica < replicas:
-        raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; it counts from 0")
+        raise ConfigError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; it counts from 0")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.manual_seed(0)  # the data is the same everywhere, and each process takes its own share of each batch
     inputs, teacher = torch.randn(4096, 32), torch.nn.Linear(32, 10)
@@ -57,5 +57,5 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name.lower()}", dest=field, type=int, default=os.environ.get(name, default))
     try:
         main(**vars(parser.parse_args()))
-    except (SettingError, CoordinationError) as error:  # a traceback would not help with these
+    except (ConfigError, CoordinationError) as error:  # a traceback would not help with these
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -17,7 +17,7 @@ import os
 
 import torch
 
-from tft_algos import DiLoCo, Manager, SettingError, fragment_model
+from tft_algos import ConfigError, DiLoCo, Manager, fragment_model
 from tft_coord.errors import CoordinationError
 from tft_pg import ProcessGroupGloo, init_group
 
@@ -26,9 +26,9 @@ SYNC_EVERY = 20  # steps of the inner optimizer, from one synchronization of a f
 
 def main(synchronizations: int, replica: int, replicas: int, streaming: bool) -> None:
     if replicas < 1 or synchronizations < 1:
-        raise SettingError(f"NUM_REPLICA_GROUPS is {replicas}, synchronizations {synchronizations}; give at least 1")
+        raise ConfigError(f"NUM_REPLICA_GROUPS is {replicas}, synchronizations {synchronizations}; give at least 1")
     if not 0 <= replica < replicas:
-        raise SettingError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; give 0 to {replicas - 1}")
+        raise ConfigError(f"REPLICA_GROUP_ID is {replica} of NUM_REPLICA_GROUPS {replicas}; give 0 to {replicas - 1}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.manual_seed(0)  # the data is the same everywhere, and each process takes its own share of each batch
     inputs, teacher = torch.randn(4096, 32), torch.nn.Linear(32, 10)
@@ -87,5 +87,5 @@ if __name__ == "__main__":
     )
     try:
         main(**vars(parser.parse_args()))
-    except (SettingError, CoordinationError) as error:  # a traceback would not help with these
+    except (ConfigError, CoordinationError) as error:  # a traceback would not help with these
         parser.exit(2, f"{parser.prog}: {error}\n")

@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tft_algos import DiLoCo, LocalSGD, Manager, Optimizer, SettingError, extend_mesh, fragment_model
+from tft_algos import ConfigError, DiLoCo, LocalSGD, Manager, Optimizer, extend_mesh, fragment_model
 from tft_coord.errors import CoordinationError
 from tft_pg import ProcessGroupGloo, ProcessGroupNCCL, init_group
 
@@ -79,13 +79,13 @@ class Settings:
         check_kinds(self, "")
         for name, value in vars(self).items():
             if name != "seed" and not 0 < value < math.inf:
-                raise SettingError(f"{name} is {value}; give more than 0")
+                raise ConfigError(f"{name} is {value}; give more than 0")
         if not -(2**31) <= self.seed < 2**31:
-            raise SettingError(f"seed is {self.seed}; give one of at most 31 bits")
+            raise ConfigError(f"seed is {self.seed}; give one of at most 31 bits")
         if self.width % (2 * self.heads):
-            raise SettingError(f"width is {self.width}; give a multiple of {2 * self.heads}, for {self.heads} heads")
+            raise ConfigError(f"width is {self.width}; give a multiple of {2 * self.heads}, for {self.heads} heads")
         if self.characters < 10 * (self.context + 1):  # a tenth is for validation
-            raise SettingError(f"{self.characters} characters are too few for sequences of {self.context}")
+            raise ConfigError(f"{self.characters} characters are too few for sequences of {self.context}")
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,16 @@ class FaultTolerance:
 
     def _refuse(self, name: str, remedy: str) -> NoReturn:
         or_variable = next((f" (or {variable})" for variable, of in VARIABLES.items() if of == name), "")
-        raise SettingError(f"fault_tolerance.{name}{or_variable} is {getattr(self, name)!r}; {remedy}")
+        raise ConfigError(f"fault_tolerance.{name}{or_variable} is {getattr(self, name)!r}; {remedy}")
 
 
 def check_kinds(settings: Any, prefix: str) -> None:
-    """Check that each value has the type of its default. Raises: SettingError: one has not."""
+    """Check that each value has the type of its default. Raises: ConfigError: one has not."""
     for flag in fields(settings):
         kind: Any = type(flag.default)
         value = getattr(settings, flag.name)
         if type(value) is not kind and not (kind is float and type(value) is int):
-            raise SettingError(f"{prefix}{flag.name} is {value!r}; give {WANTED[kind]}")
+            raise ConfigError(f"{prefix}{flag.name} is {value!r}; give {WANTED[kind]}")
 
 
 class Attention(nn.Module):
@@ -265,15 +265,15 @@ class Training:
 def main(settings: Settings, ft: FaultTolerance) -> None:
     ranks, each = parse("WORLD_SIZE", os.environ.get("WORLD_SIZE") or "1", int), ft.sync_steps // ft.num_fragments
     if ranks < 1:
-        raise SettingError(f"WORLD_SIZE is {ranks}; give 1 or more, or start it with torchrun")
+        raise ConfigError(f"WORLD_SIZE is {ranks}; give 1 or more, or start it with torchrun")
     if absent := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if ranks > 1 and not os.environ.get(name)]:
-        raise SettingError(f"WORLD_SIZE is {ranks} without {' and '.join(absent)}; set them too, or use torchrun")
+        raise ConfigError(f"WORLD_SIZE is {ranks} without {' and '.join(absent)}; set them too, or use torchrun")
     if ranks > 1 and not 0 <= (rank := parse("RANK", os.environ["RANK"], int)) < ranks:
-        raise SettingError(f"RANK is {rank} of WORLD_SIZE {ranks}; give 0 to {ranks - 1}, or use torchrun")
+        raise ConfigError(f"RANK is {rank} of WORLD_SIZE {ranks}; give 0 to {ranks - 1}, or use torchrun")
     if ft.enable and ft.semi_sync_method != "none" and settings.steps < each:
-        raise SettingError(f"steps is {settings.steps}; give at least {each}, to the end of the first synchronization")
+        raise ConfigError(f"steps is {settings.steps}; give at least {each}, to the end of the first synchronization")
     if settings.batch < ft.group_size * ranks:
-        raise SettingError(f"batch is {settings.batch}; give at least {ft.group_size * ranks}, one for each process")
+        raise ConfigError(f"batch is {settings.batch}; give at least {ft.group_size * ranks}, one for each process")
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("tft_algos").setLevel(logging.INFO)  # shows joins, losses and heals
     mesh = own_mesh(ranks)
@@ -384,7 +384,7 @@ def semi_synchronous(manager: Manager, training: Training, ft: FaultTolerance) -
 def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, FaultTolerance]:
     """Read settings from the flags, the environment, the file that `--config` names, and the defaults, in this order.
 
-    Raises: SettingError: a value is invalid, or a setting is unknown. Its one sentence gives the remedy.
+    Raises: ConfigError: a value is invalid, or a setting is unknown. Its one sentence gives the remedy.
     """
     kinds: dict[str, Any] = {flag.name: type(flag.default) for flag in fields(Settings)}
     kinds |= {f"fault_tolerance.{flag.name}": type(flag.default) for flag in fields(FaultTolerance)}
@@ -396,7 +396,7 @@ def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
     said, unknown = parser.parse_known_args(arguments)
     for word in unknown:
         name = word.lstrip("-").partition("=")[0]
-        raise SettingError(f"{word} is no flag of this program; {nearest(name, kinds, '--')}")
+        raise ConfigError(f"{word} is no flag of this program; {nearest(name, kinds, '--')}")
     flags = vars(said)
     values = read_file(flags.pop("config"), kinds) if "config" in flags else {}
     for variable, name in VARIABLES.items():
@@ -415,17 +415,17 @@ def read_file(file: str, kinds: dict[str, Any]) -> dict[str, Any]:
         # some editors write a byte order mark before the text
         tables = read(Path(file).read_text(encoding="utf-8-sig"))
     except ModuleNotFoundError as error:
-        raise SettingError("--config needs Python 3.11, or the package tomli; install it, or give flags") from error
+        raise ConfigError("--config needs Python 3.11, or the package tomli; install it, or give flags") from error
     except (OSError, ValueError) as error:  # invalid TOML and invalid text are ValueErrors
-        raise SettingError(f"--config is {file!r}, which can't be read ({error}); give a file of TOML") from error
+        raise ConfigError(f"--config is {file!r}, which can't be read ({error}); give a file of TOML") from error
     values = {}
     for table, content in tables.items():
         if table not in ("training", "fault_tolerance") or not isinstance(content, dict):
-            raise SettingError(f"{file} has {table!r}; give it tables [training] and [fault_tolerance]")
+            raise ConfigError(f"{file} has {table!r}; give it tables [training] and [fault_tolerance]")
         for name, value in content.items():
             full = name if table == "training" else f"fault_tolerance.{name}"
             if full not in kinds or "." in name:
-                raise SettingError(f"{file} sets {name!r} in [{table}], which there is not; {nearest(full, kinds, '')}")
+                raise ConfigError(f"{file} sets {name!r} in [{table}], which there is not; {nearest(full, kinds, '')}")
             values[full] = value
     return values
 
@@ -435,7 +435,7 @@ def parse(name: str, text: str, kind: Any) -> Any:
     try:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise SettingError(f"{name} is {text[:64]!r}; give {WANTED[kind]}") from None
+        raise ConfigError(f"{name} is {text[:64]!r}; give {WANTED[kind]}") from None
 
 
 def nearest(name: str, kinds: dict[str, Any], dashes: str) -> str:
@@ -446,6 +446,6 @@ def nearest(name: str, kinds: dict[str, Any], dashes: str) -> str:
 if __name__ == "__main__":
     try:
         main(*read_settings(sys.argv[1:], os.environ))
-    except (SettingError, CoordinationError) as error:  # a traceback would not help with these
+    except (ConfigError, CoordinationError) as error:  # a traceback would not help with these
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -233,7 +233,7 @@ class Rank:
                 Rank(
                     1,
                     3,
-                    "SettingError: rank 1 was told a WORLD_SIZE of 3, and another process of its replica",
+                    "ConfigError: rank 1 was told a WORLD_SIZE of 3, and another process of its replica",
                 ),
             ],
             id="different world sizes",
@@ -293,7 +293,7 @@ def test_an_unreachable_lighthouse_is_said_soon_and_again_at_the_deadline(spawn:
     text = (tmp_path / "stderr").read_text()
     away = "the lighthouse at 127.0.0.1:9 can't be reached: nobody listens there (connection refused)"
     assert f"{away}; still trying" in text
-    assert text.splitlines()[-1].startswith("DeadlinePassed: rank 0's quorum for step 0")
+    assert text.splitlines()[-1].startswith("RequestTimeoutError: rank 0's quorum for step 0")
     assert away in text.splitlines()[-1]
     assert "Traceback" not in text
 

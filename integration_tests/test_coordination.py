@@ -21,12 +21,12 @@ import psutil
 import pytest
 
 from tft_coord import (
-    GroupLost,
     ManagerClient,
     ManagerServer,
     Plan,
     QuorumKey,
     RankRequest,
+    ReplicaGroupLostError,
     Timeouts,
     Unchanged,
 )
@@ -317,7 +317,7 @@ def test_a_rank_is_told_of_its_sisters_death_at_once(
         killed_at = time.monotonic()
         kill(one.pid)
         told_at, news = zero.losses.get(timeout=30)
-        assert isinstance(news, GroupLost)
+        assert isinstance(news, ReplicaGroupLostError)
         assert "rank 1's stream broke" in str(news)
         assert "end this process and start the group again" in str(news)
         assert told_at - killed_at < 0.5
@@ -337,7 +337,7 @@ def test_a_rank_that_is_killed_ends_its_group(
         assert one.pid is not None
         os.kill(one.pid, signal.SIGKILL)
         assert zero.vote() is False  # long before its deadline of 30 s
-        with pytest.raises(GroupLost, match="rank 1's stream broke and was not back within 300 ms"):
+        with pytest.raises(ReplicaGroupLostError, match="rank 1's stream broke and was not back within 300 ms"):
             zero.ask()
         assert "its manager server reports: rank 1's stream broke" in log.wait_for("lost replica a:1")
         zero.client.close()

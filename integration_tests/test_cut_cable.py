@@ -225,5 +225,5 @@ def test_a_death_ends_every_survivors_reduction(job: Job, killed: str, record_pr
         lambda: all(trainer.connection.closed or trainer.ended for trainer in victims), "the struck group is no more"
     )
     for trainer in victims:
-        assert trainer.ended is None or "GroupLost" in trainer.ended.text
+        assert trainer.ended is None or "ReplicaGroupLostError" in trainer.ended.text
     job.finish(survivors)

@@ -17,7 +17,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from integration_tests.conftest import Spawn
-from tft_algos import DistributedDataParallel, Manager, Optimizer, StateDiverged
+from tft_algos import DistributedDataParallel, Manager, Optimizer, StateDivergedError
 from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
@@ -105,9 +105,9 @@ def train(spec: Spec, connection: Connection) -> None:
                     model.weight.detach().view(torch.int32)[3, 3] ^= 1
                 if step > before:
                     connection.send((step, digest(model.state_dict(), adam.state_dict())))
-    except StateDiverged as error:
+    except StateDivergedError as error:
         connection.send(error.paths)
-        connection.send(f"StateDiverged: {error}")
+        connection.send(f"StateDivergedError: {error}")
     connection.send(None)
 
 
@@ -221,7 +221,7 @@ def test_a_newcomer_that_kept_its_own_learning_rate_is_named_and_stopped(run: Ru
         assert "the state of replica c:" in error
         assert "optimizer.param_groups.0.lr: 0.5 here, 0.01 at the source" in error
     assert found.endswith("it heals")
-    assert end.startswith("StateDiverged: ")
+    assert end.startswith("StateDivergedError: ")
     assert end.endswith(
         "healing did not cure it the last time, because load_state_dict left other values than it was given "
         "(optimizer.param_groups.0.lr: 0.5 here, 0.01 at the source); mend that"

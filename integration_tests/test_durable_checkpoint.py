@@ -30,7 +30,7 @@ from integration_tests.conftest import Kill, Launch, Spawn
 from integration_tests.scripts import SECRET
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.durable import REMOVING, WRITING, DurableCheckpoint
-from tft_algos.errors import CheckpointFailed
+from tft_algos.errors import DurableCheckpointError
 from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
@@ -218,7 +218,7 @@ def save_as_one_of_two(directory: Path, rank: int, port: int, what: str, connect
     for _ in range(2):
         try:
             connection.send(str(checkpoint.save()))
-        except CheckpointFailed as error:
+        except DurableCheckpointError as error:
             connection.send(str(error))
         is_odd = committed.torn = False
     dist.destroy_process_group()

@@ -48,7 +48,7 @@ ENDS: Final = {
     (Action.RAISE, Place.FORWARD): "InjectedError",
     (Action.RAISE, Place.BACKWARD): "InjectedError",
     (Action.RAISE, Place.VOTE): "InjectedError",
-    (Action.FAIL, Place.VOTE): "DeadlinePassed",
+    (Action.FAIL, Place.VOTE): "RequestTimeoutError",
 }
 
 
@@ -227,7 +227,7 @@ def test_killed(cluster: Cluster, place: Place) -> None:
         cluster.survivors_noticed()
     cluster.victim_ends()
     for trainer in cluster.victim:
-        assert trainer is cluster.victim[rank] or "GroupLost" in trainer.events[-1].text
+        assert trainer is cluster.victim[rank] or "ReplicaGroupLostError" in trainer.events[-1].text
 
 
 @pytest.mark.parametrize("place", list(Place))
@@ -255,7 +255,9 @@ def test_raises_or_fails(cluster: Cluster, place: Place, action: Action) -> None
         return
     cluster.victim_ends()
     for trainer in cluster.victim:
-        expected = f"{ENDS[action, place]}: {fault.describe()}" if trainer is cluster.victim[rank] else "GroupLost"
+        expected = (
+            f"{ENDS[action, place]}: {fault.describe()}" if trainer is cluster.victim[rank] else "ReplicaGroupLostError"
+        )
         assert trainer.events[-1].text.startswith(expected), trainer.events[-1].text
 
 

@@ -23,7 +23,7 @@ import torch
 from tft_algos import Manager
 from tft_ckpt import HTTPTransport
 from tft_coord import ManagerClient, ManagerServer, Plan, RankRequest, Timeouts
-from tft_coord.errors import CoordinationError, Refused
+from tft_coord.errors import CoordinationError, RefusedError
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
@@ -156,5 +156,5 @@ def test_with_a_secret_the_fake_member_is_not_let_in() -> None:
     with LighthouseServer("127.0.0.1:0", min_replicas=1, token="secret") as lighthouse:
         seen: list[Plan | Exception] = []
         fake_member(lighthouse.address, "http://127.0.0.1:1", threading.Event(), seen, timedelta(seconds=1))
-    assert isinstance(seen[0], Refused), seen
+    assert isinstance(seen[0], RefusedError), seen
     assert "shared secret" in str(seen[0])

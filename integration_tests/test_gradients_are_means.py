@@ -177,7 +177,7 @@ def test_buckets_of_another_layout_are_refused_by_name_before_the_first_reductio
 ) -> None:
     told = run(spawn, lighthouse, Case("buckets", channels_last="b"))
     (refused,) = [text for heard in told for what, text in heard if what == "raised"]
-    assert refused.startswith("Refused: ")
+    assert refused.startswith("RefusedError: ")
     assert "parameter/0/weight is 'float32 [2, 3, 4, 5]" in refused
     assert "float32 [2, 3, 4, 5], strides [60, 1, 15, 3]'" in refused
     assert [what for heard in told for what, _ in heard] == ["raised"]

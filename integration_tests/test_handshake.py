@@ -35,7 +35,7 @@ def test_who_differs_is_refused_and_nobody_waits_for_it(job: Job, other: dict[st
     stranger = job.start("b", **{"fingerprint": {"data": "v3"}} | other)
     job.until(lambda: stranger.ended is not None, "b is refused")
     assert stranger.ended is not None
-    assert stranger.ended.text.startswith("Refused: ")
+    assert stranger.ended.text.startswith("RefusedError: ")
     assert f"differs from {shorten(first.of_kind('ready')[0].text)} of job 'default'" in stranger.ended.text
     assert words in stranger.ended.text
     assert stranger.commits == {}

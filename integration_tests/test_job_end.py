@@ -119,7 +119,7 @@ def test_a_late_evaluator_learns_that_the_job_is_over_and_trains_no_second_end(j
     after = written.split("evaluates")[1]
     assert "step" not in [line.split()[0] for line in after.splitlines() if line]
     assert (
-        f"JobOver: rank 0's quorum for step {last_step(written)}: job {job.folder.name} has ended at step {last}"
+        f"JobOverError: rank 0's quorum for step {last_step(written)}: job {job.folder.name} has ended at step {last}"
         in after
     )
     assert "to train a new run, start the whole job again" in after
@@ -138,7 +138,7 @@ def test_a_replica_that_was_killed_and_is_started_after_the_end_trains_no_second
     last = max(last_step(finisher.ended()) for finisher in finishers)
     job.ended()
     written = job.start("b", replicas=1).ended(exitcode=1)
-    assert f"JobOver: rank 0's quorum for step 0: job {job.folder.name} has ended at step {last}" in written
+    assert f"JobOverError: rank 0's quorum for step 0: job {job.folder.name} has ended at step {last}" in written
     assert "step 1 of" not in written
 
 

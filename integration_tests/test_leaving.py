@@ -13,7 +13,7 @@ import pytest
 
 from integration_tests.conftest import Spawn
 from integration_tests.training import Event, Job, Launcher, Trainer
-from tft_coord import LighthouseClient, ManagerClient, Refused
+from tft_coord import LighthouseClient, ManagerClient, RefusedError
 from tft_lighthouse import LighthouseServer
 
 pytestmark = pytest.mark.timeout(180)  # several lives of real processes, on a machine that may be busy
@@ -91,7 +91,7 @@ def test_a_drained_replica_leaves_and_says_who_asked(job: Job, lighthouse: Light
     trainers = [job.start(name, **OPTIONS) for name in ("a", "b")]
     train_together(job, trainers, 2)
     with LighthouseClient(str(lighthouse.address), SOON) as operator:
-        with pytest.raises(Refused, match="has no living replica 'z'; there is a:"):
+        with pytest.raises(RefusedError, match="has no living replica 'z'; there is a:"):
             operator.drain("default", "z")
         operator.drain("default", "b", reason="its host goes down")
     last = ends_well(job, trainers[1:])

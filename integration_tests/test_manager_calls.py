@@ -10,17 +10,17 @@ import psutil
 import pytest
 
 from tft_coord import (
-    Closed,
-    DeadlinePassed,
+    ConfigError,
+    CoordinationClosedError,
     ManagerClient,
     ManagerServer,
     Plan,
     QuorumKey,
     RankRequest,
-    SettingError,
+    RequestTimeoutError,
     Timeouts,
     Unchanged,
-    Unreachable,
+    UnreachableError,
 )
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_lighthouse import LighthouseServer
@@ -66,18 +66,18 @@ def test_quorums_and_votes_are_answered(client: ManagerClient) -> None:
 @pytest.mark.parametrize("min_replicas", [2], indirect=True)
 def test_a_deadline_says_who_was_waited_for_and_the_session_goes_on(client: ManagerClient) -> None:
     for _ in range(2):
-        with pytest.raises(DeadlinePassed, match="the lighthouse has not answered"):
+        with pytest.raises(RequestTimeoutError, match="the lighthouse has not answered"):
             client.quorum(0, request(), SOON)
 
 
 @pytest.mark.parametrize("min_replicas", [1], indirect=True)
 def test_a_time_out_that_can_t_be_sent_is_refused_and_the_session_goes_on(client: ManagerClient) -> None:
     for timeout in (timedelta(days=25), timedelta.max):
-        with pytest.raises(SettingError, match="give at most 24 days"):
+        with pytest.raises(ConfigError, match="give at most 24 days"):
             client.quorum(0, request(), timeout)
     plan = client.quorum(0, request(), timedelta(days=24))
     assert isinstance(plan, Plan)
-    with pytest.raises(SettingError, match="give at most 24 days"):
+    with pytest.raises(ConfigError, match="give at most 24 days"):
         client.should_commit(0, 0, True, timedelta(days=25), key=plan.key)
     assert client.should_commit(0, 0, True, timedelta(days=24), key=plan.key)
 
@@ -104,4 +104,6 @@ def test_a_call_that_waits_ends_at_once(client: ManagerClient, end: str) -> None
         (process,) = (child for child in psutil.Process().children() if "tft-manager-server" in child.cmdline())
         process.kill()
     thread.join(10)
-    assert [type(error) for error in errors] == [Closed if end == "the client is closed" else Unreachable]
+    assert [type(error) for error in errors] == [
+        CoordinationClosedError if end == "the client is closed" else UnreachableError
+    ]

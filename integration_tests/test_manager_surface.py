@@ -136,7 +136,7 @@ def test_a_newcomer_waits_while_the_others_only_shrink(new_puppet: NewPuppet) ->
         assert step(old, shrink_only=True) == [True, True]
         assert all_call(old, "num_participants") == [2, 2]
     # Its quorum fails, and costs it nothing else. It asks again, and this time it is admitted.
-    assert "DeadlinePassed" in newcomer.answer()
+    assert "RequestTimeoutError" in newcomer.answer()
     assert newcomer.call("should_commit") is False
     assert (newcomer.call("num_participants"), newcomer.call("participating_rank")) == (0, None)
     assert newcomer.call("start_quorum", timeout=timedelta(seconds=30)) is None
@@ -166,11 +166,11 @@ def test_a_reduction_that_takes_too_long_ends_for_all_and_the_next_step_commits(
     first, second = both
     worked, _ = first.call("allreduce", value=1.0, timeout=timedelta(milliseconds=300))
     assert not worked
-    assert first.call("errors")[0] == "DeadlinePassed"
+    assert first.call("errors")[0] == "RequestTimeoutError"
     # The other one comes later. Its partner no longer waits, and it does not wait for its own 20 seconds.
     worked, _ = second.call("allreduce", value=1.0, timeout=timedelta(seconds=15))
     assert not worked
-    assert "DeadlinePassed" not in second.call("errors")
+    assert "RequestTimeoutError" not in second.call("errors")
     assert all_call(both, "should_commit") == [False, False]
     assert step(both) == [True, True]
     assert all_call(both, "current_step") == [2, 2]

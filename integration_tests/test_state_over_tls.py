@@ -12,7 +12,7 @@ import torch
 import trustme
 
 from tft_algos import Manager
-from tft_ckpt import HTTPTransport, StateUnavailable
+from tft_ckpt import HTTPTransport, StateUnavailableError
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
@@ -93,6 +93,6 @@ def test_who_has_no_certificate_gets_no_state(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TFT_TOKEN", "secret")
     with LighthouseServer("127.0.0.1:0", min_replicas=1, token="secret") as lighthouse:
         replica = Replica(lighthouse, "a", torch.ones(10))
-        with HTTPTransport[Any](bind="127.0.0.1", token="secret") as stranger, pytest.raises(StateUnavailable):
+        with HTTPTransport[Any](bind="127.0.0.1", token="secret") as stranger, pytest.raises(StateUnavailableError):
             stranger.recv_checkpoint(0, replica.manager._parts.shared.transport.metadata(), 0, timedelta(seconds=5))
         replica.manager.shutdown()

@@ -63,7 +63,7 @@ def test_a_number_that_is_not_answered_costs_the_row_its_figure_and_not_the_othe
 ) -> None:
     def our_turn(number: int) -> standing_join.Joined:
         if number > standing_join.JUDGED:
-            raise standing_join.NotAnswered
+            raise standing_join.NotAnsweredError
         return standing_join.Joined(took_s=0.2, lighthouse_s=0.1, swarm_s=0.1, beats_core=0.1)
 
     monkeypatch.setattr(standing_join, "our_turn", our_turn)

@@ -197,7 +197,7 @@ def test_groups_of_two_vote_on_each_step_in_its_order(flight: Flight, kill: Kill
     job.until(lambda: are_together(first + second, 2), "both groups commit together again")
     kill(second[1].process.pid or 0)
     job.until(lambda: second[0].ended is not None, "the other rank ends")
-    assert "GroupLost" in second[0].events[-1].text
+    assert "ReplicaGroupLostError" in second[0].events[-1].text
     again = launchers[1].start()
     job.until(lambda: are_together(first + again, 2), "both groups commit together again")
     job.finish(first + again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 from importlib import import_module
 
 import pytest
@@ -11,13 +12,26 @@ import pytest
 import tft_suite
 
 
-@pytest.mark.parametrize("name", tft_suite.__all__)
+@pytest.mark.parametrize("name", sorted(set(tft_suite.__all__) - {"ConfigError"}))
 def test_a_name_is_the_one_of_its_own_package(name: str) -> None:
     value = getattr(tft_suite, name)
-    home = value.__module__.partition(".")[0]
-    assert home.startswith("tft_")
-    assert home != "tft_suite"
-    assert getattr(import_module(home), name) is value
+    assert value.__module__.startswith("tft_")
+    homes = ("tft_coord", "tft_lighthouse", "tft_pg", "tft_ckpt", "tft_algos", "tft_suite.errors")
+    assert any(getattr(import_module(home), name, None) is value for home in homes)
+
+
+def test_one_except_clause_catches_the_wrong_settings_of_all_packages() -> None:
+    from tft_suite import TLS, ConfigError, Timeouts, init_group
+
+    with pytest.raises(ConfigError, match="heartbeat_timeout_ms"):
+        Timeouts(heartbeat_timeout_ms=0)
+    with pytest.raises(ConfigError, match="certificate"):
+        TLS(certificate="", key="key", authority="authority")
+    with pytest.raises(ConfigError, match="time-out must be above zero"):
+        init_group(timeout=timedelta(0))
+    assert {error.__module__ for error in ConfigError} == {
+        f"tft_{package}.errors" for package in ("coord", "pg", "ckpt", "algos", "suite")
+    }
 
 
 def test_the_import_block_of_a_training_script() -> None:

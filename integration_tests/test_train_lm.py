@@ -17,7 +17,7 @@ import torch
 from examples.train_lm import FaultTolerance, Settings, read_settings
 from integration_tests.conftest import ROOT, Kill, Launch, Spawn
 from integration_tests.scripts import SECONDS_TO_END, SECRET, Shells, refused, wait_for
-from tft_algos import SettingError
+from tft_algos import ConfigError
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "train_lm.py"
@@ -280,7 +280,7 @@ def test_every_name_that_is_promised_is_a_flag_and_a_key_of_the_table(tmp_path: 
     ],
 )
 def test_settings_that_can_t_work_are_refused(flags: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(SettingError, match=re.escape(sentence)):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
         Settings(**flags)
 
 
@@ -314,7 +314,7 @@ def test_settings_that_can_t_work_are_refused(flags: dict[str, Any], sentence: s
     ],
 )
 def test_flags_that_can_t_work_are_refused(word: str, sentence: str) -> None:
-    with pytest.raises(SettingError, match=re.escape(sentence)) as raised:
+    with pytest.raises(ConfigError, match=re.escape(sentence)) as raised:
         read_settings([f"--fault_tolerance.{word}"], {})
     assert "\n" not in str(raised.value)
 
@@ -330,7 +330,7 @@ def test_flags_that_can_t_work_are_refused(word: str, sentence: str) -> None:
 )
 def test_what_local_sgd_has_not_is_refused_with_it(name: str, value: Any) -> None:
     values = {"semi_sync_method": "local_sgd", name: value}
-    with pytest.raises(SettingError, match=rf"\.{name} is {value}; {SET_METHOD} diloco, or leave this out"):
+    with pytest.raises(ConfigError, match=rf"\.{name} is {value}; {SET_METHOD} diloco, or leave this out"):
         FaultTolerance(**values)
     FaultTolerance(enable=False, **values)  # a disabled setting has no effect
 
@@ -339,15 +339,15 @@ def test_a_flag_beats_the_variable_that_makes_islands_of_groups() -> None:
     on = {"TFT_RANK0_SYNCHRONIZATION_ONLY": "1"}
     assert read_settings(["--fault_tolerance.semi_sync_method=diloco"], on)[1].rank0_synchronization_only
     assert not read_settings(["--fault_tolerance.rank0_synchronization_only=false"], on)[1].rank0_synchronization_only
-    with pytest.raises(SettingError, match=re.escape(f"{RANK0} is True; {SET_METHOD} diloco or local_sgd")):
+    with pytest.raises(ConfigError, match=re.escape(f"{RANK0} is True; {SET_METHOD} diloco or local_sgd")):
         read_settings([], on)
-    with pytest.raises(SettingError, match="TFT_RANK0_SYNCHRONIZATION_ONLY is 'perhaps'; give true or false"):
+    with pytest.raises(ConfigError, match="TFT_RANK0_SYNCHRONIZATION_ONLY is 'perhaps'; give true or false"):
         read_settings([], {"TFT_RANK0_SYNCHRONIZATION_ONLY": "perhaps"})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_nccl_is_refused_where_there_is_no_device_for_it() -> None:
-    with pytest.raises(SettingError, match="process_group is 'nccl'; there is no CUDA device here, so give gloo"):
+    with pytest.raises(ConfigError, match="process_group is 'nccl'; there is no CUDA device here, so give gloo"):
         FaultTolerance(process_group="nccl")
 
 
@@ -378,7 +378,7 @@ def test_a_file_with_a_mark_before_its_text_is_read(tmp_path: Path) -> None:
 def test_a_file_that_can_t_work_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "lm.toml"
     file.write_text(text)
-    with pytest.raises(SettingError, match=re.escape(sentence)) as raised:
+    with pytest.raises(ConfigError, match=re.escape(sentence)) as raised:
         read_settings([f"--config={file}"], {})
     assert "\n" not in str(raised.value)
 
@@ -387,6 +387,6 @@ def test_a_file_without_a_reader_of_toml_is_refused(tmp_path: Path, monkeypatch:
     """This is the case on Python 3.10 without the package tomli."""
     monkeypatch.setitem(sys.modules, "tomllib" if sys.version_info >= (3, 11) else "tomli", None)
     with pytest.raises(
-        SettingError, match=r"--config needs Python 3\.11, or the package tomli; install it, or give flags"
+        ConfigError, match=r"--config needs Python 3\.11, or the package tomli; install it, or give flags"
     ):
         read_settings([f"--config={tmp_path}"], {})

@@ -27,7 +27,7 @@ def test_a_group_of_two_joins_heals_whole_dies_and_comes_back_to_the_same_store(
     # One rank dies. Its group is lost, and the other rank ends with an error that reports it.
     kill(second[0].process.pid or 0)
     job.until(lambda: second[1].ended is not None, "the other rank ends")
-    assert "GroupLost" in second[1].events[-1].text
+    assert "ReplicaGroupLostError" in second[1].events[-1].text
     job.until(lambda: all(trainer.committed_with(1) for trainer in first), "the first group goes on alone")
     # The store still holds the entries of the lost start of the group.
     again = launchers[1].start()
@@ -43,4 +43,4 @@ def test_a_group_of_two_whose_manager_server_died_is_lost_and_says_so(job: Job) 
     ranks[0].manager_server().kill()
     job.until(lambda: all(trainer.ended for trainer in ranks), "both ranks end")
     for trainer in ranks:
-        assert "GroupLost: the manager server of replica a:" in trainer.events[-1].text
+        assert "ReplicaGroupLostError: the manager server of replica a:" in trainer.events[-1].text

@@ -20,7 +20,7 @@ from tft_algos import Manager
 from tft_algos.manager import coordinator
 from tft_coord import LighthouseClient, ManagerServer
 from tft_coord.core.names import shorten
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 from tft_suite.doctor.findings import findings
@@ -101,7 +101,7 @@ def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCap
         step([early, late])
         heard, over = (said(name, "is over after") for name in ("tft_lighthouse", "tft_algos.manager"))
         early.start_quorum()
-        with pytest.raises(DeadlinePassed) as raised:
+        with pytest.raises(RequestTimeoutError) as raised:
             early.wait_quorum()
         with LighthouseClient(lighthouse.address, BOUND) as client:
             early.start_quorum()

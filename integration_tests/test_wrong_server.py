@@ -23,7 +23,7 @@ import trustme
 
 from tft_algos import Manager
 from tft_coord import LighthouseClient
-from tft_coord.errors import CoordinationError, DeadlinePassed, ProtocolError, Refused, Unreachable
+from tft_coord.errors import CoordinationError, ProtocolError, RefusedError, RequestTimeoutError, UnreachableError
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.dial import dial
 from tft_lighthouse import LighthouseServer
@@ -95,7 +95,7 @@ def test_a_start_against_what_is_no_lighthouse_ends_at_once(
             token="a-wrong-one",
         ) as manager:
             manager.start_quorum()
-            with pytest.raises(Refused, match=says) as raised:
+            with pytest.raises(RefusedError, match=says) as raised:
                 manager.should_commit()
         assert time.monotonic() - started < SOON_S
         address = f"127.0.0.1:{port}"
@@ -122,16 +122,16 @@ def test_nobody_listens_is_said_only_where_nobody_does() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        with pytest.raises(Unreachable, match="nobody listens there"):
+        with pytest.raises(UnreachableError, match="nobody listens there"):
             await dial(f"127.0.0.1:{port}", Timeouts())
-        with pytest.raises(Unreachable, match=r"the name no\.such\.host\.invalid is unknown"):
+        with pytest.raises(UnreachableError, match=r"the name no\.such\.host\.invalid is unknown"):
             await dial("no.such.host.invalid:1", Timeouts())
 
         async def hangs_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.close()
 
         async with listening(hangs_up) as port:
-            with pytest.raises(Unreachable, match="takes the connection and ends it"):
+            with pytest.raises(UnreachableError, match="takes the connection and ends it"):
                 await dial(f"127.0.0.1:{port}", Timeouts())
 
     asyncio.run(scenario())
@@ -199,7 +199,7 @@ def test_a_lighthouse_that_is_away_is_waited_for() -> None:
         quorum_timeout=timedelta(seconds=3),
     ) as manager:
         manager.start_quorum()
-        with pytest.raises(DeadlinePassed, match="nobody listens there"):
+        with pytest.raises(RequestTimeoutError, match="nobody listens there"):
             manager.wait_quorum()
 
 

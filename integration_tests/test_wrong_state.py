@@ -144,10 +144,10 @@ def end_of(job: Job, trainer: Trainer) -> str:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ("nothing", "SettingError: replica a:.*, rank 0, trains Linear, AdamW, and no state is registered"),
+        ("nothing", "ConfigError: replica a:.*, rank 0, trains Linear, AdamW, and no state is registered"),
         (
             "object",
-            r"StateUnavailable: .*state\['default'\]\['best'\]\['at'\] is a builtins.object, which can't travel",
+            r"UserStateError: .*state\['default'\]\['best'\]\['at'\] is a builtins.object, which can't travel",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_load_function_that_raises_ends_its_process_and_disturbs_the_healthy_n
     job.until(lambda: healthy.step >= 5, "it trains")
     newcomer = start(job, lighthouse, "b", "load", use_async_quorum=use_async_quorum)
     error = end_of(job, newcomer)
-    assert error.startswith("StateUnavailable: replica b:")
+    assert error.startswith("UserStateError: replica b:")
     assert "load_state_dict of the state registered under 'default' raised KeyError('model')" in error
     tracebacks = [event.text for event in newcomer.of_kind("log") if "Traceback (most recent call last)" in event.text]
     assert len(tracebacks) == 1

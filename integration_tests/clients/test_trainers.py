@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from integration_tests.clients.data import as_inputs, loss_of, network, sequences
-from tft_algos import SettingError, Unsupported, UsageError
+from tft_algos import ConfigError, UnsupportedFeatureError, UsageError
 from tft_lighthouse import LighthouseServer
 from tft_suite import Manager, ProcessGroupGloo
 from tft_suite.integrations.data import endless
@@ -112,8 +112,8 @@ def huggingface_counts(manager: Manager, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected", "words"),
     [
-        ({"dataset": sequences(64, seed=1)}, SettingError, "train_dataset=endless"),
-        ({"fp16": True}, Unsupported, "bf16=True"),
+        ({"dataset": sequences(64, seed=1)}, ConfigError, "train_dataset=endless"),
+        ({"fp16": True}, UnsupportedFeatureError, "bf16=True"),
     ],
 )
 def test_huggingface_refuses(settings: dict[str, Any], expected: type[Exception], words: str, tmp_path: Path) -> None:
@@ -198,10 +198,10 @@ def lightning_counts(manager: Manager, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "module", "expected", "words"),
     [
-        ({"max_steps": -1, "max_epochs": 2}, {}, SettingError, "max_steps"),
-        ({"max_epochs": 2}, {}, SettingError, "max_epochs"),
-        ({}, {"interval": "epoch"}, SettingError, "interval: step"),
-        ({}, {"automatic": False}, Unsupported, "automatic optimization"),
+        ({"max_steps": -1, "max_epochs": 2}, {}, ConfigError, "max_steps"),
+        ({"max_epochs": 2}, {}, ConfigError, "max_epochs"),
+        ({}, {"interval": "epoch"}, ConfigError, "interval: step"),
+        ({}, {"automatic": False}, UnsupportedFeatureError, "automatic optimization"),
     ],
 )
 def test_lightning_refuses(

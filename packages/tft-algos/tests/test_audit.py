@@ -18,13 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import (
+    ConfigError,
     LocalSGD,
     Manager,
     Optimizer,
     PureDistributedDataParallel,
-    SettingError,
-    StateDiverged,
-    StateUnavailable,
+    StateDivergedError,
+    UserStateError,
 )
 from tft_algos.manager.divergence import StateDigester, difference, differences
 from tft_algos.manager.early import look_at
@@ -70,7 +70,7 @@ def test_what_is_wrapped_and_not_registered_when_the_first_step_is_over_is_refus
     kept = wrap(rig.manager)
     assert rig.step(), "state may be registered as late as here"
     for _ in range(2):
-        with pytest.raises(SettingError, match=says + ".*rank 0|rank 0.*" + says) as raised:
+        with pytest.raises(ConfigError, match=says + ".*rank 0|rank 0.*" + says) as raised:
             rig.step()
         assert "call register_state_dict_fn before the second step" in str(raised.value)
     assert len(rig.coordinator.requests) == 1, "nothing was begun"
@@ -246,13 +246,13 @@ def test_what_can_not_travel_is_raised_in_the_first_step_with_its_path(rigs: Any
         r"rank 0, can't be sent .*: state\['extra'\]\['callbacks'\]\[1\] is a builtins.object, which can't travel; make"
     )
     for _ in range(2):
-        with pytest.raises(StateUnavailable, match=says):
+        with pytest.raises(UserStateError, match=says):
             rig.manager.start_quorum()
     assert rig.coordinator.requests == []
     extra["callbacks"] = []
     assert rig.step()
     extra["callbacks"] = [print]  # as an optimizer may make its state in its first step
-    with pytest.raises(StateUnavailable, match=r"state\['extra'\]\['callbacks'\]\[0\] is a builtins.builtin_function"):
+    with pytest.raises(UserStateError, match=r"state\['extra'\]\['callbacks'\]\[0\] is a builtins.builtin_function"):
         rig.manager.start_quorum()
 
 
@@ -262,14 +262,14 @@ def test_what_is_registered_late_is_looked_at_then(rigs: Any) -> None:
     assert rig.step()
     assert rig.step()
     rig.manager.register_state_dict_fn("late", print, lambda: {1, 2})
-    with pytest.raises(StateUnavailable, match=r"state\['late'\] is a builtins.set, .*hold sorted"):
+    with pytest.raises(UserStateError, match=r"state\['late'\] is a builtins.set, .*hold sorted"):
         rig.manager.start_quorum()
 
 
 def test_a_state_function_that_raises_is_found_in_the_first_step(rigs: Any) -> None:
     rig = rigs(plan_of(), looks=True)
     rig.manager.register_state_dict_fn("scheduler", print, lambda: {}["lr"])
-    with pytest.raises(StateUnavailable, match=r"registered under 'scheduler' raised KeyError\('lr'\)") as raised:
+    with pytest.raises(UserStateError, match=r"registered under 'scheduler' raised KeyError\('lr'\)") as raised:
         rig.manager.start_quorum()
     assert isinstance(raised.value.__cause__, KeyError)
 
@@ -439,7 +439,7 @@ def test_who_diverges_again_blames_the_load_function_only_where_it_is_to_blame(
     own = rig.manager._parts.shared.step._core._books.own
     own.divergences = 2
     own.diverges_from = lambda fetched: True
-    with pytest.raises(StateDiverged) as raised:
+    with pytest.raises(StateDivergedError) as raised:
         rig.step()
     assert f"healing did not cure it the last time, {says}" in str(raised.value)
 
@@ -509,7 +509,7 @@ def test_a_load_function_that_raises_shows_its_traceback_once_and_twice_is_the_e
         assert record.exc_info[1].__traceback__.tb_next.tb_frame.f_code.co_name == "load"
         caplog.clear()
         with pytest.raises(
-            StateUnavailable, match=r"for the same reason as the last time: .*'x'.*'model'.*mend what"
+            UserStateError, match=r"for the same reason as the last time: .*'x'.*'model'.*mend what"
         ) as end:
             rig.step()
     assert isinstance(end.value.__cause__, KeyError)
@@ -547,9 +547,7 @@ def test_a_source_whose_state_dict_raises_shows_the_traceback_once_and_the_newco
     plans = [plan_of(n, rank=1, size=2, healing=[1]) for n in (7, 8)]
     member = rigs(*plans, checkpoint_transport=MemoryTransport(shelf))
     assert not member.step()
-    with pytest.raises(
-        StateUnavailable, match=r"same reason as the last time: .*state_dict registered under 'default'"
-    ):
+    with pytest.raises(UserStateError, match=r"same reason as the last time: .*state_dict registered under 'default'"):
         member.step()
 
 
@@ -557,9 +555,7 @@ def test_a_state_that_does_not_fit_what_is_registered_is_tried_twice(rigs: Any) 
     plans = [plan_of(n, rank=1, size=2, healing=[1]) for n in (7, 8)]
     member = rigs(*plans, checkpoint_transport=offered({"default": {}, "more": 1}, *plans))
     assert not member.step()
-    with pytest.raises(
-        StateUnavailable, match=r"last time: the source has state registered under \['default', 'more'\]"
-    ):
+    with pytest.raises(UserStateError, match=r"last time: the source has state registered under \['default', 'more'\]"):
         member.step()
     assert not member.manager.status().is_torn
 

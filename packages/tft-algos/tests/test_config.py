@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from tft_algos.errors import SettingError, UnknownSetting
+from tft_algos.errors import ConfigError, UnknownSettingError
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
 from tft_algos.manager.group_store import own_host
 from tft_algos.manager.settings import ManagerSettings
@@ -63,7 +63,7 @@ def test_without_a_secret_a_job_is_of_this_machine() -> None:
         ({"TFT_LIGHTHOUSE": "there:1", "TFT_INSECURE": "yes"}, {}, "TFT_INSECURE is 'yes'; give 0 or 1"),
         ({"TFT_LIGHTHOUSE": "there:1"}, {"insecure": 1}, "insecure is 1; give True or False"),
     ):
-        with pytest.raises(SettingError, match=says):
+        with pytest.raises(ConfigError, match=says):
             resolve(environ, **settings)
 
 
@@ -111,7 +111,7 @@ def test_timeouts_in_one_value_beat_the_environment_and_give_way_to_single_ones(
 
 
 def test_an_unknown_setting_names_the_nearest_one() -> None:
-    with pytest.raises(UnknownSetting, match="the nearest is 'min_replica_size'") as raised:
+    with pytest.raises(UnknownSettingError, match="the nearest is 'min_replica_size'") as raised:
         config_of(None, {"min_replicas_size": 2})
     assert isinstance(raised.value, TypeError)
     assert raised.value.nearest == "min_replica_size"
@@ -155,7 +155,7 @@ def test_single_settings_lie_over_a_config() -> None:
     ],
 )
 def test_a_wrong_setting_gets_one_sentence(settings: dict[str, object], sentence: str) -> None:
-    with pytest.raises(SettingError, match=sentence) as raised:
+    with pytest.raises(ConfigError, match=sentence) as raised:
         resolve(LIGHTHOUSE, **settings)
     assert "\n" not in str(raised.value)
 
@@ -184,7 +184,7 @@ def test_a_wrong_setting_gets_one_sentence(settings: dict[str, object], sentence
     ],
 )
 def test_a_wrong_or_missing_variable_gets_one_sentence_that_names_it(environ: dict[str, str], sentence: str) -> None:
-    with pytest.raises(SettingError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         resolve(environ)
 
 
@@ -199,7 +199,7 @@ def test_the_world_size_modes_have_torchfts_values() -> None:
 
 def test_tls_is_read_where_the_manager_makes_the_transport_itself() -> None:
     half = {**LIGHTHOUSE, "TFT_TLS_CERT": "cert.pem"}
-    with pytest.raises(SettingError, match="TFT_TLS_KEY, TFT_TLS_CA is not set"):
+    with pytest.raises(ConfigError, match="TFT_TLS_KEY, TFT_TLS_CA is not set"):
         resolve(half)
     assert resolve(half, checkpoint_transport=MemoryTransport()).tls is None
     assert resolve(LIGHTHOUSE).tls is None

@@ -16,19 +16,26 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError, HashStore  # type: ignore[attr-defined]
 
 import tft_coord
-from tft_algos.errors import SettingError as WrongSetting
-from tft_algos.errors import UsageError
+from tft_algos.errors import ConfigError, ServerRestartedError, UsageError
 from tft_algos.manager import coordinator as module
 from tft_algos.manager import group_store
 from tft_algos.manager.config import ResolvedConfig, config_of, from_environment
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.group_store import GroupStore, is_loopback, join_address, open_group_store
-from tft_algos.manager.parts import ServerRestarted
 from tft_algos.testing import plan_of
 from tft_coord.core import waits
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import LeaveRequest, NewcomerAsks, Purpose, QuorumKey, RankRequest, Verdict
-from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, SettingError, Unreachable
+from tft_coord.errors import (
+    ConfigError as CoordinationConfigError,
+)
+from tft_coord.errors import (
+    CoordinationClosedError,
+    CoordinationError,
+    ReplicaGroupLostError,
+    RequestTimeoutError,
+    UnreachableError,
+)
 
 SECOND = timedelta(seconds=1)
 KEY = QuorumKey(7, 7)
@@ -54,7 +61,7 @@ class Server:
     def address(self) -> str:
         assert self.starts.wait(10)
         if self.closed:
-            raise Closed("it was shut down while it started")
+            raise CoordinationClosedError("it was shut down while it started")
         if self.failure is not None:
             raise self.failure
         if self.killed:
@@ -126,7 +133,7 @@ class Client:
     def _answered(self) -> Any:
         if self.answer is None:
             assert self.closed.wait(10)
-            raise Closed("this client was closed")
+            raise CoordinationClosedError("this client was closed")
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -200,7 +207,7 @@ def test_a_host_name_that_is_unknown_is_said_at_once_and_in_each_line_of_the_wai
         coordinator = make(hostname="nosuchhost", token="secret")
         Server.starts.set()
         assert connects.wait(10)
-        with pytest.raises(DeadlinePassed, match=r"within 1\.2 s; the name nosuchhost is unknown on this host"):
+        with pytest.raises(RequestTimeoutError, match=r"within 1\.2 s; the name nosuchhost is unknown on this host"):
             coordinator._client_in_use(timedelta(milliseconds=1200))
     finally:
         may_connect.set()
@@ -245,7 +252,7 @@ def test_a_server_that_starts_is_waited_for_by_the_first_call_and_by_nothing_bef
     said = Progress(3, Phase.OWN, 5)
     coordinator.follow(lambda: said)
     coordinator.listen(lambda _: None)
-    with pytest.raises(DeadlinePassed, match=r"has not started within 0\.05 s; look whether the machine"):
+    with pytest.raises(RequestTimeoutError, match=r"has not started within 0\.05 s; look whether the machine"):
         coordinator.quorum(RankRequest(step=0), SECOND / 20)
     assert Client.made == []
     answers: list[Any] = []
@@ -286,7 +293,7 @@ def test_a_call_that_waited_for_the_start_has_only_what_is_left_of_its_time(
     assert left <= (10 - waited_s / 2) * SECOND
 
 
-@pytest.mark.parametrize("failure", [SettingError("the address is taken"), DistStoreError("no store")])
+@pytest.mark.parametrize("failure", [CoordinationConfigError("the address is taken"), DistStoreError("no store")])
 def test_a_server_that_does_not_start_is_said_to_whoever_asks_and_to_the_listener(
     make: Any, failure: Exception
 ) -> None:
@@ -294,13 +301,13 @@ def test_a_server_that_does_not_start_is_said_to_whoever_asks_and_to_the_listene
     coordinator = make()
     said = f"does not start: {failure}"
     for _ in range(2):
-        with pytest.raises(GroupLost, match=said) as caught:
+        with pytest.raises(ReplicaGroupLostError, match=said) as caught:
             coordinator.quorum(RankRequest(step=0), SECOND)
         assert caught.value.__cause__ is failure
     heard: list[Any] = []
     coordinator._watch.join(10)
     coordinator.listen(heard.append)
-    assert [type(news) for news in heard] == [GroupLost]
+    assert [type(news) for news in heard] == [ReplicaGroupLostError]
     assert said in str(heard[0])
 
 
@@ -324,7 +331,7 @@ def test_a_server_that_is_killed_before_its_client_is_connected_is_replaced(
                 Server.made[0].killed = True
                 Server.made[0].ended.set()
                 assert not kwargs["is_alive"]()
-                raise Unreachable("nobody listens there")
+                raise UnreachableError("nobody listens there")
             super().__init__(addr, connect_timeout, **kwargs)
 
     monkeypatch.setattr(tft_coord, "ManagerClient", Connects)
@@ -340,7 +347,7 @@ def test_a_server_that_is_stopped_while_it_starts_is_killed_and_replaced(
 
     def stopped(server: Server) -> str:
         if server is Server.made[0]:
-            raise DeadlinePassed("it did not start within 60 s")
+            raise RequestTimeoutError("it did not start within 60 s")
         return address(server)
 
     monkeypatch.setattr(Server, "address", stopped)
@@ -353,7 +360,7 @@ def test_a_server_that_does_not_answer_is_killed_and_replaced(make: Any) -> None
     """It was stopped, say: field report D6."""
     coordinator = make()
     Client.made[0].is_answered = False
-    with pytest.raises(ServerRestarted):
+    with pytest.raises(ServerRestartedError):
         coordinator.quorum(RankRequest(step=0), 10 * SECOND)
     assert [(server.num_kills, server.closed) for server in Server.made] == [(1, True), (0, False)]
     Client.made[1].answer = plan_of(8)
@@ -381,7 +388,7 @@ def test_a_server_of_a_larger_group_is_not_killed(make: Any, monkeypatch: pytest
 
 def test_servers_that_are_killed_again_and_again_are_given_up(make: Any) -> None:
     Server.kills = 5
-    with pytest.raises(GroupLost, match="does not start: it ended before it served"):
+    with pytest.raises(ReplicaGroupLostError, match="does not start: it ended before it served"):
         make().quorum(RankRequest(step=0), 10 * SECOND)
     assert len(Server.made) == 3
 
@@ -391,7 +398,7 @@ def test_a_server_whose_successor_is_killed_while_it_starts_gets_another_one(mak
     Client.first_answer = plan_of(7)
     Server.kills = 1
     Server.made[0].ended.set()
-    with pytest.raises(ServerRestarted):
+    with pytest.raises(ServerRestartedError):
         coordinator.quorum(RankRequest(step=0), 10 * SECOND)
     assert coordinator.quorum(RankRequest(step=0), 10 * SECOND) is Client.first_answer
     assert [client.addr for client in Client.made] == ["server:1", "server:3"]
@@ -412,7 +419,7 @@ def test_whoever_closes_does_not_wait_for_the_start(make: Any) -> None:
     coordinator = make()
     coordinator.close()
     assert Server.made[0].closed
-    with pytest.raises(Closed, match="was shut down; make a new one"):
+    with pytest.raises(CoordinationClosedError, match="was shut down; make a new one"):
         coordinator.quorum(RankRequest(step=0), SECOND)
 
 
@@ -420,14 +427,14 @@ def test_what_ranks_give_each_other_waits_for_the_address_that_the_others_wait_f
     """A store makes one call at a time: a rank 0 that waits in it for the others could not tell them where it is."""
     Server.starts.clear()
     coordinator = make(rank=0, **TWO)
-    with pytest.raises(DeadlinePassed, match="has not started"):
+    with pytest.raises(RequestTimeoutError, match="has not started"):
         coordinator.gather("shape", "8", SECOND / 20)
     Server.starts.set()
-    with pytest.raises(DeadlinePassed, match=r"not all 2 ranks of replica .* have started within 0\.05 s"):
+    with pytest.raises(RequestTimeoutError, match=r"not all 2 ranks of replica .* have started within 0\.05 s"):
         coordinator.gather("shape", "8", SECOND / 20)
     other = make(rank=1, **TWO)
     assert (other.replica_id, Client.made[-1].addr) == (coordinator.replica_id, "server:1")
-    with pytest.raises(DeadlinePassed, match=r"for what the others of its replica group give for '.*shape'"):
+    with pytest.raises(RequestTimeoutError, match=r"for what the others of its replica group give for '.*shape'"):
         coordinator.gather("shape", "8", SECOND)
 
 
@@ -472,7 +479,7 @@ def test_answers_and_verdicts_pass_through(make: Any) -> None:
 
 def test_the_verdict_of_one_rank_is_its_vote(make: Any) -> None:
     coordinator = make()
-    Client.made[0].answer = GroupLost("nobody asks")
+    Client.made[0].answer = ReplicaGroupLostError("nobody asks")
     about: Any = {"key": KEY, "purpose": Purpose.COMMIT}
     assert coordinator.vote(0, True, SECOND, **about) == Verdict(yes=True)
     assert coordinator.vote(0, False, SECOND, **about, leaving=True) == Verdict(yes=False, leaves=True)
@@ -481,7 +488,7 @@ def test_the_verdict_of_one_rank_is_its_vote(make: Any) -> None:
 def test_a_group_of_one_gets_a_new_server_and_asks_it_again(make: Any) -> None:
     coordinator = make()
     Server.made[0].ended.set()
-    with pytest.raises(ServerRestarted):
+    with pytest.raises(ServerRestartedError):
         coordinator.quorum(RankRequest(step=0), SECOND)
     assert [server.closed for server in Server.made] == [True, False]
     assert Server.made[1].args[0] == coordinator.replica_id
@@ -491,18 +498,18 @@ def test_a_group_of_one_gets_a_new_server_and_asks_it_again(make: Any) -> None:
 
 def test_a_connection_that_ends_a_moment_before_its_process_is_a_server_that_ended(make: Any) -> None:
     coordinator = make()
-    Client.made[0].answer = Unreachable("it closed the connection")
+    Client.made[0].answer = UnreachableError("it closed the connection")
     threading.Timer(0.05, Server.made[0].ended.set).start()
-    with pytest.raises(ServerRestarted):
+    with pytest.raises(ServerRestartedError):
         coordinator.quorum(RankRequest(step=0), SECOND)
 
 
 def test_a_group_of_two_is_lost_with_its_server(make: Any) -> None:
     coordinator = make(rank=0, **TWO)
     Server.made[0].ended.set()
-    with pytest.raises(GroupLost, match="its 2 ranks can't agree"):
+    with pytest.raises(ReplicaGroupLostError, match="its 2 ranks can't agree"):
         coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT)
-    with pytest.raises(GroupLost, match="start the group again"):
+    with pytest.raises(ReplicaGroupLostError, match="start the group again"):
         coordinator.quorum(RankRequest(step=0), SECOND)
     assert len(Server.made) == 1
 
@@ -510,8 +517,8 @@ def test_a_group_of_two_is_lost_with_its_server(make: Any) -> None:
 def test_the_other_rank_hears_nothing_any_more_and_is_lost_too(make: Any) -> None:
     make(rank=0, **TWO)
     other = make(rank=1, **TWO)
-    Client.made[1].answer = Unreachable("connection refused")
-    with pytest.raises(GroupLost, match="this is rank 1"):
+    Client.made[1].answer = UnreachableError("connection refused")
+    with pytest.raises(ReplicaGroupLostError, match="this is rank 1"):
         other.quorum(RankRequest(step=0), SECOND)
 
 
@@ -520,8 +527,8 @@ def test_a_server_that_lives_and_does_not_answer_is_told_from_a_dead_one(
 ) -> None:
     monkeypatch.setattr(module, "NOTICED_WITHIN_S", 0.05)
     coordinator = make()
-    Client.made[0].answer = Unreachable("no connection")
-    with pytest.raises(DeadlinePassed, match="runs and does not answer"):
+    Client.made[0].answer = UnreachableError("no connection")
+    with pytest.raises(RequestTimeoutError, match="runs and does not answer"):
         coordinator.quorum(RankRequest(step=0), SECOND)
 
 
@@ -539,7 +546,7 @@ def test_a_call_that_waits_ends_when_the_manager_is_shut_down(make: Any) -> None
     thread.start()
     coordinator.close()
     thread.join(10)
-    assert [type(error) for error in errors] == [Closed]
+    assert [type(error) for error in errors] == [CoordinationClosedError]
 
 
 @pytest.mark.parametrize("count", ["it is raised", "it is not", "there is none"])
@@ -563,7 +570,7 @@ def test_a_restarted_group_takes_its_predecessors_place_and_not_its_addresses(ma
     first.close()
     starts = 1
     # The rank that comes back first must not find the server of the start before.
-    with pytest.raises(DeadlinePassed, match="look whether group rank 0 has started"):
+    with pytest.raises(RequestTimeoutError, match="look whether group rank 0 has started"):
         start(1)
     second = start(0)
     assert Server.made[1].kwargs["replaces"] == first.replica_id
@@ -579,10 +586,10 @@ def test_a_restarted_group_may_have_another_size_and_its_ranks_other_machines(mo
     monkeypatch.setattr(group_store.socket, "gethostname", lambda: "other")
     store.check_alone(1)
     store.claim("second", 1, 4)
-    with pytest.raises(WrongSetting, match=r"rank 2 was told a WORLD_SIZE of 2, and another .* one of 4"):
+    with pytest.raises(ConfigError, match=r"rank 2 was told a WORLD_SIZE of 2, and another .* one of 4"):
         store.claim("second", 2, 2)
     monkeypatch.setattr(group_store.socket, "gethostname", lambda: "one")
-    with pytest.raises(WrongSetting, match="on other is rank 1 of this replica group already"):
+    with pytest.raises(ConfigError, match="on other is rank 1 of this replica group already"):
         store.claim("second", 1, 4)
 
 
@@ -610,7 +617,7 @@ def test_a_rank_whose_process_runs_is_refused_and_one_that_ended_unreaped_is_not
         with monkeypatch.context() as as_before:
             as_before.setattr(group_store.os, "getpid", lambda: before.pid)
             store.check_alone(1)
-        with pytest.raises(WrongSetting, match=f"process {before.pid} on .* is rank 1 of this replica group already"):
+        with pytest.raises(ConfigError, match=f"process {before.pid} on .* is rank 1 of this replica group already"):
             store.check_alone(1)
         assert before.stdin is not None
         before.stdin.close()
@@ -635,7 +642,7 @@ def test_a_rank_is_not_refused_because_another_process_has_the_pid_of_the_start_
         with monkeypatch.context() as as_before:
             as_before.setattr(group_store.os, "getpid", lambda: other.pid)
             store.check_alone(1)
-        with pytest.raises(WrongSetting, match="is rank 1 of this replica group already"):
+        with pytest.raises(ConfigError, match="is rank 1 of this replica group already"):
             store.check_alone(1)
         starts(other.pid, 200)
         store.check_alone(1)
@@ -645,7 +652,7 @@ def test_asks_are_answered_until_all_places_are_taken() -> None:
     store = GroupStore(HashStore(), "store:1", "run/0", "run")
     assert not store.answer("a", "server:1", 2)
     store.claim("a", 0, 2)
-    with pytest.raises(DeadlinePassed, match=r"rank 1 waited 0\.001 s"):
+    with pytest.raises(RequestTimeoutError, match=r"rank 1 waited 0\.001 s"):
         store.ask(1, SECOND / 1_000)
     assert not store.answer("a", "server:1", 2), "who asked has died"
     store.claim("a", 1, 2)
@@ -682,7 +689,9 @@ def test_an_own_address_that_can_not_be_reached_is_named(monkeypatch: pytest.Mon
         raise DistNetworkError("the client socket has failed to connect to (127.0.0.1, 1)\nat a place in C++")
 
     monkeypatch.setattr(group_store, "TCPStore", refuse)
-    with pytest.raises(Unreachable, match=r"hosts at 127\.0\.0\.1 .*connect to \(127\.0\.0\.1, 1\)\); look what keeps"):
+    with pytest.raises(
+        UnreachableError, match=r"hosts at 127\.0\.0\.1 .*connect to \(127\.0\.0\.1, 1\)\); look what keeps"
+    ):
         open_group_store(resolved())
 
 
@@ -690,7 +699,7 @@ def test_a_store_that_nobody_runs_is_named() -> None:
     closed = open_group_store(resolved())
     port = closed.store.port
     del closed
-    with pytest.raises(Unreachable, match=f"can't reach its replica group's store at localhost:{port}"):
+    with pytest.raises(UnreachableError, match=f"can't reach its replica group's store at localhost:{port}"):
         open_group_store(resolved(store_addr="localhost", store_port=port, connect_timeout=timedelta(milliseconds=300)))
 
 

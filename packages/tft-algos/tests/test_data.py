@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset
 
-from tft_algos import DistributedSampler, SettingError
+from tft_algos import ConfigError, DistributedSampler
 
 
 class Numbers(Dataset[int]):
@@ -79,7 +79,7 @@ def test_without_a_default_group_this_process_is_the_replica_group(monkeypatch: 
     sampler = DistributedSampler(Numbers(10), 1, 2)
     assert (sampler.global_rank, sampler.global_world_size) == (1, 2)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SettingError, match=r"2 processes .* call init_group first, or pass group_rank"):
+    with pytest.raises(ConfigError, match=r"2 processes .* call init_group first, or pass group_rank"):
         DistributedSampler(Numbers(10), 1, 2)
 
 
@@ -91,7 +91,7 @@ def test_the_place_in_the_replica_group_is_that_in_torchs_default_group() -> Non
 
 @pytest.mark.parametrize(("replica", "rank"), [(2, 0), (-1, 0), (0, 2), (0, -1)])
 def test_a_rank_that_cannot_be_is_named(replica: int, rank: int) -> None:
-    with pytest.raises(SettingError, match=r"(replica|group)_rank is -?\d of 2"):
+    with pytest.raises(ConfigError, match=r"(replica|group)_rank is -?\d of 2"):
         DistributedSampler(Numbers(10), replica, 2, rank, 2)
 
 

@@ -19,18 +19,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 
 from tft_algos import (
+    ConfigError,
     DistributedDataParallel,
     Optimizer,
     PureDistributedDataParallel,
-    SettingError,
-    Unsupported,
+    UnsupportedFeatureError,
     UsageError,
     backward,
 )
 from tft_algos.backward import reductions_of
 from tft_algos.testing import plan_of
 from tft_coord.core.types import LossNotice, QuorumKey
-from tft_coord.errors import GroupLost
+from tft_coord.errors import ReplicaGroupLostError
 from tft_pg.work import DummyWork, PendingWork
 
 
@@ -196,7 +196,7 @@ def test_a_reduction_that_fails_inside_the_group_is_the_end_of_the_group(monkeyp
     other: Any = Inside()
     row.start(manager, torch.ones(2), group=other)
     row.end()
-    assert [type(error) for error in manager.errors] == [GroupLost]
+    assert [type(error) for error in manager.errors] == [ReplicaGroupLostError]
     assert "Connection closed by peer" in str(manager.errors[0])
 
 
@@ -587,13 +587,13 @@ def test_gradients_are_those_that_clipping_sees(rigs: Any) -> None:
     ],
 )
 def test_what_can_not_work_is_refused_with_a_sentence(kwargs: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(Unsupported, match=sentence):
+    with pytest.raises(UnsupportedFeatureError, match=sentence):
         made(**kwargs)
 
 
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
 def test_sparse_gradients_are_refused(wrapper: Any) -> None:
-    with pytest.raises(Unsupported, match="make the Embedding with sparse=False"):
+    with pytest.raises(UnsupportedFeatureError, match="make the Embedding with sparse=False"):
         wrapper(Sums(), torch.nn.Sequential(torch.nn.Embedding(4, 4, sparse=True)))
 
 
@@ -604,12 +604,12 @@ def test_what_is_no_model_of_a_manager_is_refused(wrapper: Any) -> None:
         (Sums(), 3, "a Sums and a int"),
         (None, torch.nn.Linear(1, 1), "a NoneType and a Linear"),
     ):
-        with pytest.raises(SettingError, match=f"{wrapper.__name__} was given {given}; give a Manager, and the module"):
+        with pytest.raises(ConfigError, match=f"{wrapper.__name__} was given {given}; give a Manager, and the module"):
             wrapper(manager, module)
     with torch.device("meta"):
         without_values = torch.nn.Sequential(torch.nn.Linear(1, 1))
     with pytest.raises(
-        SettingError, match=r"parameter 0\.weight is on the meta device .* materialize the module before"
+        ConfigError, match=r"parameter 0\.weight is on the meta device .* materialize the module before"
     ):
         wrapper(Sums(), without_values)
 
@@ -658,7 +658,7 @@ def test_a_static_graph_is_learned_outside_no_sync() -> None:
 def test_torchs_reducer_in_python_is_refused() -> None:
     with (
         torch._dynamo.config.patch(optimize_ddp="python_reducer"),
-        pytest.raises(Unsupported, match="another mode than 'python_reducer'"),
+        pytest.raises(UnsupportedFeatureError, match="another mode than 'python_reducer'"),
     ):
         made()
 
@@ -670,27 +670,27 @@ def test_a_module_without_anything_to_train_is_refused_by_torch() -> None:
 
 def test_other_hooks_than_the_managers_are_refused() -> None:
     _, model, module = made()
-    with pytest.raises(Unsupported, match="so powerSGD_hook can't be registered"):
+    with pytest.raises(UnsupportedFeatureError, match="so powerSGD_hook can't be registered"):
         model.register_comm_hook(None, powerSGD_hook.powerSGD_hook)
-    with pytest.raises(Unsupported, match="so fp16_compress_hook can't be registered"):
+    with pytest.raises(UnsupportedFeatureError, match="so fp16_compress_hook can't be registered"):
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    with pytest.raises(Unsupported, match="FP16_COMPRESS can't be registered"):
+    with pytest.raises(UnsupportedFeatureError, match="FP16_COMPRESS can't be registered"):
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)  # type: ignore[attr-defined]
-    with pytest.raises(Unsupported, match="SGD would step in the backward pass, before the vote"):
+    with pytest.raises(UnsupportedFeatureError, match="SGD would step in the backward pass, before the vote"):
         model._register_fused_optim(torch.optim.SGD, lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own import
         from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    with pytest.raises(Unsupported, match="they would step before the vote"):
+    with pytest.raises(UnsupportedFeatureError, match="they would step before the vote"):
         model(torch.ones(1, 300))
 
 
 def test_join_and_copies_are_refused() -> None:
     _, model, _ = made()
-    with pytest.raises(Unsupported, match="shuts its Manager down, and the others go on"):
+    with pytest.raises(UnsupportedFeatureError, match="shuts its Manager down, and the others go on"):
         model.join()
-    with pytest.raises(Unsupported, match="shuts its Manager down"), Join([model]):
+    with pytest.raises(UnsupportedFeatureError, match="shuts its Manager down"), Join([model]):
         pass
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"save the module's state_dict\(\)"):
@@ -763,5 +763,5 @@ def test_a_module_that_is_sharded_is_refused(wrapper: Any, monkeypatch: pytest.M
         pass
 
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", SimpleNamespace(FSDPModule=Sharded))
-    with pytest.raises(SettingError, match=r"sharded by fully_shard.*call reduce_across\(manager, module\)"):
+    with pytest.raises(ConfigError, match=r"sharded by fully_shard.*call reduce_across\(manager, module\)"):
         wrapper(Sums(), torch.nn.Sequential(Sharded(2, 2)))

@@ -10,15 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import Closed, DeferredStep, StateUnavailable, SyncAbandoned, TooManyFailures, UsageError
-from tft_algos.manager import ServerRestarted
+from tft_algos import (
+    DeferredStep,
+    ManagerClosedError,
+    SyncAbandonedError,
+    TooManyFailuresError,
+    UsageError,
+    UserStateError,
+)
+from tft_algos.errors import ServerRestartedError
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import ManualClock, MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase
 from tft_coord.core.step.reducing import WEIGHT_SCALE
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Verdict
-from tft_coord.errors import DeadlinePassed, GroupLost, Refused
+from tft_coord.errors import RefusedError, ReplicaGroupLostError, RequestTimeoutError
 
 PLAN = plan_of(7, size=2)
 STANDS = QuorumKey(7, 7)
@@ -166,7 +173,7 @@ def test_another_quorum_fails_all_in_flight_without_a_vote(rigs: Any) -> None:
     third = begin(rig)
     assert rig.manager.strategy.num_deferred == 1, "the one of the new quorum"
     for step in (first, second):
-        assert isinstance(step.failure, SyncAbandoned)
+        assert isinstance(step.failure, SyncAbandonedError)
         assert not step.should_commit()
     assert "was in flight when quorum 8" in str(first.failure)
     assert rig.coordinator.votes == []
@@ -212,7 +219,7 @@ def test_an_end_waits_for_the_plan_of_the_step_that_was_begun_last(rigs: Any, mo
 
 
 def test_a_new_manager_server_holds_no_quorum_so_the_next_fails_all_in_flight(rigs: Any) -> None:
-    rig = rigs(PLAN, STANDS, ServerRestarted(), ANOTHER)
+    rig = rigs(PLAN, STANDS, ServerRestartedError(), ANOTHER)
     first, second = begin(rig), begin(rig)
     third = begin(rig)
     assert asked(rig, "held") == [None, STANDS, STANDS, None]
@@ -222,7 +229,7 @@ def test_a_new_manager_server_holds_no_quorum_so_the_next_fails_all_in_flight(ri
 
 def test_without_a_quorum_all_in_flight_fail_because_nobody_knows_whether_theirs_stands(rigs: Any) -> None:
     """Another rank of the group may have got the plan, and votes: so this one says no."""
-    rig = rigs(PLAN, STANDS, DeadlinePassed("nobody came"), ANOTHER)
+    rig = rigs(PLAN, STANDS, RequestTimeoutError("nobody came"), ANOTHER)
     first, second = begin(rig), begin(rig)
     third = begin(rig)
     assert third.plan is None
@@ -236,7 +243,7 @@ def test_without_a_quorum_all_in_flight_fail_because_nobody_knows_whether_theirs
 
 
 def test_without_a_quorum_and_with_nothing_else_in_flight_a_step_is_none(rigs: Any) -> None:
-    rig = rigs(DeadlinePassed("nobody came"), PLAN)
+    rig = rigs(RequestTimeoutError("nobody came"), PLAN)
     first = begin(rig)
     assert not first.should_commit()
     assert rig.coordinator.votes == []
@@ -246,7 +253,7 @@ def test_without_a_quorum_and_with_nothing_else_in_flight_a_step_is_none(rigs: A
 @pytest.mark.parametrize("put_aside", [False, True])
 def test_after_a_request_without_an_answer_the_others_may_have_one_more_in_flight(rigs: Any, put_aside: bool) -> None:
     """They would reduce its fragment with another one of ours."""
-    rig = rigs(PLAN, DeadlinePassed("nobody came"), ANOTHER, ANOTHER_STANDS)
+    rig = rigs(PLAN, RequestTimeoutError("nobody came"), ANOTHER, ANOTHER_STANDS)
     assert begin(rig).should_commit()
     if put_aside:
         begin(rig)
@@ -260,7 +267,7 @@ def test_after_a_request_without_an_answer_the_others_may_have_one_more_in_fligh
 
 
 def test_after_a_request_without_an_answer_nobody_is_ahead_where_each_step_ends_before_the_next(rigs: Any) -> None:
-    rig = rigs(PLAN, DeadlinePassed("nobody came"), STANDS)
+    rig = rigs(PLAN, RequestTimeoutError("nobody came"), STANDS)
     for commits in (True, False, True):
         rig.manager.start_quorum(use_async_quorum=True)
         assert rig.manager.should_commit() == commits
@@ -277,7 +284,7 @@ def test_a_no_fails_all_later_ones_without_a_vote(rigs: Any) -> None:
     rig.manager.allreduce(torch.ones(2))
     assert not first.should_commit()
     assert "step 0, quorum 7.0000000000000007 was not committed" in str(second.failure)
-    assert isinstance(rig.manager.errored().original_exception, SyncAbandoned)
+    assert isinstance(rig.manager.errored().original_exception, SyncAbandonedError)
     assert not second.should_commit()
     assert not rig.manager.should_commit(), "the open one was begun later too"
     assert len(rig.coordinator.votes) == 1
@@ -368,7 +375,7 @@ def test_max_retries_counts_a_no_once_and_another_quorum_once(rigs: Any) -> None
     rig.manager.start_quorum(use_async_quorum=True)
     assert [step.should_commit() for step in steps] == [False, False]
     rig.manager.report_error(RuntimeError("of the open one"))
-    with pytest.raises(TooManyFailures, match="failed to commit 3 times in a row, and max_retries is 2"):
+    with pytest.raises(TooManyFailuresError, match="failed to commit 3 times in a row, and max_retries is 2"):
         rig.manager.should_commit()
 
 
@@ -438,26 +445,26 @@ def test_the_quorum_that_follows_a_loss_fails_both(rigs: Any) -> None:
 def test_a_group_that_is_lost_ends_no_step(rigs: Any) -> None:
     rig = rigs(PLAN, STANDS)
     first, second = begin(rig, holds=True), begin(rig, holds=True)
-    rig.coordinator.listener(GroupLost("replica_0 lost a rank; start the group again"))
+    rig.coordinator.listener(ReplicaGroupLostError("replica_0 lost a rank; start the group again"))
     for step in (first, second):
-        with pytest.raises(GroupLost):
+        with pytest.raises(ReplicaGroupLostError):
             step.should_commit()
     assert rig.coordinator.votes == []
     assert rig.manager.current_step() == 0
 
 
 def test_who_is_refused_raises_at_the_next_end(rigs: Any) -> None:
-    rig = rigs(PLAN, Refused("replica_0 differs from the job", code="differs"))
+    rig = rigs(PLAN, RefusedError("replica_0 differs from the job", code="differs"))
     first = begin(rig)
     rig.manager.start_quorum(use_async_quorum=True)
-    with pytest.raises(Refused, match="differs from the job"):
+    with pytest.raises(RefusedError, match="differs from the job"):
         first.should_commit()
 
 
 def test_a_vote_without_an_answer_neither_steps_nor_goes_on(rigs: Any) -> None:
-    rig = rigs(PLAN, verdicts=[DeadlinePassed("no verdict")])
+    rig = rigs(PLAN, verdicts=[RequestTimeoutError("no verdict")])
     first = begin(rig)
-    with pytest.raises(DeadlinePassed, match="no verdict"):
+    with pytest.raises(RequestTimeoutError, match="no verdict"):
         first.should_commit()
     assert rig.manager.current_step() == 0
 
@@ -526,7 +533,7 @@ def test_a_state_that_can_not_be_read_leaves_the_step_open(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2, healing=[1]))
     rig.manager.disallow_state_dict_read()
     rig.manager.start_quorum(use_async_quorum=True)
-    with pytest.raises(StateUnavailable):
+    with pytest.raises(UserStateError):
         rig.manager.strategy.defer()
     rig.manager.allow_state_dict_read()
     assert rig.manager.strategy.defer().should_commit()
@@ -579,9 +586,9 @@ def test_shutdown_ends_what_is_in_flight(rigs: Any) -> None:
     rig.manager.shutdown()
     assert clock.num_alarms == 0
     assert not reduced.wait()
-    with pytest.raises(Closed):
+    with pytest.raises(ManagerClosedError):
         first.should_commit()
-    with pytest.raises(Closed):
+    with pytest.raises(ManagerClosedError):
         rig.manager.strategy.defer()
 
 

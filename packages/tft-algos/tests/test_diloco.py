@@ -18,22 +18,22 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tft_algos import (
+    ConfigError,
     DiLoCo,
     LeftJob,
     LocalSGD,
     Optimizer,
-    SettingError,
-    StateUnavailable,
-    TooManyFailures,
-    Unsupported,
+    TooManyFailuresError,
+    UnsupportedFeatureError,
     UsageError,
+    UserStateError,
     extract_local_tensor,
 )
 from tft_algos.local_sgd.buckets import FlatBuffers, bucket_bytes
 from tft_algos.local_sgd.fragment import Fragment
 from tft_algos.testing import MemoryTransport, digest, plan_of
 from tft_coord.core.types import Purpose, QuorumKey
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 SAME = QuorumKey(7, 7)  # the quorum stands unchanged
 
@@ -135,7 +135,7 @@ def test_the_opening_is_a_commit_without_a_reduction(rigs: Any, algorithm: str) 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_an_opening_that_fails_is_tried_again(rigs: Any, asynchronous: bool) -> None:
-    answers = [DeadlinePassed("nobody came"), plan_of(7, size=2), SAME]
+    answers = [RequestTimeoutError("nobody came"), plan_of(7, size=2), SAME]
     rig = rigs(*answers, verdicts=[False, True], use_async_quorum=asynchronous)
     with Trainer(rig):
         assert rig.manager.current_step() == 1
@@ -361,7 +361,7 @@ def test_the_user_may_clear_and_accumulate_gradients_in_any_way(rigs: Any) -> No
 @pytest.mark.parametrize("how", ["call", "wait", "verdict", "quorum"])
 def test_a_sync_that_fails_restores_the_last_global_weights_exactly(rigs: Any, algorithm: str, how: str) -> None:
     """LocalSGD, too. And no sync commits on a failed reduction."""
-    answers = [DeadlinePassed("nobody came")] if how == "quorum" else []
+    answers = [RequestTimeoutError("nobody came")] if how == "quorum" else []
     verdicts = [True, False] if how == "verdict" else []
     rig = rigs(plan_of(7, size=2), *answers, plan_of(8, step=1, size=2), verdicts=verdicts)
     with Trainer(rig, algorithm=algorithm, value=0.1) as trainer:
@@ -423,7 +423,7 @@ def test_an_outer_optimizer_that_raises_leaves_a_state_that_heals(rigs: Any) -> 
 def test_too_many_failures_are_told_with_the_weights_restored(rigs: Any, algorithm: str) -> None:
     rig = rigs(plan_of(7, size=2), SAME, plan_of(8, step=1, size=2), verdicts=[True, False], max_retries=0)
     with Trainer(rig, algorithm=algorithm) as trainer:
-        with pytest.raises(TooManyFailures, match="failed to commit 1 times in a row"):
+        with pytest.raises(TooManyFailuresError, match="failed to commit 1 times in a row"):
             trainer.train(2)
         assert trainer.weights == [10.0, 10.0]
         trainer.train(2)  # who catches it may go on
@@ -621,9 +621,9 @@ def test_an_argument_beats_the_environment(uses: bool | None, environ: dict[str,
 
 def test_settings_of_buckets_that_can_not_be_are_refused() -> None:
     assert bucket_bytes(True, None, {}) == 2**30
-    with pytest.raises(SettingError, match="bucket_cap_mb is 0; give MiB a bucket, above zero"):
+    with pytest.raises(ConfigError, match="bucket_cap_mb is 0; give MiB a bucket, above zero"):
         bucket_bytes(True, 0, {})
-    with pytest.raises(SettingError, match="TFT_USE_BUCKETIZATION is 'perhaps'; give True or False"):
+    with pytest.raises(ConfigError, match="TFT_USE_BUCKETIZATION is 'perhaps'; give True or False"):
         bucket_bytes(None, None, {"TFT_USE_BUCKETIZATION": "perhaps"})
 
 
@@ -743,7 +743,7 @@ def test_strategies_can_be_put_on_a_wrapped_optimizer(rigs: Any, algorithm: str)
     trainer = Trainer(outside, algorithm=algorithm)
     wrapped = Optimizer(inside.manager, trainer.inner)
     if algorithm == "local_sgd":
-        with pytest.raises(SettingError, match="whose steps are the syncs of a LocalSGD already"):
+        with pytest.raises(ConfigError, match="whose steps are the syncs of a LocalSGD already"):
             LocalSGD(outside.manager, trainer.model, wrapped, 2)
     outside = rigs(plan_of(7, size=2), SAME, others=2.0)
     strategy: Any = (
@@ -776,9 +776,9 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing() -> None:
     model = torch.nn.Linear(2, 2)
     fragment = Fragment(dict(model.named_parameters()), what="fragment 1")
     before = digest(dict(model.named_parameters()))
-    with pytest.raises(StateUnavailable, match="the state of fragment 1 has the parameters"):
+    with pytest.raises(UserStateError, match="the state of fragment 1 has the parameters"):
         fragment.load_state_dict({"weight": torch.zeros(2, 2)})
-    with pytest.raises(StateUnavailable, match="bias of fragment 1 has the shape"):
+    with pytest.raises(UserStateError, match="bias of fragment 1 has the shape"):
         fragment.load_state_dict({"weight": torch.zeros(2, 2), "bias": torch.zeros(1)})
     assert digest(dict(model.named_parameters())) == before
 
@@ -844,7 +844,7 @@ def test_settings_that_can_not_be_are_refused(rigs: Any, change: dict[str, Any],
 
 
 def test_a_quantized_reduction_is_refused_and_nothing_is_done_in_its_place(rigs: Any) -> None:
-    with pytest.raises(Unsupported, match="leave should_quantize out"):
+    with pytest.raises(UnsupportedFeatureError, match="leave should_quantize out"):
         Trainer(rigs(), should_quantize=True)
 
 
@@ -871,18 +871,18 @@ def test_optimizers_that_do_not_fit_are_refused(rigs: Any) -> None:
         (([one, two, one], inner, both, 3), "fragment 2 has no parameters of its own that are trained"),
         (([torch.nn.LazyLinear(2)], inner, outer[0], 2), "in none of the synchronized modules"),
     ]:
-        with pytest.raises(SettingError, match=message):
+        with pytest.raises(ConfigError, match=message):
             DiLoCo(rig.manager, *arguments)
-    with pytest.raises(SettingError, match="manager is a str; give a Manager"):
+    with pytest.raises(ConfigError, match="manager is a str; give a Manager"):
         DiLoCo("manager", [one, two], inner, outer, 2)  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="model is a list; give a module"):
+    with pytest.raises(ConfigError, match="model is a list; give a module"):
         LocalSGD(rig.manager, [one], inner, 2)  # type: ignore[arg-type]
 
 
 def test_what_has_no_memory_yet_is_refused() -> None:
     lazy, meta = torch.nn.LazyLinear(2), torch.nn.Linear(2, 2, device="meta")
     for module in (lazy, meta):
-        with pytest.raises(SettingError, match="weight of fragment 0 has no memory yet; initialize the model first"):
+        with pytest.raises(ConfigError, match="weight of fragment 0 has no memory yet; initialize the model first"):
             Fragment(dict(module.named_parameters()), what="fragment 0")
 
 
@@ -1068,7 +1068,7 @@ def test_a_manager_has_one_strategy(rigs: Any, algorithm: str) -> None:
     rig = rigs()
     Trainer(rig, algorithm=algorithm)
     for other in ("diloco", "local_sgd"):
-        with pytest.raises(SettingError, match="was given a Manager whose steps are the syncs of a"):
+        with pytest.raises(ConfigError, match="was given a Manager whose steps are the syncs of a"):
             Trainer(rig, algorithm=other)
 
 
@@ -1090,7 +1090,7 @@ def test_what_is_unfrozen_or_added_later_is_not_left_out_silently(rigs: Any, alg
                 model.append(torch.nn.Linear(1, 1))
             else:
                 inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-            with pytest.raises(SettingError, match=r"is trained, and was frozen or not there|was given 1 parameters"):
+            with pytest.raises(ConfigError, match=r"is trained, and was frozen or not there|was given 1 parameters"):
                 inner.step()
             assert rig.manager.current_step() == 2
 
@@ -1101,7 +1101,7 @@ def test_a_model_that_is_converted_later_is_refused_before_anything_is_sent(rigs
         with Trainer(rig, algorithm=algorithm) as trainer:
             convert(trainer.model)
             trainer.train()
-            with pytest.raises(SettingError, match=r"0\.weight of .* was torch.float32 of shape \(1, 1\) when this"):
+            with pytest.raises(ConfigError, match=r"0\.weight of .* was torch.float32 of shape \(1, 1\) when this"):
                 trainer.train()
             assert (rig.manager.current_step(), rig.group.calls) == (1, [])
 
@@ -1149,12 +1149,12 @@ def test_a_state_that_does_not_fit_changes_nothing(rigs: Any) -> None:
         *(good | {second: good[second] | {"outer_optimizer": outer}} for outer in no_states),
         {first: good[first]},
     ):
-        with pytest.raises(StateUnavailable):
+        with pytest.raises(UserStateError):
             trainer.strategy.load_state_dict(bad)
         assert trainer.weights == [10.0, 10.0]
     other = Trainer(rigs(), algorithm="local_sgd")
     for nothing in (None, {}, {"original_parameters": None}):
-        with pytest.raises(StateUnavailable):
+        with pytest.raises(UserStateError):
             other.strategy.load_state_dict(nothing)
 
 

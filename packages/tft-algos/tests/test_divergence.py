@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tft_algos import SettingError, StateDiverged, StateUnavailable
+from tft_algos import ConfigError, StateDivergedError, UserStateError
 from tft_algos.manager.divergence import (
     CHUNK_WORDS,
     StateDigester,
@@ -29,7 +29,7 @@ from tft_algos.testing import MemoryTransport, plan_of
 from tft_algos.testing import digest as digest_of_states
 from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineage
 from tft_coord.core.types import Plan, QuorumKey
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 KEY = QuorumKey(1, 1)
 
@@ -109,7 +109,7 @@ def test_plain_data_of_other_values_or_types_has_another_digest(one: Any, other:
     ids=["object", "sparse", "meta", "set"],
 )
 def test_what_can_t_be_compared_is_named(leaf: Any) -> None:
-    with pytest.raises(StateUnavailable, match=r"model\.layers\.1 is a .* can't be compared"):
+    with pytest.raises(UserStateError, match=r"model\.layers\.1 is a .* can't be compared"):
         digest({"model": {"layers": [0, leaf]}})
 
 
@@ -126,7 +126,7 @@ def test_a_single_element_with_a_stride_is_compared_as_every_other() -> None:
 def test_what_holds_itself_is_named() -> None:
     state: dict[str, Any] = {}
     state["self"] = state
-    with pytest.raises(StateUnavailable, match=r"self\.self.*holds itself, which can't be compared"):
+    with pytest.raises(UserStateError, match=r"self\.self.*holds itself, which can't be compared"):
         digest(state)
 
 
@@ -219,7 +219,7 @@ def test_who_is_to_stop_stops_before_anything_is_loaded(rigs: Any) -> None:
     plan, shelf = source_state({"default": {"tensor": torch.tensor([1.0, 2.0])}})
     rig = rigs(plan_of(), plan, checkpoint_transport=MemoryTransport(shelf), on_divergence="stop", **LOCAL)
     assert rig.step()
-    with pytest.raises(StateDiverged, match=r"1 of 2 elements differ.*on_divergence is stop") as raised:
+    with pytest.raises(StateDivergedError, match=r"1 of 2 elements differ.*on_divergence is stop") as raised:
         rig.manager.start_quorum()
     assert (raised.value.paths, raised.value.source, raised.value.step) == (("default.tensor",), "replica_0", 1)
     assert rig.weights.tensor.tolist() == [1.0, 1.0]
@@ -240,7 +240,7 @@ def test_what_is_not_compared_is_not_named_either(rigs: Any) -> None:
     rig = rigs(plan_of(), plan, checkpoint_transport=MemoryTransport(shelf), on_divergence="stop", **LOCAL)
     rig.manager.register_state_dict_fn("cursor", print, lambda: {"at": 4}, compared=False)
     assert rig.step()
-    with pytest.raises(StateDiverged) as raised:
+    with pytest.raises(StateDivergedError) as raised:
         rig.manager.start_quorum()
     assert raised.value.paths == ("default.tensor",)
 
@@ -263,13 +263,15 @@ def test_a_state_that_is_half_written_is_not_compared(rigs: Any) -> None:
     rig = rigs(plan_of(), plan_of(), **LOCAL)
     assert rig.step()
     rig.manager.disallow_state_dict_read()
-    with pytest.raises(StateUnavailable, match="call allow_state_dict_read first"):
+    with pytest.raises(UserStateError, match="call allow_state_dict_read first"):
         rig.manager.start_quorum()
     rig.manager.allow_state_dict_read()
     assert rig.step()
 
 
-@pytest.mark.parametrize("others", [("a" * 32,), ("",), DeadlinePassed("rank 1 hangs")], ids=["all", "one", "late"])
+@pytest.mark.parametrize(
+    "others", [("a" * 32,), ("",), RequestTimeoutError("rank 1 hangs")], ids=["all", "one", "late"]
+)
 def test_the_ranks_of_a_group_are_compared_whole(rigs: Any, others: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -310,7 +312,7 @@ def test_a_rank_that_is_half_written_gives_the_others_nothing(rigs: Any, monkeyp
     "settings", [{"check_state_every": -1}, {"check_state_every": 1.5}, {"on_divergence": "go on"}]
 )
 def test_settings_that_can_t_work_are_refused(rigs: Any, settings: dict[str, Any]) -> None:
-    with pytest.raises(SettingError, match=next(iter(settings))):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
         rigs(**settings)
 
 
@@ -330,5 +332,7 @@ def test_ranks_exchange_through_their_store_and_leave_no_more_than_two_keys_each
 
 def test_a_rank_that_gives_nothing_is_not_waited_for_for_ever() -> None:
     store = GroupStore(HashStore(), "localhost:1", "run", "group")
-    with pytest.raises(DeadlinePassed, match=r"rank 0 waited 0.001 s in the store localhost:1 .* for 'check 4'; look"):
+    with pytest.raises(
+        RequestTimeoutError, match=r"rank 0 waited 0.001 s in the store localhost:1 .* for 'check 4'; look"
+    ):
         store.gather("check 4", "a", 0, 2, timedelta(milliseconds=1))

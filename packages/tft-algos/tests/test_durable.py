@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import Manager, Optimizer, SettingError, durable
+from tft_algos import ConfigError, Manager, Optimizer, durable
 from tft_algos.durable import DurableCheckpoint
-from tft_algos.errors import CheckpointFailed
+from tft_algos.errors import DurableCheckpointError
 from tft_algos.testing import digest, plan_of
 
 
@@ -161,7 +161,7 @@ def test_an_optimizer_that_has_seen_some_gradients_only_is_loaded_as_it_was(
 
 def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     Job(tmp_path, make=torch.optim.SGD).train()
-    with pytest.raises(CheckpointFailed, match=r"Missing key .*give the model, the optimizers"):
+    with pytest.raises(DurableCheckpointError, match=r"Missing key .*give the model, the optimizers"):
         Job(tmp_path, make=torch.optim.AdamW).checkpoint.load()
 
 
@@ -280,7 +280,9 @@ def test_where_none_is_whole_nothing_begins_anew_by_itself(tmp_path: Path) -> No
     job = Job(tmp_path)
     tamper_data(job.train() or tmp_path)
     before = job.digest()
-    with pytest.raises(CheckpointFailed, match=r"no checkpoint in .* is whole \(step-1: __0_0.distcp was changed\)"):
+    with pytest.raises(
+        DurableCheckpointError, match=r"no checkpoint in .* is whole \(step-1: __0_0.distcp was changed\)"
+    ):
         job.checkpoint.load()
     assert job.digest() == before
 
@@ -325,7 +327,7 @@ def test_a_step_can_be_chosen(tmp_path: Path) -> None:
     Job(tmp_path).train(3)
     again = Job(tmp_path)
     assert again.checkpoint.load(2) == 2
-    with pytest.raises(CheckpointFailed, match="there is none of that step"):
+    with pytest.raises(DurableCheckpointError, match="there is none of that step"):
         again.checkpoint.load(1)
 
 
@@ -333,7 +335,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_place(tmp_path: Path) -> 
     Job(tmp_path).train()
     other = DurableCheckpoint(StepSource(), tmp_path, model=torch.nn.Linear(3, 4))  # type: ignore[arg-type]
     with pytest.raises(
-        CheckpointFailed, match=r"could not load the checkpoint of step 1 .*step-1: .*give the model"
+        DurableCheckpointError, match=r"could not load the checkpoint of step 1 .*step-1: .*give the model"
     ) as e:
         other.load()
     assert (e.value.path, e.value.step) == (str(tmp_path / "step-1"), 1)
@@ -369,7 +371,7 @@ def test_what_a_rank_wrote_to_a_disk_of_its_own_makes_no_checkpoint(tmp_path: Pa
         (Path(storage_writer.path) / "__0_0.distcp").unlink()
 
     monkeypatch.setattr(durable, "save", with_a_part_elsewhere)
-    with pytest.raises(CheckpointFailed, match=r"__0_0.distcp can't be seen from rank 0; all ranks"):
+    with pytest.raises(DurableCheckpointError, match=r"__0_0.distcp can't be seen from rank 0; all ranks"):
         job.train()
     assert names(tmp_path) == ["step-1"]
 
@@ -442,7 +444,7 @@ def test_a_full_disk_names_place_and_step_and_the_training_goes_on(
         else:
             patched.setattr(durable, "_digest_of", full)
         with pytest.raises(
-            CheckpointFailed, match=r"could not write the checkpoint of step 2.* No space left"
+            DurableCheckpointError, match=r"could not write the checkpoint of step 2.* No space left"
         ) as raised:
             job.train()
         assert (raised.value.path, raised.value.step) == (str(tmp_path), 2)
@@ -455,15 +457,15 @@ def test_a_full_disk_names_place_and_step_and_the_training_goes_on(
 
 def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointFailed, match=r"could not write the checkpoint of step 1 in .*file"):
+    with pytest.raises(DurableCheckpointError, match=r"could not write the checkpoint of step 1 in .*file"):
         Job(tmp_path / "file").train()
-    with pytest.raises(CheckpointFailed, match=r"could not read the checkpoint in .*file"):
+    with pytest.raises(DurableCheckpointError, match=r"could not read the checkpoint in .*file"):
         Job(tmp_path / "file").checkpoint.load()
 
 
 @pytest.mark.parametrize("settings", [{"every": 0}, {"keep": 0}, {"every": 1.5}, {"keep": True}])
 def test_settings_that_can_t_work_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(SettingError, match=next(iter(settings))):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
         Job(tmp_path, **settings)
 
 
@@ -479,14 +481,14 @@ def test_settings_that_can_t_work_are_refused(tmp_path: Path, settings: dict[str
 def test_what_could_never_be_saved_is_refused_before_the_training(
     tmp_path: Path, argument: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(SettingError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         DurableCheckpoint(StepSource(), tmp_path, **{"model": torch.nn.Linear(1, 1), **argument})  # type: ignore[arg-type]
 
 
 def test_a_group_of_several_needs_its_process_group(tmp_path: Path) -> None:
     manager = StepSource()
     manager.world_size = 2
-    with pytest.raises(SettingError, match="with 2 ranks needs a process group of them, and there is none"):
+    with pytest.raises(ConfigError, match="with 2 ranks needs a process group of them, and there is none"):
         DurableCheckpoint(manager, tmp_path, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
@@ -518,7 +520,9 @@ def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path: Path) -> None:
     small.checkpoint._model = torch.nn.Sequential(small.model)
     small.checkpoint._optimizers = []
     before = digest(small.model.state_dict())
-    with pytest.raises(CheckpointFailed, match=r"it is of a model that has 1.bias, 1.weight, which this one has not"):
+    with pytest.raises(
+        DurableCheckpointError, match=r"it is of a model that has 1.bias, 1.weight, which this one has not"
+    ):
         small.checkpoint.load()
     assert (digest(small.model.state_dict()), small.manager.loaded) == (before, None)
 
@@ -552,7 +556,7 @@ def test_a_state_that_can_t_be_given_is_said_as_such(tmp_path: Path, monkeypatch
     job = Job(tmp_path)
     job.manager.step = 4
     monkeypatch.setattr(job.scheduler, "state_dict", lambda: 1 / 0)
-    with pytest.raises(CheckpointFailed, match=r"could not take the checkpoint of step 4.*nothing was written"):
+    with pytest.raises(DurableCheckpointError, match=r"could not take the checkpoint of step 4.*nothing was written"):
         job.checkpoint.save()
     assert list(tmp_path.iterdir()) == []
 
@@ -575,7 +579,7 @@ def test_a_manifest_that_is_signed_and_odd_is_no_whole_checkpoint(tmp_path: Path
     change(said)
     body = json.dumps(said).encode()
     (path / durable.MANIFEST).write_bytes(hashlib.blake2b(body, digest_size=32).hexdigest().encode() + b"\n" + body)
-    with pytest.raises(CheckpointFailed):
+    with pytest.raises(DurableCheckpointError):
         job.checkpoint.load()
     assert job.manager.loaded is None
 
@@ -591,11 +595,11 @@ def test_a_manifest_that_is_signed_and_odd_is_no_whole_checkpoint(tmp_path: Path
 )
 def test_what_can_t_be_an_argument_is_named(tmp_path: Path, changed: dict[str, Any], says: str) -> None:
     arguments = {"manager": StepSource(), "directory": tmp_path, "model": torch.nn.Linear(1, 1), **changed}
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(ConfigError, match=says):
         DurableCheckpoint(arguments.pop("manager"), arguments.pop("directory"), **arguments)
 
 
 @pytest.mark.parametrize("step", [True, "2", 2.0])
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(SettingError, match="give a whole number, or None for the newest"):
+    with pytest.raises(ConfigError, match="give a whole number, or None for the newest"):
         Job(tmp_path).checkpoint.load(step)

@@ -12,7 +12,7 @@ import tft_algos.errors
 import tft_ckpt.errors
 import tft_coord.errors
 import tft_pg.errors
-from tft_coord.errors import Refused
+from tft_coord.errors import RefusedError
 
 WHOLE = "replica_1:0f3a9c1d-1234-4abc-8def-0123456789ab"
 SAYS = f"replica {WHOLE} is gone"
@@ -51,12 +51,12 @@ def test_the_records_for_machines_have_whole_ids(rigs: Any, caplog: pytest.LogCa
     caplog.set_level(logging.DEBUG, "tft_errors")
     rig = rigs()
     rig.manager.start_quorum()
-    rig.manager.report_error(tft_coord.errors.Unreachable(SAYS))
+    rig.manager.report_error(tft_coord.errors.UnreachableError(SAYS))
     (record,) = [record for record in caplog.records if record.name == "tft_errors"]
     assert record.error == SAYS  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", [Refused, tft_coord.errors.GroupLost])
+@pytest.mark.parametrize("kind", [RefusedError, tft_coord.errors.ReplicaGroupLostError])
 def test_what_ends_a_start_is_said_once_and_with_few_frames(
     rigs: Any, caplog: pytest.LogCaptureFixture, kind: type[Exception], use_async_quorum: bool
 ) -> None:

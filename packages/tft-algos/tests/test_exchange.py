@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import Closed, StateUnavailable, UsageError
+from tft_algos import ManagerClosedError, UsageError, UserStateError
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
-from tft_ckpt import StateKey
-from tft_ckpt import StateUnavailable as CheckpointUnavailable
+from tft_ckpt import StateKey, StateUnavailableError
 from tft_coord.core.progress import Phase
 from tft_coord.core.types import NewcomerAsks, Plan, QuorumKey, RankRequest
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 HEALING = plan_of(7, step=5, lineage=9, size=2, rank=1, healing=[1])
 SERVING = plan_of(7, size=2, healing=[1])
@@ -90,7 +89,7 @@ def test_who_waits_for_the_state_of_a_step_that_was_given_up_is_told(rigs: Any) 
     rig.manager.wait_quorum()
     rig.manager.start_quorum()
     told = rig.transport.shelf[state_key(SERVING)]
-    assert isinstance(told, CheckpointUnavailable)
+    assert isinstance(told, StateUnavailableError)
     assert "its step 0 ended before it took its state" in str(told)
 
 
@@ -104,7 +103,7 @@ def test_a_healing_that_failed_fails_the_step(rigs: Any) -> None:
 
 
 def test_without_a_plan_there_is_nothing_to_exchange(rigs: Any) -> None:
-    rig = rigs(DeadlinePassed("nobody came"))
+    rig = rigs(RequestTimeoutError("nobody came"))
     rig.manager.start_quorum(use_async_quorum=True)
     assert not rig.manager.strategy.exchange_state()
     assert not rig.manager.should_commit()
@@ -122,7 +121,7 @@ def test_a_state_that_could_not_be_read_is_served_when_it_can(rigs: Any) -> None
     rig = rigs(SERVING)
     rig.manager.disallow_state_dict_read()
     rig.manager.start_quorum()
-    with pytest.raises(StateUnavailable, match="call allow_state_dict_read first"):
+    with pytest.raises(UserStateError, match="call allow_state_dict_read first"):
         rig.manager.strategy.exchange_state()
     rig.manager.allow_state_dict_read()
     assert rig.manager.should_commit()
@@ -134,7 +133,7 @@ def test_outside_a_step_nothing_is_exchanged(rigs: Any) -> None:
     with pytest.raises(UsageError, match="exchange_state was called outside a step; call it after start_quorum"):
         manager.strategy.exchange_state()
     manager.shutdown()
-    with pytest.raises(Closed):
+    with pytest.raises(ManagerClosedError):
         manager.strategy.exchange_state()
 
 
@@ -170,9 +169,9 @@ def test_whether_the_quorum_is_known_is_told_without_waiting(rigs: Any, monkeypa
 
 
 def test_a_quorum_that_failed_is_known_as_well(rigs: Any) -> None:
-    rig = rigs(DeadlinePassed("nobody came"))
+    rig = rigs(RequestTimeoutError("nobody came"))
     rig.manager.start_quorum()
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(RequestTimeoutError):
         rig.manager.wait_quorum()
     assert rig.manager.strategy.quorum_is_known()
 

@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import (
+    ConfigError,
     DistributedDataParallel,
     PureDistributedDataParallel,
-    SettingError,
     WorldSizeMode,
     reduce_across,
 )
-from tft_algos.manager import ServerRestarted
+from tft_algos.errors import ServerRestartedError
 from tft_algos.testing import plan_of
 from tft_coord.core.types import QuorumKey
-from tft_coord.errors import DeadlinePassed, Refused
+from tft_coord.errors import RefusedError, RequestTimeoutError
 
 UNCHANGED = QuorumKey(7, 7)
 
@@ -48,14 +48,14 @@ def test_the_settings_by_which_all_must_go_are_said_with_the_first_request(rigs:
 
 
 def test_a_request_that_failed_says_it_again(rigs: Any) -> None:
-    rig = rigs(DeadlinePassed("nobody"), plan_of(7), UNCHANGED)
+    rig = rigs(RequestTimeoutError("nobody"), plan_of(7), UNCHANGED)
     for _ in range(3):
         rig.step()
     assert [bool(request.fingerprint) for request in rig.coordinator.requests] == [True, True, False]
 
 
 def test_a_new_manager_server_hears_it_anew(rigs: Any) -> None:
-    rig = rigs(plan_of(7), ServerRestarted(), plan_of(8))
+    rig = rigs(plan_of(7), ServerRestartedError(), plan_of(8))
     rig.step()
     rig.step()
     assert [bool(request.fingerprint) for request in rig.coordinator.requests] == [True, False, True]
@@ -76,21 +76,21 @@ def test_the_users_own_parts(rigs: Any) -> None:
 
 def test_a_part_keeps_its_value(rigs: Any) -> None:
     manager = rigs(fingerprint={"data": "v3"}).manager
-    with pytest.raises(SettingError, match=r"part 'data' is 'v3' already and can't become 'v4'"):
+    with pytest.raises(ConfigError, match=r"part 'data' is 'v3' already and can't become 'v4'"):
         manager.strategy.add_to_fingerprint("data", "v4")
 
 
 @pytest.mark.parametrize(("name", "value"), [("", "x"), (1, "x"), ("x", 1)])
 def test_parts_are_texts(rigs: Any, name: Any, value: Any) -> None:
     manager = rigs().manager
-    with pytest.raises(SettingError, match="give a name and a value, both text"):
+    with pytest.raises(ConfigError, match="give a name and a value, both text"):
         manager.strategy.add_to_fingerprint(name, value)
-    with pytest.raises(SettingError, match="names and values that are text"):
+    with pytest.raises(ConfigError, match="names and values that are text"):
         rigs(fingerprint={name: value})
 
 
 def test_a_fingerprint_is_a_mapping(rigs: Any) -> None:
-    with pytest.raises(SettingError, match="fingerprint is a list; give a mapping"):
+    with pytest.raises(ConfigError, match="fingerprint is a list; give a mapping"):
         rigs(fingerprint=["x"])
 
 
@@ -195,7 +195,7 @@ def test_sharded_models_describe_themselves(rigs: Any) -> None:
 
 
 def test_who_is_refused_is_told_before_any_reduction(rigs: Any) -> None:
-    rig = rigs(Refused("min_replica_size is '1' there and '2' here", code="differs"))
-    with pytest.raises(Refused, match="is '1' there and '2' here"):
+    rig = rigs(RefusedError("min_replica_size is '1' there and '2' here", code="differs"))
+    with pytest.raises(RefusedError, match="is '1' there and '2' here"):
         rig.step()
     assert rig.group.calls == []

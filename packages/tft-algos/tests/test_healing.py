@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from tft_algos.errors import HealingFailed
+from tft_algos.errors import HealingError
 from tft_algos.manager import healing
 from tft_algos.manager.healing import Fetch, state_key
 from tft_algos.manager.source_calls import silent_sources
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.step.asking import PREPARED_AFTER_ATTEMPTS
 from tft_coord.core.types import QuorumKey, Via
-from tft_coord.errors import DeadlinePassed, Unreachable
+from tft_coord.errors import RequestTimeoutError, UnreachableError
 
 
 class Sources:
@@ -47,7 +47,7 @@ class Sources:
         self._on_ask(address)
         if address in self._silent:
             self.now += timeout.total_seconds()
-            raise DeadlinePassed(f"{address} did not answer")
+            raise RequestTimeoutError(f"{address} did not answer")
         return f"at {address}"
 
 
@@ -113,7 +113,7 @@ def test_the_last_is_waited_for_as_long_as_the_healing_may_take(monkeypatch: pyt
     sources = Sources(silent=["replica_0"])
     fetch, _ = fetch_from(sources, monkeypatch, size=2)
     fetch.run()
-    with pytest.raises(HealingFailed, match="says where its state is"):
+    with pytest.raises(HealingError, match="says where its state is"):
         fetch.result()
     assert fetch.seconds == pytest.approx(60.0, abs=0.01)
 
@@ -121,7 +121,7 @@ def test_the_last_is_waited_for_as_long_as_the_healing_may_take(monkeypatch: pyt
 def test_who_refuses_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         if name == "replica_1":
-            raise Unreachable("no")
+            raise UnreachableError("no")
 
     sources = Sources(on_ask=refuse)
     fetch, transport = fetch_from(sources, monkeypatch)
@@ -213,7 +213,7 @@ def test_a_fetch_ends_when_no_source_answers_a_connection(monkeypatch: pytest.Mo
         received_before=0,
     )
     fetch.start()
-    with pytest.raises(HealingFailed, match="no source answers a connection: replica replica_0 at 127") as caught:
+    with pytest.raises(HealingError, match="no source answers a connection: replica replica_0 at 127") as caught:
         fetch.result()
     fetch.cancel()
     why = f"127.0.0.1 port {closed_port}: connection refused"

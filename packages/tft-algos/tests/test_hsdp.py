@@ -17,9 +17,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
 
 from tft_algos import (
+    ConfigError,
     Manager,
-    SettingError,
-    Unsupported,
+    UnsupportedFeatureError,
     UsageError,
     extend_mesh,
     hsdp,
@@ -272,32 +272,32 @@ def manager(rigs: Any) -> Manager:
 
 
 def test_what_is_no_model_is_refused(manager: Manager, mesh: DeviceMesh) -> None:
-    with pytest.raises(SettingError, match="was given no model"):
+    with pytest.raises(ConfigError, match="was given no model"):
         reduce_across(manager)
-    with pytest.raises(SettingError, match="nothing in this Linear is sharded by fully_shard"):
+    with pytest.raises(ConfigError, match="nothing in this Linear is sharded by fully_shard"):
         reduce_across(manager, nn.Linear(2, 2))
     wrong: Any = [two_layers(mesh)]
-    with pytest.raises(SettingError, match="was given a list; give modules"):
+    with pytest.raises(ConfigError, match="was given a list; give modules"):
         reduce_across(manager, wrong)
-    with pytest.raises(SettingError, match="the manager is a FSDPSequential; give a Manager, and models"):
+    with pytest.raises(ConfigError, match="the manager is a FSDPSequential; give a Manager, and models"):
         reduce_across(wrong[0], manager)  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="the manager is a DeviceMesh; give a Manager, and models or a mesh"):
+    with pytest.raises(ConfigError, match="the manager is a DeviceMesh; give a Manager, and models or a mesh"):
         extend_mesh(mesh, manager)  # type: ignore[arg-type]
 
 
 def test_an_extended_mesh_is_not_reduced_twice(manager: Manager, mesh: DeviceMesh) -> None:
     model = two_layers(extend_mesh(manager, mesh)["dp", "shard"])
-    with pytest.raises(SettingError, match=r"is sharded over an extended mesh, .* across replica groups already"):
+    with pytest.raises(ConfigError, match=r"is sharded over an extended mesh, .* across replica groups already"):
         reduce_across(manager, model)
 
 
 def test_replicas_inside_the_replica_group_are_refused(manager: Manager) -> None:
     model: nn.Module = two_layers(init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
-    with pytest.raises(SettingError, match="the part '0' of this FSDPSequential is replicated inside"):
+    with pytest.raises(ConfigError, match="the part '0' of this FSDPSequential is replicated inside"):
         reduce_across(manager, model)
     model = nn.Linear(3, 3)
     replicate(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("replicate",)))
-    with pytest.raises(SettingError, match="this ReplicateLinear is replicated inside the replica group"):
+    with pytest.raises(ConfigError, match="this ReplicateLinear is replicated inside the replica group"):
         reduce_across(manager, model)
 
 
@@ -307,19 +307,19 @@ def test_a_hook_that_is_set_already_is_kept(manager: Manager, mesh: DeviceMesh) 
     layer = model[1]
     assert isinstance(layer, FSDPModule)
     layer.set_all_reduce_hook(calls.append)
-    with pytest.raises(SettingError, match="the part '1' of this FSDPSequential has an all-reduce hook already"):
+    with pytest.raises(ConfigError, match="the part '1' of this FSDPSequential has an all-reduce hook already"):
         reduce_across(manager, other, model)
     model(X).sum().backward()
     assert len(calls) == 1
     reduce_across(manager, other)  # nothing had been set in it
-    with pytest.raises(SettingError, match="has an all-reduce hook already; call reduce_across once"):
+    with pytest.raises(ConfigError, match="has an all-reduce hook already; call reduce_across once"):
         reduce_across(manager, other)
 
 
 def test_parameters_that_nothing_would_reduce_are_refused_by_name(manager: Manager, mesh: DeviceMesh) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     fully_shard(model[0], mesh=mesh)
-    with pytest.raises(SettingError, match=r"not sharded 1\.0\.weight, 1\.0\.bias, 1\.1\.weight and 1 more of this"):
+    with pytest.raises(ConfigError, match=r"not sharded 1\.0\.weight, 1\.0\.bias, 1\.1\.weight and 1 more of this"):
         reduce_across(manager, model)
     model[1].requires_grad_(False)
     reduce_across(manager, model)
@@ -339,7 +339,7 @@ def test_a_torch_that_keeps_its_groups_otherwise_is_refused(
     layer = model[0]
     assert isinstance(layer, FSDPModule)
     monkeypatch.delattr(hsdp._groups_of(layer)[0], "_all_reduce_hook")
-    with pytest.raises(Unsupported, match=r"keeps what fully_shard made otherwise than 2\.11 to 2\.15"):
+    with pytest.raises(UnsupportedFeatureError, match=r"keeps what fully_shard made otherwise than 2\.11 to 2\.15"):
         reduce_across(manager, model)
 
 

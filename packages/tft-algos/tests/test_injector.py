@@ -15,24 +15,24 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import DistributedDataParallel, Manager, Optimizer, SettingError, UsageError
+from tft_algos import ConfigError, DistributedDataParallel, Manager, Optimizer, UsageError
 from tft_algos.testing import (
     Action,
     EventInjector,
     FakeGroup,
     Fault,
+    FaultNotInjectedError,
     InjectedError,
     MemoryTransport,
-    NotStruck,
     Place,
     ScriptedCoordinator,
     plan_of,
 )
 from tft_algos.testing.injector.injector import WRAPPED_BY
-from tft_ckpt import HTTPTransport, StateUnavailable, StateUnsupported
+from tft_ckpt import HTTPTransport, StateUnavailableError, StateUnsupportedError
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict
-from tft_coord.errors import DeadlinePassed
-from tft_pg.errors import ConfigureFailed, PeerFailed
+from tft_coord.errors import RequestTimeoutError
+from tft_pg.errors import ConfigureError, PeerDisconnectedError
 from tft_pg.word import EndedExchange
 
 A_KEY = QuorumKey(1, 1)
@@ -171,13 +171,13 @@ def answers_that_reach(place: Place) -> list[Any]:
     ],
 )
 def test_a_fault_that_can_not_be_is_refused_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(SettingError, match=sentence) as refused:
+    with pytest.raises(ConfigError, match=sentence) as refused:
         Fault(**({"action": Action.RAISE, "place": Place.VOTE, "replica": "a"} | fields))
     assert "\n" not in str(refused.value)
 
 
 def test_what_is_no_fault_is_refused() -> None:
-    with pytest.raises(SettingError, match="a fault is a str; give a Fault"):
+    with pytest.raises(ConfigError, match="a fault is a str; give a Fault"):
         EventInjector("kill a")  # type: ignore[arg-type]
 
 
@@ -241,7 +241,7 @@ def test_who_demands_that_all_have_struck_learns_which_have_not(rigs: Any) -> No
     struck, mistyped, never = fault(Action.FAIL, Place.QUORUM), fault(replica="A"), fault(step=99)
     rig = rigs(plan_of(1, size=2), faults=(struck, mistyped, never))
     rig.step()
-    with pytest.raises(NotStruck) as raised:
+    with pytest.raises(FaultNotInjectedError) as raised:
         rig.injector.check_all_struck()
     assert raised.value.faults == (mistyped, never)
     assert str(raised.value) == (
@@ -254,7 +254,7 @@ def test_what_has_struck_elsewhere_counts(rigs: Any) -> None:
     ours, other = fault(Action.FAIL, Place.QUORUM), fault(replica="b")
     rig = rigs(plan_of(1, size=2), faults=(ours, other, other))
     rig.step()
-    with pytest.raises(NotStruck):
+    with pytest.raises(FaultNotInjectedError):
         rig.injector.check_all_struck(other)
     rig.injector.check_all_struck(other, other)
 
@@ -455,9 +455,9 @@ def test_who_hangs_before_its_word_says_it_afterwards(standing: Any) -> None:
 @pytest.mark.parametrize(
     ("place", "error"),
     [
-        (Place.QUORUM, DeadlinePassed),
-        (Place.CONFIGURE, ConfigureFailed),
-        (Place.REDUCTION, PeerFailed),
+        (Place.QUORUM, RequestTimeoutError),
+        (Place.CONFIGURE, ConfigureError),
+        (Place.REDUCTION, PeerDisconnectedError),
         (Place.FORWARD, InjectedError),
         (Place.BACKWARD, InjectedError),
     ],
@@ -483,7 +483,7 @@ def test_a_reduction_that_can_not_be_breaks_its_group(rigs: Any, action: Action)
     assert rig.inside.requests[1].needs_configure
 
 
-@pytest.mark.parametrize(("action", "error"), [(Action.FAIL, DeadlinePassed), (Action.RAISE, InjectedError)])
+@pytest.mark.parametrize(("action", "error"), [(Action.FAIL, RequestTimeoutError), (Action.RAISE, InjectedError)])
 def test_a_vote_without_a_verdict_neither_steps_nor_goes_on(rigs: Any, action: Action, error: type[Exception]) -> None:
     rig = rigs(plan_of(1, size=2), faults=(fault(action, Place.VOTE),))
     before = rig.module.weight.clone()
@@ -513,9 +513,9 @@ def test_those_who_wait_for_a_source_that_fails_are_told() -> None:
     struck = injector.transport(source)
     injector.attach(Somebody())
     try:
-        with pytest.raises(StateUnsupported, match="fail at serving"):
+        with pytest.raises(StateUnsupportedError, match="fail at serving"):
             struck.send_checkpoint([1], 3, {}, timedelta(seconds=10))
-        with pytest.raises(StateUnavailable, match="fail at serving"):
+        with pytest.raises(StateUnavailableError, match="fail at serving"):
             source.recv_checkpoint(0, source.metadata(), 3, timedelta(seconds=10))
     finally:
         source.shutdown()

@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import (
+    ConfigError,
     DistributedDataParallel,
-    HealingFailed,
+    HealingError,
     LocalSGD,
     ManagerConfig,
     PureDistributedDataParallel,
-    SettingError,
     extend_mesh,
     reduce_across,
 )
@@ -37,9 +37,9 @@ from tft_algos.manager.healing import state_key
 from tft_algos.manager.island import whole
 from tft_algos.manager.shards import cut_whole
 from tft_algos.testing import MemoryTransport, plan_of
-from tft_ckpt import LocalShard, PGTransport, StateUnavailable
+from tft_ckpt import LocalShard, PGTransport, StateUnavailableError
 from tft_coord.core.types import Purpose, QuorumKey
-from tft_coord.errors import DeadlinePassed, GroupLost
+from tft_coord.errors import ReplicaGroupLostError, RequestTimeoutError
 from tft_pg import ProcessGroupDummy
 
 OF_TWO: Final[dict[str, Any]] = {"world_size": 2, "store_addr": "nowhere", "store_port": 1}
@@ -90,9 +90,9 @@ def test_it_is_said_by_argument_or_environment(said: bool | None, environ: dict[
 
 
 def test_what_is_neither_yes_nor_no_is_refused() -> None:
-    with pytest.raises(SettingError, match="rank0_synchronization_only is 1; give True or False"):
+    with pytest.raises(ConfigError, match="rank0_synchronization_only is 1; give True or False"):
         ManagerConfig(rank0_synchronization_only=1)  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="TFT_RANK0_SYNCHRONIZATION_ONLY is 'yes'; give 0 or 1"):
+    with pytest.raises(ConfigError, match="TFT_RANK0_SYNCHRONIZATION_ONLY is 'yes'; give 0 or 1"):
         from_environment(
             ManagerConfig(lighthouse_addr="localhost:1"),
             {"TFT_RANK0_SYNCHRONIZATION_ONLY": "yes"},
@@ -102,7 +102,7 @@ def test_what_is_neither_yes_nor_no_is_refused() -> None:
 
 def test_a_transport_that_ends_at_rank_zero_is_refused(rigs: Any) -> None:
     transport = PGTransport[Any](ProcessGroupDummy(), timedelta(seconds=1), torch.device("cpu"))
-    with pytest.raises(SettingError, match="a PGTransport, which ends at group rank 0"):
+    with pytest.raises(ConfigError, match="a PGTransport, which ends at group rank 0"):
         rigs(rank0_synchronization_only=True, checkpoint_transport=transport, rank=0, **OF_TWO)
 
 
@@ -121,9 +121,9 @@ def test_strategies_that_average_on_every_rank_are_refused(rigs: Any, second_of_
     manager = an_island(rigs, rank=1).manager
     model = nn.Linear(2, 2)
     for strategy in (DistributedDataParallel, PureDistributedDataParallel, reduce_across):
-        with pytest.raises(SettingError, match="with which only group rank 0 reduces; use LocalSGD or DiLoCo"):
+        with pytest.raises(ConfigError, match="with which only group rank 0 reduces; use LocalSGD or DiLoCo"):
             strategy(manager, model)  # type: ignore[operator]
-    with pytest.raises(SettingError, match="hybrid sharding"):
+    with pytest.raises(ConfigError, match="hybrid sharding"):
         extend_mesh(manager, mesh_of())
 
 
@@ -196,7 +196,7 @@ def test_where_a_rank_could_not_take_its_state_the_newcomer_is_told(rigs: Any) -
     plan = plan_of(7, size=2, healing=[1])
     rig = an_island(rigs, plan, verdicts=[False])
     assert rig.step(), "the step itself is sound"
-    with pytest.raises(StateUnavailable, match="another rank of replica replica_0 could not take its state"):
+    with pytest.raises(StateUnavailableError, match="another rank of replica replica_0 could not take its state"):
         rig.transport.recv_checkpoint(0, "memory", 0, timedelta(seconds=1), key=state_key(plan))
 
 
@@ -318,13 +318,13 @@ def test_whose_group_is_lost_while_it_takes_over_ends(rigs: Any, monkeypatch: py
     member, _ = healing(rigs, rank=1)
 
     def gather(name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
-        member.coordinator.listener(GroupLost("rank 0 was killed"))
+        member.coordinator.listener(ReplicaGroupLostError("rank 0 was killed"))
         if kind == "no answer":
-            raise DeadlinePassed("rank 0 gave nothing")
+            raise RequestTimeoutError("rank 0 gave nothing")
         return ("", "")
 
     monkeypatch.setattr(member.coordinator, "gather", gather)
-    with pytest.raises(GroupLost, match="rank 0 was killed"):
+    with pytest.raises(ReplicaGroupLostError, match="rank 0 was killed"):
         member.step()
     assert member.weights.threads == []
 
@@ -421,16 +421,16 @@ def test_what_is_missing_here_and_sharded_in_several_ways_is_refused(second_of_t
         "b": distribute_tensor(torch.zeros(4, 4), mesh, [Shard(1)], src_data_rank=None),
     }
     state = {"state": {0: torch.ones(4, 4)}}
-    with pytest.raises(HealingFailed, match=r"state\['state'\]\[0\] .* missing here, .* sharded in several ways"):
+    with pytest.raises(HealingError, match=r"state\['state'\]\[0\] .* missing here, .* sharded in several ways"):
         cut_whole(state, own)
     assert cut_whole({"state": {"b": {"x": torch.ones(4, 4)}}}, own)["state"]["b"]["x"].placements == (Shard(1),)
 
 
 def test_what_does_not_fit_is_refused_with_its_path(second_of_two: None) -> None:
     own = {"a": distribute_tensor(torch.zeros(4, 4), mesh_of(), [Shard(0)], src_data_rank=None)}
-    with pytest.raises(HealingFailed, match=r"state\['a'\] is of shape \(4, 3\) at the source and of shape \(4, 4\)"):
+    with pytest.raises(HealingError, match=r"state\['a'\] is of shape \(4, 3\) at the source and of shape \(4, 4\)"):
         cut_whole({"a": torch.ones(4, 3)}, own)
-    with pytest.raises(HealingFailed, match="between islands whole tensors go"):
+    with pytest.raises(HealingError, match="between islands whole tensors go"):
         cut_whole({"a": LocalShard.of(own["a"])}, own)
 
 
@@ -445,7 +445,7 @@ def test_a_strategy_of_an_island_needs_torchs_own_group_of_its_ranks(rigs: Any, 
     if others is not None:
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=others)
     try:
-        with pytest.raises(SettingError, match=f"meet in torch's default group, {sentence}, and this is rank 1 of 2"):
+        with pytest.raises(ConfigError, match=f"meet in torch's default group, {sentence}, and this is rank 1 of 2"):
             LocalSGD(manager, model, torch.optim.SGD(model.parameters()), 2)
     finally:
         if others is not None:

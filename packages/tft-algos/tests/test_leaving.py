@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tft_algos import Closed, SettingError, UsageError
+from tft_algos import ConfigError, ManagerClosedError, UsageError
 from tft_algos.errors import LeftJob
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import KillOrder, LeaveRequest, Plan, QuorumKey, RankRequest, Released, Verdict, WaitsFor
 from tft_coord.core.waits import left_out_wait
-from tft_coord.errors import DeadlinePassed, Refused
+from tft_coord.errors import RefusedError, RequestTimeoutError
 
 TWO = {"rank": 0, "world_size": 2, "store_addr": "nowhere"}
 SERVES_LONG = timedelta(seconds=600)
@@ -72,14 +72,14 @@ def test_the_last_holder_leaves_when_its_time_is_over(rigs: Any) -> None:
 
 
 def test_a_step_without_a_quorum_is_left_too(rigs: Any) -> None:
-    rig = rigs(DeadlinePassed("late"))
+    rig = rigs(RequestTimeoutError("late"))
     rig.manager.leave()
     assert not rig.step()
     assert rig.manager.left
 
 
 def test_who_was_left_by_another_rank_of_its_group_has_left(rigs: Any) -> None:
-    rig = rigs(Refused("replica_0 has left the job", code="left"))
+    rig = rigs(RefusedError("replica_0 has left the job", code="left"))
     assert not rig.step()
     assert rig.manager.left
 
@@ -89,7 +89,7 @@ def test_without_a_running_step_shutdown_leaves_at_once(rigs: Any) -> None:
     rig.manager.leave(reason="never mind")
     rig.manager.shutdown()
     assert rig.coordinator.left == [("never mind", timedelta())]
-    with pytest.raises(Closed):
+    with pytest.raises(ManagerClosedError):
         rig.manager.start_quorum()
 
 
@@ -118,7 +118,7 @@ def raised_in_the_context(rig: Any) -> None:
 
 def start_that_raises(rig: Any) -> None:
     """A handler of the caller's takes what start_quorum raises before the step has begun."""
-    with contextlib.suppress(SettingError):
+    with contextlib.suppress(ConfigError):
         rig.manager.start_quorum(timeout=timedelta())
 
 
@@ -244,7 +244,7 @@ def test_a_drain_is_a_wish(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
 def test_a_deadline_is_a_time_above_zero_and_of_at_most_a_week(rigs: Any, deadline: Any) -> None:
     manager = rigs().manager
     for leave in (lambda: manager.leave(deadline), lambda: manager.leave_on_signal(deadline=deadline)):
-        with pytest.raises(SettingError, match=r"deadline is .*; give a timedelta (above zero|of at most a week)"):
+        with pytest.raises(ConfigError, match=r"deadline is .*; give a timedelta (above zero|of at most a week)"):
             leave()
     assert not manager.status().is_leaving
 
@@ -286,7 +286,7 @@ def test_only_the_main_thread_handles_signals(rigs: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 999, "SIGTERM", timedelta(seconds=5)])
 def test_what_is_no_signal_is_refused_and_changes_nothing(rigs: Any, number: Any) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(SettingError, match="is no signal that can be handled; give some, such as"):
+    with pytest.raises(ConfigError, match="is no signal that can be handled; give some, such as"):
         rigs().manager.leave_on_signal(signal.SIGUSR1, number)
     assert signal.getsignal(signal.SIGUSR1) is before
 
@@ -313,7 +313,7 @@ def test_who_says_twice_on_which_signal_it_leaves_gets_the_first_handler_back(ri
 
 def test_a_reason_is_a_text(rigs: Any) -> None:
     manager = rigs().manager
-    with pytest.raises(SettingError, match="reason is a int; give a text"):
+    with pytest.raises(ConfigError, match="reason is a int; give a text"):
         manager.leave(reason=5)
     assert not manager.status().is_leaving
 
@@ -325,7 +325,7 @@ def test_who_wants_to_leave_waits_for_no_quorum_beyond_its_deadline(rigs: Any, m
 
     def quorum(_request: RankRequest, _timeout: timedelta) -> Plan:
         assert told.wait(20)
-        raise Refused("replica_0 has left the job", code="left")
+        raise RefusedError("replica_0 has left the job", code="left")
 
     def leave(_reason: str, serve: timedelta, _timeout: timedelta, *, finished_step: int | None) -> None:
         assert finished_step is None
@@ -355,7 +355,7 @@ def test_who_is_left_out_and_is_asked_to_leave_does_not_wait_for_a_quorum(
     def quorum(_request: RankRequest, _timeout: timedelta) -> Plan:
         asked.set()
         assert told.wait(20)
-        raise Refused("replica_0 has left the job", code="left")
+        raise RefusedError("replica_0 has left the job", code="left")
 
     monkeypatch.setattr(rig.coordinator, "quorum", quorum)
     monkeypatch.setattr(rig.coordinator, "leave", lambda *_, **__: told.set())

@@ -10,13 +10,13 @@ from typing import Any, Final
 import pytest
 import torch
 
-from tft_algos import QuorumBroken, UsageError
+from tft_algos import QuorumBrokenError, UsageError
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import ManualClock, MemoryTransport, plan_of
 from tft_coord.core.step.attempt import MAX_ERRORS_KEPT
 from tft_coord.core.types import LossNotice, Purpose, QuorumKey
-from tft_coord.errors import GroupLost, Refused
-from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed
+from tft_coord.errors import RefusedError, ReplicaGroupLostError
+from tft_pg.errors import AbortedError, ConfigureError, PeerDisconnectedError
 
 
 def loss(quorum_id: int, replica_id: str = "replica_1") -> LossNotice:
@@ -81,7 +81,7 @@ LOST: Final = (
 
 
 @pytest.mark.parametrize("first", ["the failure", "the loss"])
-@pytest.mark.parametrize("kind", [PeerFailed, Aborted])
+@pytest.mark.parametrize("kind", [PeerDisconnectedError, AbortedError])
 def test_a_failure_and_the_loss_behind_it_are_one_line(
     rigs: Any, caplog: pytest.LogCaptureFixture, first: str, kind: type[Exception]
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_failure_that_a_loss_may_explain_is_held_for_beats_however_often_it_is
     rig = rigs(plan_of(7, size=2), verdicts=[False], clock=clock)
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
-    rig.manager.report_error(PeerFailed(RESET))
+    rig.manager.report_error(PeerDisconnectedError(RESET))
     assert not rig.manager.should_commit()
     for _ in range(10):
         clock.pass_s(0.1)
@@ -126,7 +126,7 @@ def test_a_failure_that_no_loss_explains_is_told_soon(rigs: Any, caplog: pytest.
     rig = rigs(plan_of(7, size=2), plan_of(7, size=2), verdicts=[False, False])
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
-    rig.manager.report_error(PeerFailed(RESET))
+    rig.manager.report_error(PeerDisconnectedError(RESET))
     assert not rig.manager.should_commit()
     assert RESET not in caplog.text
     if end == "shutdown":
@@ -137,7 +137,7 @@ def test_a_failure_that_no_loss_explains_is_told_soon(rigs: Any, caplog: pytest.
     else:
         rig.manager.start_quorum()
         rig.manager.wait_quorum()
-        rig.manager.report_error(PeerFailed("another"))
+        rig.manager.report_error(PeerDisconnectedError("another"))
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warnings == [f"[replica_0/0 - step 0] this step will not commit: {RESET}"]
 
@@ -168,8 +168,13 @@ def test_each_other_failure_of_a_step_is_told_once(rigs: Any, caplog: pytest.Log
     rig.manager.wait_quorum()
     if before == "a loss":
         rig.coordinator.listener(loss(7))
-    first: Exception = ValueError("bad batch") if before == "an error of the user's" else PeerFailed(RESET)
-    for error in (first, Aborted("abort was called"), RuntimeError("CUDA out of memory"), PeerFailed(RESET)) * 2:
+    first: Exception = ValueError("bad batch") if before == "an error of the user's" else PeerDisconnectedError(RESET)
+    for error in (
+        first,
+        AbortedError("abort was called"),
+        RuntimeError("CUDA out of memory"),
+        PeerDisconnectedError(RESET),
+    ) * 2:
         rig.manager.report_error(error)
     assert not rig.manager.should_commit()
     rig.manager.shutdown()
@@ -201,7 +206,7 @@ def test_a_failure_names_who_is_gone_though_the_next_quorum_came_first(
     rig = rigs(plan_of(7, size=2), plan_of(8))
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
-    rig.manager.report_error(PeerFailed(RESET))
+    rig.manager.report_error(PeerDisconnectedError(RESET))
     assert not rig.manager.should_commit()
     assert rig.step()
     if is_told == "the notice comes late":
@@ -220,7 +225,7 @@ def test_a_failure_is_told_as_it_is_where_nobody_is_gone(rigs: Any, caplog: pyte
     for _ in range(2):
         rig.manager.start_quorum()
         rig.manager.wait_quorum()
-        rig.manager.report_error(PeerFailed(RESET))
+        rig.manager.report_error(PeerDisconnectedError(RESET))
         assert not rig.manager.should_commit()
     assert rig.step()
     rig.manager.shutdown()
@@ -237,7 +242,7 @@ def test_a_member_that_asks_for_another_group_explains_what_that_aborts(
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
     rig.coordinator.listener(replace(loss(7), lives=True))
-    rig.manager.report_error(Aborted("abort was called"))
+    rig.manager.report_error(AbortedError("abort was called"))
     assert not rig.manager.should_commit()
     rig.manager.shutdown()
     assert told(caplog) == []
@@ -254,7 +259,7 @@ def test_a_straggler_that_is_left_out_in_a_step_is_one_line(
     notice = replace(loss(7), reason="is left out as a straggler: it takes 9 s", lives=True)
     if comes == "before the failure":
         rig.coordinator.listener(notice)
-    rig.manager.report_error(PeerFailed(RESET))
+    rig.manager.report_error(PeerDisconnectedError(RESET))
     if comes == "after it":
         rig.coordinator.listener(notice)
     assert not rig.manager.should_commit()
@@ -274,14 +279,14 @@ def test_a_lost_rank_is_one_line_and_raised_with_its_name(
     rig = rigs(plan_of(7, size=2))
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
-    lost = GroupLost("replica replica_0 lost a rank (rank 1 ended: its process ended)")
+    lost = ReplicaGroupLostError("replica replica_0 lost a rank (rank 1 ended: its process ended)")
     if news == "before the failure":
         rig.coordinator.listener(lost)
-    rig.manager.report_error(PeerFailed(RESET))
-    rig.manager.report_error(GroupLost("a reduction among the processes of this replica failed (GLHF!)"))
+    rig.manager.report_error(PeerDisconnectedError(RESET))
+    rig.manager.report_error(ReplicaGroupLostError("a reduction among the processes of this replica failed (GLHF!)"))
     if news == "before the vote":
         rig.coordinator.listener(lost)
-    with pytest.raises(GroupLost) as raised:
+    with pytest.raises(ReplicaGroupLostError) as raised:
         rig.manager.should_commit()
     rig.manager.shutdown()
     if news == "never":
@@ -296,7 +301,7 @@ def test_a_group_that_a_dead_member_keeps_from_being_built_is_one_line(
     rigs: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = rigs(plan_of(7, size=2), verdicts=[False])
-    rig.group.failing_configure = ConfigureFailed("rank 1 did not come")
+    rig.group.failing_configure = ConfigureError("rank 1 did not come")
     rig.manager.start_quorum()
     assert not rig.manager.should_commit()
     rig.coordinator.listener(loss(7))
@@ -353,7 +358,7 @@ def test_a_notice_that_comes_before_its_quorum_is_kept_for_it(rigs: Any) -> None
     rig.manager.allreduce(torch.ones(2)).wait()
     error = rig.manager.errored()
     assert error is not None
-    assert isinstance(error.original_exception, QuorumBroken)
+    assert isinstance(error.original_exception, QuorumBrokenError)
     assert error.original_exception.replica_id == "replica_1"
     assert not rig.manager.should_commit()
     assert len(rig.group.configured) == 1
@@ -405,9 +410,9 @@ def test_the_loss_of_this_group_ends_its_reduction_and_is_raised(rigs: Any) -> N
     rig.manager.wait_quorum()
     rig.group.holds = True
     reduction = rig.manager.allreduce(torch.ones(2))
-    rig.coordinator.listener(GroupLost("replica a lost a rank (rank 1 ended: killed); end this process"))
+    rig.coordinator.listener(ReplicaGroupLostError("replica a lost a rank (rank 1 ended: killed); end this process"))
     assert not reduction.wait()
-    with pytest.raises(GroupLost, match="rank 1 ended: killed"):
+    with pytest.raises(ReplicaGroupLostError, match="rank 1 ended: killed"):
         rig.manager.should_commit()
 
 
@@ -416,8 +421,8 @@ def test_the_loss_of_this_group_is_raised_however_much_went_wrong_before(rigs: A
     rig.manager.start_quorum()
     for number in range(MAX_ERRORS_KEPT):
         rig.manager.report_error(RuntimeError(f"error {number}"))
-    rig.coordinator.listener(GroupLost("replica a lost a rank (rank 1 ended: killed); end this process"))
-    with pytest.raises(GroupLost, match="rank 1 ended: killed"):
+    rig.coordinator.listener(ReplicaGroupLostError("replica a lost a rank (rank 1 ended: killed); end this process"))
+    with pytest.raises(ReplicaGroupLostError, match="rank 1 ended: killed"):
         rig.manager.should_commit()
     assert len(rig.manager.status().errors) == MAX_ERRORS_KEPT
 
@@ -425,13 +430,13 @@ def test_the_loss_of_this_group_is_raised_however_much_went_wrong_before(rigs: A
 def test_the_loss_of_this_group_between_two_steps_is_raised_by_the_next(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2), QuorumKey(7, 7))
     assert rig.step()
-    rig.coordinator.listener(GroupLost("replica a lost a rank (rank 1 ended: killed); end this process"))
+    rig.coordinator.listener(ReplicaGroupLostError("replica a lost a rank (rank 1 ended: killed); end this process"))
     rig.manager.start_quorum()
-    with pytest.raises(GroupLost, match="rank 1 ended: killed"):
+    with pytest.raises(ReplicaGroupLostError, match="rank 1 ended: killed"):
         rig.manager.should_commit()
 
 
-@pytest.mark.parametrize("error", [Refused("who are you"), UsageError("call attach first")])
+@pytest.mark.parametrize("error", [RefusedError("who are you"), UsageError("call attach first")])
 def test_a_quorum_that_can_never_be_is_raised_however_much_went_wrong_before(rigs: Any, error: Exception) -> None:
     rig = rigs(error)
     rig.manager.start_quorum()

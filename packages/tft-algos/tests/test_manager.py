@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 
 from tft_algos import (
-    Closed,
-    HealingFailed,
+    ConfigError,
+    HealingError,
     Manager,
-    SettingError,
-    StateUnavailable,
-    TooManyFailures,
-    Unsupported,
+    ManagerClosedError,
+    TooManyFailuresError,
+    UnsupportedFeatureError,
     UsageError,
+    UserStateError,
 )
-from tft_algos.manager import ServerRestarted, reduction
+from tft_algos.errors import ServerRestartedError
+from tft_algos.manager import reduction
 from tft_algos.manager.healing import state_key
 from tft_algos.testing import FakeGroup, ManualClock, MemoryTransport, plan_of
-from tft_ckpt import StateUnavailable as CheckpointUnavailable
-from tft_ckpt import StateUnsupported
+from tft_ckpt import StateUnavailableError, StateUnsupportedError
 from tft_coord.core.types import Purpose, QuorumKey
-from tft_coord.errors import DeadlinePassed, GroupLost, Refused
+from tft_coord.errors import RefusedError, ReplicaGroupLostError, RequestTimeoutError
 
 # --- a step -----------------------------------------------------------------------------------------------------------
 
@@ -74,8 +74,8 @@ def test_the_groups_verdict_counts_and_not_the_own_vote(rigs: Any) -> None:
 
 
 def test_a_vote_without_an_answer_neither_steps_nor_goes_on(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=2), verdicts=[DeadlinePassed("no verdict")])
-    with pytest.raises(DeadlinePassed, match="no verdict"):
+    rig = rigs(plan_of(7, size=2), verdicts=[RequestTimeoutError("no verdict")])
+    with pytest.raises(RequestTimeoutError, match="no verdict"):
         rig.step()
     assert rig.manager.current_step() == 0
 
@@ -83,7 +83,7 @@ def test_a_vote_without_an_answer_neither_steps_nor_goes_on(rigs: Any) -> None:
 def test_max_retries(rigs: Any) -> None:
     rig = rigs(plan_of(7), plan_of(8), verdicts=[False, False], max_retries=1)
     assert not rig.step()
-    with pytest.raises(TooManyFailures, match="failed to commit 2 times in a row, and max_retries is 1"):
+    with pytest.raises(TooManyFailuresError, match="failed to commit 2 times in a row, and max_retries is 1"):
         rig.step()
 
 
@@ -130,7 +130,7 @@ def test_should_quantize_is_refused_and_never_silently_ignored(rigs: Any) -> Non
     """The fault of torchft: without Triton, unquantized data is sent."""
     rig = rigs(plan_of(7, size=2))
     rig.manager.start_quorum()
-    with pytest.raises(Unsupported, match="quantized reductions do not exist here"):
+    with pytest.raises(UnsupportedFeatureError, match="quantized reductions do not exist here"):
         rig.manager.allreduce(torch.ones(1), should_quantize=True)
     assert rig.group.calls == []
 
@@ -344,7 +344,7 @@ def test_wrapped_futures_cost_no_thread_each_and_leave_nothing(rigs: Any) -> Non
 
 def test_what_fails_again_and_again_is_asked_for_after_a_pause(rigs: Any) -> None:
     clock = ManualClock()
-    rig = rigs(*[DeadlinePassed("late")] * 5, plan_of(7, size=2), clock=clock)
+    rig = rigs(*[RequestTimeoutError("late")] * 5, plan_of(7, size=2), clock=clock)
     for _ in range(5):
         assert not rig.step()
     assert rig.step()
@@ -353,7 +353,7 @@ def test_what_fails_again_and_again_is_asked_for_after_a_pause(rigs: Any) -> Non
 
 def test_after_one_failed_quorum_the_manager_is_usable_again(rigs: Any) -> None:
     """The fault of torchft: every later start_quorum raises the old error again, at once."""
-    rig = rigs(DeadlinePassed("nobody answered"), plan_of(7, size=2))
+    rig = rigs(RequestTimeoutError("nobody answered"), plan_of(7, size=2))
     assert not rig.step()
     assert rig.coordinator.votes == []
     assert rig.step()
@@ -361,13 +361,15 @@ def test_after_one_failed_quorum_the_manager_is_usable_again(rigs: Any) -> None:
 
 
 def test_after_one_failed_synchronous_quorum_the_manager_is_usable_again(rigs: Any) -> None:
-    rig = rigs(DeadlinePassed("nobody answered"), plan_of(7, size=2), use_async_quorum=False)
-    with pytest.raises(DeadlinePassed, match="nobody answered"):
+    rig = rigs(RequestTimeoutError("nobody answered"), plan_of(7, size=2), use_async_quorum=False)
+    with pytest.raises(RequestTimeoutError, match="nobody answered"):
         rig.manager.start_quorum()
     assert rig.step()
 
 
-@pytest.mark.parametrize("error", [GroupLost("rank 1 ended"), Refused("two of that name", code="duplicate")])
+@pytest.mark.parametrize(
+    "error", [ReplicaGroupLostError("rank 1 ended"), RefusedError("two of that name", code="duplicate")]
+)
 def test_what_this_process_can_do_nothing_about_is_raised(rigs: Any, error: Exception) -> None:
     rig = rigs(error)
     rig.manager.start_quorum()
@@ -381,8 +383,8 @@ def test_a_lost_group_is_raised_whoever_noticed_it(rigs: Any) -> None:
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
     rig.manager.report_error(RuntimeError("first"))
-    rig.manager.report_error(GroupLost("rank 1 ended"))
-    with pytest.raises(GroupLost, match="rank 1 ended"):
+    rig.manager.report_error(ReplicaGroupLostError("rank 1 ended"))
+    with pytest.raises(ReplicaGroupLostError, match="rank 1 ended"):
         rig.manager.should_commit()
 
 
@@ -404,7 +406,7 @@ def test_a_group_that_failed_after_the_step_asks_for_a_new_id(rigs: Any) -> None
 
 
 def test_a_manager_server_that_ended_is_asked_again_holding_nothing(rigs: Any) -> None:
-    rig = rigs(plan_of(7), ServerRestarted(), plan_of(8, step=1))
+    rig = rigs(plan_of(7), ServerRestartedError(), plan_of(8, step=1))
     assert rig.step()
     assert rig.step()
     held = [request.held for request in rig.coordinator.requests]
@@ -412,7 +414,7 @@ def test_a_manager_server_that_ended_is_asked_again_holding_nothing(rigs: Any) -
 
 
 def test_a_manager_server_that_ended_in_the_vote_counts_as_no(rigs: Any) -> None:
-    rig = rigs(plan_of(7), plan_of(8), verdicts=[ServerRestarted()])
+    rig = rigs(plan_of(7), plan_of(8), verdicts=[ServerRestartedError()])
     assert not rig.step()
     assert rig.step()
     assert rig.coordinator.requests[1].held is None
@@ -441,7 +443,7 @@ def test_what_start_quorum_and_should_commit_say_reaches_the_coordinator(rigs: A
 
 
 def test_who_participated_can_be_asked_until_the_next_quorum_is_started(rigs: Any) -> None:
-    rig = rigs(plan_of(7, size=3, rank=1), DeadlinePassed("late"), verdicts=[True])
+    rig = rigs(plan_of(7, size=3, rank=1), RequestTimeoutError("late"), verdicts=[True])
     assert rig.step()
     manager = rig.manager
     assert (manager.num_participants(), manager.participating_rank(), manager.is_participating()) == (3, 1, True)
@@ -516,7 +518,7 @@ def test_a_synchronous_healing_that_fails_ends_the_reduction_for_the_others(rigs
     rig = rigs(plan_of(7, rank=1, size=2, healing=[1], step=5), use_async_quorum=False)
     rig.manager.start_quorum()
     assert rig.group.errored() is not None
-    assert isinstance(rig.manager.status().errors[0], HealingFailed)
+    assert isinstance(rig.manager.status().errors[0], HealingError)
 
 
 def test_state_under_several_keys_registered_after_the_quorum_was_started_travels(rigs: Any) -> None:
@@ -566,7 +568,7 @@ def test_a_state_that_can_not_travel_costs_the_source_nothing(rigs: Any, caplog:
     rig = rigs(plan_of(7, size=2, healing=[1]))
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise StateUnsupported("user['f'] is a function", path="user['f']")
+        raise StateUnsupportedError("user['f'] is a function", path="user['f']")
 
     rig.transport.send_checkpoint = refuse
     assert rig.step()
@@ -604,7 +606,7 @@ def test_those_that_heal_are_named_to_the_transport_that_refuses_them_and_it_may
 
     def refuse(step: int, sentence: str, **more: Any) -> None:
         refused.append((step, more["dst_ranks"]))
-        raise Closed("the transport was shut down")
+        raise ManagerClosedError("the transport was shut down")
 
     source.manager._parts.shared.user_state._functions["default"] = (source.weights.load, take)
     source.transport.refuse_checkpoint = refuse
@@ -623,7 +625,7 @@ def test_a_transport_that_fails_before_it_knows_the_key_keeps_no_healer_waiting(
     source.transport.send_checkpoint = fail
     assert source.step()
     told = shelf[state_key(plan_of(7, size=2, healing=[1]))]
-    assert isinstance(told, CheckpointUnavailable), "the healer is told"
+    assert isinstance(told, StateUnavailableError), "the healer is told"
     assert "Too many open files" in str(told)
 
 
@@ -633,7 +635,7 @@ def test_a_state_that_was_declared_half_written_is_not_served(rigs: Any) -> None
     rig.transport.refuse_checkpoint = lambda step, why, *, key, dst_ranks: refused.append((step, why, list(dst_ranks)))
     rig.manager.disallow_state_dict_read()
     rig.manager.start_quorum()
-    with pytest.raises(StateUnavailable, match="call allow_state_dict_read first"):
+    with pytest.raises(UserStateError, match="call allow_state_dict_read first"):
         rig.manager.should_commit()
     ((step, why, told),) = refused
     assert (step, told) == (0, [1]), "who heals does not wait for it"
@@ -676,14 +678,14 @@ def test_two_ranks_agree_that_all_have_staged_before_one_loads(rigs: Any) -> Non
 
 def test_state_is_registered_once_under_each_key(rigs: Any) -> None:
     manager = rigs().manager
-    with pytest.raises(SettingError, match="'default' already"):
+    with pytest.raises(ConfigError, match="'default' already"):
         manager.register_state_dict_fn("default", lambda _: None, dict)
     with pytest.warns(DeprecationWarning, match="register_state_dict_fn"):
         manager.set_state_dict_fns(lambda _: None, dict)
 
 
 def test_one_of_the_two_state_functions_is_not_enough() -> None:
-    with pytest.raises(SettingError, match="give both or neither"):
+    with pytest.raises(ConfigError, match="give both or neither"):
         Manager(FakeGroup(), lambda _: None, None)
 
 
@@ -723,7 +725,7 @@ def test_no_memory_for_a_state_that_nobody_asks_for_first_is_no_error(
     rig = rigs(plan)
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise CheckpointUnavailable("there is no memory for a second copy of the state")
+        raise StateUnavailableError("there is no memory for a second copy of the state")
 
     rig.transport.send_checkpoint = refuse
     assert rig.step()
@@ -758,7 +760,7 @@ def test_too_few_replicas_are_told_with_their_number_once(rigs: Any, caplog: pyt
 
 def test_quorums_verdicts_and_errors_are_records_for_machines(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
-    rig = rigs(plan_of(7, size=2, participants=[0]), QuorumKey(7, 7), DeadlinePassed("late"), clock=clock)
+    rig = rigs(plan_of(7, size=2, participants=[0]), QuorumKey(7, 7), RequestTimeoutError("late"), clock=clock)
     for name in ("tft_quorums", "tft_commits", "tft_errors"):
         caplog.set_level(logging.DEBUG, name)
     configure = rig.group.configure
@@ -782,7 +784,7 @@ def test_quorums_verdicts_and_errors_are_records_for_machines(rigs: Any, caplog:
     assert told(rig.manager.commits_logger, "commit_result", "num_participants") == verdicts
     assert told(rig.manager.errors_logger, "error_type", "error", "counts") == [
         (7, 1, "ValueError", "not a number", True),
-        (None, 1, "DeadlinePassed", "late", True),
+        (None, 1, "RequestTimeoutError", "late", True),
     ]
 
 
@@ -800,7 +802,7 @@ def test_shutdown_ends_all_parts_and_may_be_repeated(rigs: Any) -> None:
         assert rig.step()
     rig.manager.shutdown()
     assert (rig.group.closed, rig.coordinator.closed, rig.transport.closed) == (True, True, True)
-    with pytest.raises(Closed, match="make a new one"):
+    with pytest.raises(ManagerClosedError, match="make a new one"):
         rig.manager.start_quorum()
 
 
@@ -841,7 +843,7 @@ def test_after_shutdown_nothing_is_begun(rigs: Any) -> None:
         manager.leave_on_signal,
         manager.__enter__,
     ):
-        with pytest.raises(Closed, match="was shut down; make a new one"):
+        with pytest.raises(ManagerClosedError, match="was shut down; make a new one"):
             call()
 
 
@@ -855,7 +857,7 @@ def test_what_is_pending_at_shutdown_has_its_default(rigs: Any, caplog: pytest.L
 def test_too_few_participants_are_what_max_retries_names(rigs: Any) -> None:
     rig = rigs(plan_of(7, min_replica_size=2), max_retries=0)
     rig.manager.start_quorum()
-    with pytest.raises(TooManyFailures, match="1 replicas take part, and min_replica_size is 2"):
+    with pytest.raises(TooManyFailuresError, match="1 replicas take part, and min_replica_size is 2"):
         rig.manager.should_commit()
 
 
@@ -881,7 +883,7 @@ def test_state_that_is_registered_late_is_warned_of_where_nothing_makes_it_alike
     [(None, "pg is a NoneType"), (FakeGroup, "pg is the class FakeGroup"), ("gloo", "pg is a str")],
 )
 def test_what_is_no_process_group_is_refused_by_name(pg: Any, says: str) -> None:
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(ConfigError, match=says):
         Manager(pg, lighthouse_addr="localhost:1")
 
 
@@ -908,14 +910,14 @@ class Lookalike:
     ],
 )
 def test_what_is_no_part_of_a_manager_is_refused_by_name(part: dict[str, Any], says: str) -> None:
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(ConfigError, match=says):
         Manager(FakeGroup(), lighthouse_addr="localhost:1", **part)
 
 
 @pytest.mark.parametrize("said", [{"allow_heal": "no"}, {"shrink_only": 2}, {"use_async_quorum": 0}])
 def test_a_flag_that_is_none_is_refused_by_name_and_nothing_is_begun(rigs: Any, said: dict[str, Any]) -> None:
     manager = rigs(plan_of(7)).manager
-    with pytest.raises(SettingError, match=f"{next(iter(said))} is .*; give True"):
+    with pytest.raises(ConfigError, match=f"{next(iter(said))} is .*; give True"):
         manager.start_quorum(**said)
     assert manager.strategy.attempt == 0
 
@@ -930,13 +932,13 @@ def test_a_wait_without_a_timedelta_is_refused(rigs: Any) -> None:
 def test_premul_sum_is_refused_alone_too(rigs: Any) -> None:
     rig = rigs(plan_of(7))
     rig.manager.start_quorum()
-    with pytest.raises(Unsupported, match="PREMUL_SUM does not exist here; multiply the tensor"):
+    with pytest.raises(UnsupportedFeatureError, match="PREMUL_SUM does not exist here; multiply the tensor"):
         rig.manager.allreduce(torch.ones(2), reduce_op=dist._make_nccl_premul_sum(2.0))
 
 
 @pytest.mark.parametrize("key", [3, "", None, ("model",)])
 def test_state_has_a_name(rigs: Any, key: Any) -> None:
-    with pytest.raises(SettingError, match="give a name, the same on every replica"):
+    with pytest.raises(ConfigError, match="give a name, the same on every replica"):
         rigs(plan_of(7)).manager.register_state_dict_fn(key, print, dict)
 
 
@@ -955,7 +957,7 @@ def test_what_is_no_future_is_not_wrapped(rigs: Any) -> None:
 
 
 def test_state_functions_are_functions(rigs: Any) -> None:
-    with pytest.raises(SettingError, match="load_state_dict of 'more' is a dict; give a function"):
+    with pytest.raises(ConfigError, match="load_state_dict of 'more' is a dict; give a function"):
         rigs().manager.register_state_dict_fn("more", {}, dict)  # type: ignore[arg-type]
 
 
@@ -970,18 +972,18 @@ def test_allreduce_takes_one_tensor(rigs: Any, tensor: Any) -> None:
 @pytest.mark.parametrize("state", [None, {"step": 2**70, "batches_committed": 0}, {"step": -1, "batches_committed": 0}])
 def test_a_state_that_is_no_managers_is_refused(rigs: Any, state: Any) -> None:
     rig = rigs()
-    with pytest.raises(StateUnavailable):
+    with pytest.raises(UserStateError):
         rig.manager.load_state_dict(state)
     assert rig.manager.current_step() == 0
 
 
 def test_a_name_that_would_break_a_log_line_is_refused() -> None:
-    with pytest.raises(SettingError, match="replica_id has unprintable characters"):
+    with pytest.raises(ConfigError, match="replica_id has unprintable characters"):
         Manager(FakeGroup(), lighthouse_addr="localhost:1", replica_id="a\nb")
 
 
 def test_who_is_told_while_it_heals_that_its_group_is_lost_does_not_vote(rigs: Any) -> None:
-    lost = GroupLost("replica_1 lost a rank; start the group again")
+    lost = ReplicaGroupLostError("replica_1 lost a rank; start the group again")
     rig = rigs(plan_of(1, step=4, rank=1, size=2, healing=[1]))
     receive = rig.transport.recv_checkpoint
 
@@ -990,33 +992,33 @@ def test_who_is_told_while_it_heals_that_its_group_is_lost_does_not_vote(rigs: A
         return receive(*args, **kwargs)
 
     rig.transport.recv_checkpoint = told_meanwhile
-    with pytest.raises(GroupLost, match="lost a rank"):
+    with pytest.raises(ReplicaGroupLostError, match="lost a rank"):
         rig.step()
     assert rig.coordinator.votes == []
 
 
 def test_a_vote_that_nobody_answers_because_the_group_is_lost_says_so(rigs: Any) -> None:
     rig = rigs(plan_of(1, size=2))
-    lost = GroupLost("replica_0 lost a rank; start the group again")
+    lost = ReplicaGroupLostError("replica_0 lost a rank; start the group again")
 
     def vote(*args: Any, **kwargs: Any) -> bool:
         rig.coordinator.listener(lost)
-        raise DeadlinePassed("no answer")
+        raise RequestTimeoutError("no answer")
 
     rig.coordinator.vote = vote
-    with pytest.raises(GroupLost, match="lost a rank"):
+    with pytest.raises(ReplicaGroupLostError, match="lost a rank"):
         rig.step()
 
 
 @pytest.mark.parametrize("timeout", [5, 0.5, timedelta(), timedelta(seconds=-1)])
 def test_a_time_out_that_is_no_timedelta_is_refused_in_one_sentence(rigs: Any, timeout: Any) -> None:
     rig = rigs(plan_of())
-    with pytest.raises(SettingError, match=r"timeout is .*; give a timedelta above zero"):
+    with pytest.raises(ConfigError, match=r"timeout is .*; give a timedelta above zero"):
         rig.manager.start_quorum(timeout=timeout)
     rig.manager.start_quorum()
-    with pytest.raises(SettingError, match=r"timeout is .*; give a timedelta above zero"):
+    with pytest.raises(ConfigError, match=r"timeout is .*; give a timedelta above zero"):
         rig.manager.wrap_future(torch.futures.Future(), None, timeout=timeout)
-    with pytest.raises(SettingError, match=r"timeout is .*; give a timedelta above zero"):
+    with pytest.raises(ConfigError, match=r"timeout is .*; give a timedelta above zero"):
         rig.manager.should_commit(timeout=timeout)
     assert rig.manager.should_commit()
 
@@ -1025,7 +1027,7 @@ def test_a_time_out_that_is_no_timedelta_is_refused_in_one_sentence(rigs: Any, t
 def test_a_time_out_above_a_week_is_refused_and_the_manager_stays_usable(rigs: Any, timeout: timedelta) -> None:
     rig = rigs(plan_of())
     sentence = r"timeout is .*; give a timedelta of at most a week"
-    with pytest.raises(SettingError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         rig.manager.start_quorum(timeout=timeout)
     assert not rig.coordinator.requests
     rig.manager.start_quorum(timeout=timedelta(days=7))
@@ -1034,7 +1036,7 @@ def test_a_time_out_above_a_week_is_refused_and_the_manager_stays_usable(rigs: A
         lambda: rig.manager.allreduce(torch.ones(1), timeout=timeout),
         lambda: rig.manager.should_commit(timeout=timeout),
     ):
-        with pytest.raises(SettingError, match=sentence):
+        with pytest.raises(ConfigError, match=sentence):
             call()
     assert rig.manager.should_commit(timeout=timedelta(days=7))
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tft_algos import DistributedDataParallel, Optimizer, SettingError, Unsupported, UsageError
+from tft_algos import ConfigError, DistributedDataParallel, Optimizer, UnsupportedFeatureError, UsageError
 from tft_algos.testing import plan_of
 from tft_coord.core.types import QuorumKey
 
@@ -329,7 +329,7 @@ def test_an_interrupt_between_the_verdict_and_the_step_leaves_a_torn_replica(ver
 )
 def test_what_is_no_optimizer_of_a_manager_is_refused_when_it_is_wrapped(swap: bool, optim: Any, given: str) -> None:
     arguments: list[Any] = [optim, Decides()] if swap else [Decides(), optim]
-    with pytest.raises(SettingError, match=f"Optimizer was given {given}; give a Manager, and after it"):
+    with pytest.raises(ConfigError, match=f"Optimizer was given {given}; give a Manager, and after it"):
         Optimizer(*arguments)
 
 
@@ -631,5 +631,5 @@ def test_a_replica_group_alone_is_bit_equal_to_plain_torch(rigs: Any, name: str,
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_when_it_is_wrapped() -> None:
-    with pytest.raises(Unsupported, match="LBFGS evaluates the model again through a closure"):
+    with pytest.raises(UnsupportedFeatureError, match="LBFGS evaluates the model again through a closure"):
         wrap(Decides(), torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]))

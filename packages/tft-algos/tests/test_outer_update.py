@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import DiLoCo, LocalSGD, OuterFragment, OuterLoop, OuterUpdate, SettingError, StateUnavailable
+from tft_algos import ConfigError, DiLoCo, LocalSGD, OuterFragment, OuterLoop, OuterUpdate, UserStateError
 from tft_algos.local_sgd.diloco import OuterOptimizerStep
 from tft_algos.local_sgd.local_sgd import ParameterMean
 from tft_algos.testing import plan_of
@@ -132,9 +132,9 @@ def test_a_state_of_another_update_is_refused_and_changes_nothing(rigs: Any) -> 
     rig, own, update = rigs(plan_of(7, size=1)), Trains(), Remembers()
     loop = OuterLoop(rig.manager, [own.model], own.inner, update, 2)
     (key, state), *_ = loop.state_dict().items()
-    with pytest.raises(StateUnavailable, match=r"Remembers has \[\] and this replica \['sum'\]; use the same outer"):
+    with pytest.raises(UserStateError, match=r"Remembers has \[\] and this replica \['sum'\]; use the same outer"):
         loop.load_state_dict({key: {"original_parameters": state["original_parameters"]}})
-    with pytest.raises(StateUnavailable, match="this is no state of Remembers"):
+    with pytest.raises(UserStateError, match="this is no state of Remembers"):
         loop.load_state_dict({key: {"sum": torch.zeros(1)}})
 
 
@@ -166,7 +166,7 @@ class Half(OuterUpdate):
 )
 def test_what_is_no_outer_update_is_refused(rigs: Any, update: Any, sentence: str) -> None:
     rig, own = rigs(plan_of(7, size=1)), Trains()
-    with pytest.raises(SettingError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         OuterLoop(rig.manager, [own.model], own.inner, update, 2)
 
 

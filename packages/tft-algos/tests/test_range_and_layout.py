@@ -17,7 +17,7 @@ from tft_algos import (
     DistributedDataParallel,
     LocalSGD,
     PureDistributedDataParallel,
-    Unsupported,
+    UnsupportedFeatureError,
     extend_mesh,
     reduce_across,
 )
@@ -325,7 +325,7 @@ def test_elements_that_share_memory_fail_the_step_by_name(
     rig.manager.start_quorum()
     assert not rig.manager.allreduce(make()).wait()
     (error,) = rig.manager.status().errors
-    assert isinstance(error, Unsupported)
+    assert isinstance(error, UnsupportedFeatureError)
     assert "several of its elements share memory; reduce its contiguous()" in str(error)
     assert not rig.manager.should_commit()
 

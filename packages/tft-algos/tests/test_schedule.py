@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tft_algos import SettingError
+from tft_algos import ConfigError
 from tft_algos.local_sgd.schedule import Due, Schedule, fragment_of
 
 
@@ -126,6 +126,6 @@ def test_each_fragment_is_synchronized_once_in_sync_every_steps_and_never_twice_
     ],
 )
 def test_what_can_not_be_is_refused(arguments: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Schedule(*arguments)
-    assert issubclass(SettingError, ValueError)
+    assert issubclass(ConfigError, ValueError)

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tft_algos import HealingFailed
+from tft_algos import HealingError
 from tft_algos.manager.shards import has_shards, place_shards
 from tft_algos.testing import MemoryTransport, digest, plan_of
 from tft_ckpt import LocalShard
 from tft_coord.core.types import Purpose, Verdict
-from tft_coord.errors import DeadlinePassed, GroupLost
+from tft_coord.errors import ReplicaGroupLostError, RequestTimeoutError
 from tft_pg import ProcessGroupDummy, extend_device_mesh
 
 
@@ -148,7 +148,7 @@ def test_what_is_saved_on_an_extended_mesh_is_placed_on_another_ones() -> None:
     both = {"model": {"one": sharded(meshes[0]), "two": sharded(meshes[1])}}
     state = {"model": both["model"], "state": {"two": {"moment": sharded(meshes[0])}}}
     assert place_shards(fetched(state), both)["state"]["two"]["moment"].device_mesh == meshes[1]
-    with pytest.raises(HealingFailed, match=r"state\['state'\]\[0\] .* 2 different meshes here have that form"):
+    with pytest.raises(HealingError, match=r"state\['state'\]\[0\] .* 2 different meshes here have that form"):
         place_shards(fetched({"model": both["model"], "state": {0: sharded(meshes[0])}}), both)
     for group in groups:
         group.unregister()
@@ -208,19 +208,19 @@ MISFITS = {
 def test_a_part_that_does_not_fit_is_refused_with_its_path_and_both_sides(kind: str) -> None:
     mesh = mesh_of("shard")
     make, sentence = MISFITS[kind]
-    with pytest.raises(HealingFailed, match=sentence) as caught:
+    with pytest.raises(HealingError, match=sentence) as caught:
         place_shards(fetched({"model": [sharded(mesh)]}), {"model": [make(mesh)]})
     assert str(caught.value).startswith("state['model'][0] is a part of")
 
 
 def test_a_whole_tensor_where_a_part_belongs_is_refused() -> None:
     mesh = mesh_of("shard")
-    with pytest.raises(HealingFailed, match=r"state\['b'\] is a whole tensor .* at the source and a part of"):
+    with pytest.raises(HealingError, match=r"state\['b'\] is a whole tensor .* at the source and a part of"):
         place_shards({"a": fetched(sharded(mesh)), "b": torch.ones(4, 2)}, {"a": sharded(mesh), "b": sharded(mesh)})
 
 
 def test_a_part_for_which_there_is_no_mesh_is_refused() -> None:
-    with pytest.raises(HealingFailed, match="missing here, and nothing else here is on a mesh of that form"):
+    with pytest.raises(HealingError, match="missing here, and nothing else here is on a mesh of that form"):
         place_shards({"a": fetched(sharded(mesh_of("shard")))}, {"b": sharded(mesh_of("tp")), "c": torch.ones(1)})
 
 
@@ -360,14 +360,14 @@ def test_where_another_rank_finds_no_mesh_nothing_is_loaded(rigs: Any) -> None:
     assert "could not find the meshes for step 0; a group heals whole" in str(member.manager.status().errors[0])
 
 
-@pytest.mark.parametrize("verdict", [False, DeadlinePassed("no verdict")], ids=["a no", "no answer"])
+@pytest.mark.parametrize("verdict", [False, RequestTimeoutError("no verdict")], ids=["a no", "no answer"])
 def test_whose_group_is_lost_before_that_takes_nothing(rigs: Any, verdict: Any) -> None:
     member, _, own = healing(rigs, **TWO)
     cast = member.coordinator.vote
 
     def vote(step: int, yes: bool, timeout: Any, *, key: Any, purpose: Purpose, **wish: bool) -> Verdict:
         if purpose is Purpose.WITHOUT_OWN:
-            member.coordinator.listener(GroupLost("rank 0 was killed"))
+            member.coordinator.listener(ReplicaGroupLostError("rank 0 was killed"))
             if isinstance(verdict, Exception):
                 raise verdict
             return Verdict(yes=False)
@@ -375,7 +375,7 @@ def test_whose_group_is_lost_before_that_takes_nothing(rigs: Any, verdict: Any) 
         return answer
 
     member.coordinator.vote = vote
-    with pytest.raises(GroupLost, match="rank 0 was killed"):
+    with pytest.raises(ReplicaGroupLostError, match="rank 0 was killed"):
         member.step()
     assert (own.taken, own.loaded) == ([], [])
 
@@ -384,10 +384,10 @@ def test_a_rank_that_is_lost_in_a_collective_of_the_users_loses_its_group(rigs: 
     member, _, own = healing(rigs, use_async_quorum=use_async_quorum, **TWO)
 
     def take() -> object:
-        member.coordinator.listener(GroupLost("rank 0 was killed"))
+        member.coordinator.listener(ReplicaGroupLostError("rank 0 was killed"))
         raise RuntimeError("connection closed by peer")
 
     member.manager._parts.shared.user_state._functions["model"] = (own.load, take)
-    with pytest.raises(GroupLost, match="rank 0 was killed"):
+    with pytest.raises(ReplicaGroupLostError, match="rank 0 was killed"):
         member.step()
     assert own.loaded == []

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tft_algos import SettingError, UsageError, fragment_model
+from tft_algos import ConfigError, UsageError, fragment_model
 from tft_algos.local_sgd.splitting import _cuts
 
 
@@ -113,7 +113,7 @@ def test_a_layer_that_is_used_several_times_is_one() -> None:
     model.layers = nn.ModuleList([shared, shared, other, shared])
     fragments = fragment_model(model, 2)
     assert names(fragments) == [["layers.0.weight", "layers.0.bias"], ["layers.2.weight", "layers.2.bias"]]
-    with pytest.raises(SettingError, match="num_fragments is 3 and this Module has 2 layers"):
+    with pytest.raises(ConfigError, match="num_fragments is 3 and this Module has 2 layers"):
         fragment_model(model, 3)
 
 
@@ -155,7 +155,7 @@ def test_experts_inside_a_layer_are_not_the_stack() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(Experts() for _ in range(2))
     assert layers(fragment_model(model, 2)) == [[0], [1]]
-    with pytest.raises(SettingError, match="has 2 layers"):
+    with pytest.raises(ConfigError, match="has 2 layers"):
         fragment_model(model, 3)
 
 
@@ -189,7 +189,7 @@ def test_frozen_layers_are_none_to_cut_between() -> None:
     model.layers[1].requires_grad_(False)
     model.layers[2].requires_grad_(False)
     assert layers(fragment_model(model, 2)) == [[0, 1, 2], [3]]
-    with pytest.raises(SettingError, match="num_fragments is 3 and this Decoder has 2 layers with parameters to train"):
+    with pytest.raises(ConfigError, match="num_fragments is 3 and this Decoder has 2 layers with parameters to train"):
         fragment_model(model, 3)
 
 
@@ -243,16 +243,16 @@ def test_layers_may_be_interleaved() -> None:
     ],
 )
 def test_what_can_t_work_is_refused_in_one_sentence(given: Any, sentence: str) -> None:
-    with pytest.raises(SettingError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         fragment_model(Decoder(3), given)
 
 
 def test_what_is_no_model_or_has_nothing_to_train_is_refused() -> None:
-    with pytest.raises(SettingError, match="fragment_model was given a list; give a module"):
+    with pytest.raises(ConfigError, match="fragment_model was given a list; give a module"):
         fragment_model([], 1)  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="no parameter of this Decoder is trainable"):
+    with pytest.raises(ConfigError, match="no parameter of this Decoder is trainable"):
         fragment_model(Decoder(1).requires_grad_(False), 1)
-    with pytest.raises(SettingError, match="this Linear has no stack of layers with parameters to train"):
+    with pytest.raises(ConfigError, match="this Linear has no stack of layers with parameters to train"):
         fragment_model(nn.Linear(2, 2), 2)
 
 

@@ -14,7 +14,7 @@ import torch
 from tft_algos import ManagerPhase, ManagerStatus
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.types import LeaveRequest, Plan, QuorumKey, RankRequest, Verdict
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 
 def within(call: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> ManagerStatus:
@@ -158,7 +158,7 @@ def test_errors_are_those_of_the_step_and_the_last_one_stays(rigs: Any) -> None:
 
 
 def test_a_quorum_that_did_not_come_leaves_no_plan(rigs: Any) -> None:
-    rig = rigs(DeadlinePassed("no quorum came in time"))
+    rig = rigs(RequestTimeoutError("no quorum came in time"))
     rig.manager.start_quorum()
     assert not rig.manager.should_commit()
     status = rig.manager.status()

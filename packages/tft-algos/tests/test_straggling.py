@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos import SettingError, TooManyFailures
+from tft_algos import ConfigError, TooManyFailuresError
 from tft_algos.manager.own_time import OwnTime
 from tft_algos.manager.reduction import Reduction
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord import PaceKind, StragglerNews
 from tft_coord.core.types import QuorumKey
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 STANDS = QuorumKey(1, 1)
 
@@ -243,12 +243,12 @@ def test_a_function_that_raises_is_named_and_fails_no_step(rigs: Any, caplog: py
 
 
 def test_what_is_no_function_is_refused(rigs: Any) -> None:
-    with pytest.raises(SettingError, match="on_straggler is a str; give a function of one argument"):
+    with pytest.raises(ConfigError, match="on_straggler is a str; give a function of one argument"):
         rigs(plan_of(size=2), on_straggler="warn")
 
 
 def test_steps_without_a_quorum_are_no_failures_while_it_is_left_out(rigs: Any) -> None:
-    missing = [DeadlinePassed("no quorum came in time") for _ in range(4)]
+    missing = [RequestTimeoutError("no quorum came in time") for _ in range(4)]
     rig = rigs(*missing, max_retries=1)
     rig.coordinator.listener(OUT)
     for _ in range(3):
@@ -259,10 +259,10 @@ def test_steps_without_a_quorum_are_no_failures_while_it_is_left_out(rigs: Any) 
 
 def test_a_quorum_that_comes_ends_that(rigs: Any) -> None:
     """The lighthouse that left it out may have ended meanwhile."""
-    rig = rigs(plan_of(size=2), DeadlinePassed("no quorum came in time"), max_retries=0)
+    rig = rigs(plan_of(size=2), RequestTimeoutError("no quorum came in time"), max_retries=0)
     rig.coordinator.listener(OUT)
     assert rig.step()
-    with pytest.raises(TooManyFailures, match="failed to commit 1 times in a row"):
+    with pytest.raises(TooManyFailuresError, match="failed to commit 1 times in a row"):
         rig.step()
 
 

@@ -110,7 +110,7 @@ def test_what_a_strategy_is_written_with_is_exported() -> None:
         "Group",
         "ManagerStatus",
         "ResolvedConfig",
-        "ServerRestarted",
+        "ServerRestartedError",
         "StepControl",
     }
     assert names <= set(tft_algos.__all__)

@@ -11,11 +11,11 @@ import pytest
 from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.types import Unreached, Via
-from tft_pg.errors import Aborted, ConfigureFailed, PeerFailed, StoreUnreachable
+from tft_pg.errors import AbortedError, ConfigureError, PeerDisconnectedError, StoreUnreachableError
 
-REFUSED = ConfigureFailed("no group", unreached={2: "10.0.0.3 port 4321: connection refused"})
-LATE = ConfigureFailed("no group", missing_ranks=(1,))
-NO_STORE = StoreUnreachable("no store", host="10.0.0.1", port=29500, why="connection refused")
+REFUSED = ConfigureError("no group", unreached={2: "10.0.0.3 port 4321: connection refused"})
+LATE = ConfigureError("no group", missing_ranks=(1,))
+NO_STORE = StoreUnreachableError("no store", host="10.0.0.1", port=29500, why="connection refused")
 
 
 def plan(quorum_id: int = 7, rank: int = 1, size: int = 3) -> Any:
@@ -54,14 +54,14 @@ def test_a_peer_that_came_in_between_is_not_said(between: str) -> None:
     if between == "a group":
         peers.group_configured()
     else:
-        peers.configure_failed(plan(rank=0), ConfigureFailed("no group", missing_ranks=(2,)))
+        peers.configure_failed(plan(rank=0), ConfigureError("no group", missing_ranks=(2,)))
     peers.configure_failed(plan(rank=0), LATE)
     assert peers.take() == ()
 
 
 def test_an_abort_in_between_says_nothing_of_who_came() -> None:
     peers = UnreachedPeers()
-    for error in (LATE, Aborted("the quorum broke"), LATE):
+    for error in (LATE, AbortedError("the quorum broke"), LATE):
         peers.configure_failed(plan(rank=0), error)
     assert [each.replica_id for each in peers.take()] == ["replica_1"]
 
@@ -71,7 +71,7 @@ def test_a_store_is_said_by_the_replica_that_it_belongs_to(rank: int, whose: str
     peers = UnreachedPeers()
     found = peers.configure_failed(plan(rank=rank), NO_STORE)
     assert peers.take() == (Unreached("replica_0", Via.STORE, "10.0.0.1:29500: connection refused"),)
-    assert isinstance(found.error, StoreUnreachable)
+    assert isinstance(found.error, StoreUnreachableError)
     assert whose in str(found.error)
     for advice in ("torchrun's agent",) if rank == 0 else ("torchrun agent", "has ended", "GLOO_SOCKET_IFNAME"):
         assert advice in found.warning
@@ -102,7 +102,7 @@ def test_an_error_of_another_kind_stays_as_it_is() -> None:
 def test_a_replica_that_can_not_build_a_group_reports_itself() -> None:
     """No peer can: its next request ends their rendezvous before they miss it."""
     peers = UnreachedPeers()
-    error = ConfigureFailed("Gloo can't listen on eth9", is_own=True)
+    error = ConfigureError("Gloo can't listen on eth9", is_own=True)
     found = peers.configure_failed(plan(rank=1), error)
     assert peers.take() == (Unreached("replica_1", Via.GROUP, "Gloo can't listen on eth9"),)
     assert found.error is error
@@ -123,16 +123,16 @@ def test_an_error_that_may_be_a_peers_counts_when_it_repeats() -> None:
 
 def test_a_rank_that_can_not_be_is_not_named() -> None:
     peers = UnreachedPeers()
-    error = ConfigureFailed("no group", missing_ranks=(9,), unreached={-1: "x", 7: "y"})
+    error = ConfigureError("no group", missing_ranks=(9,), unreached={-1: "x", 7: "y"})
     assert peers.configure_failed(plan(), error).error is error
     assert peers.take() == ()
 
 
 def test_the_error_and_the_warning_name_replicas_and_what_to_do() -> None:
     peers = UnreachedPeers()
-    error = ConfigureFailed("no group", missing_ranks=(0,), unreached=REFUSED.unreached)
+    error = ConfigureError("no group", missing_ranks=(0,), unreached=REFUSED.unreached)
     found = peers.configure_failed(plan(), error)
-    assert isinstance(found.error, ConfigureFailed)
+    assert isinstance(found.error, ConfigureError)
     assert found.error.unreached == REFUSED.unreached
     assert found.error.__cause__ is error
     for sentence in (str(found.error), found.warning):
@@ -183,7 +183,7 @@ def test_a_manager_that_has_something_to_say_does_not_wait_before_it_asks(rigs: 
 
 def test_the_step_fails_by_an_error_that_names_the_replica(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=3), plan_of(8, size=3))
-    rig.group.failing_configure = ConfigureFailed("rank 1 did not come", missing_ranks=(1,))
+    rig.group.failing_configure = ConfigureError("rank 1 did not come", missing_ranks=(1,))
     rig.manager.start_quorum()
     rig.manager.wait_quorum()
     error = rig.manager.errored()
@@ -198,7 +198,9 @@ def test_a_peer_that_falls_silent_in_a_reduction_is_said_with_the_next_request(
     rigs: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = rigs(plan_of(7, size=3), plan_of(8, size=3), plan_of(9, size=3, step=1))
-    rig.group.failing_wait = PeerFailed("allreduce failed", unreached={2: "10.0.0.3: nothing is acknowledged"})
+    rig.group.failing_wait = PeerDisconnectedError(
+        "allreduce failed", unreached={2: "10.0.0.3: nothing is acknowledged"}
+    )
     assert not rig.step()
     assert rig.step()
     assert rig.step()

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tft_algos import NoWeight, SettingError, UsageError
+from tft_algos import ConfigError, UsageError, ZeroWeightError
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.step.reducing import WEIGHT_SCALE
 from tft_coord.core.types import QuorumKey
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 from tft_pg import ManagedProcessGroup
-from tft_pg.errors import DeadlinePassed as ReductionTooLate
+from tft_pg.errors import CollectiveTimeoutError
 
 SPARE = {"size": 3, "rank": 2, "participants": [0, 1]}
 
@@ -149,7 +149,7 @@ def test_weights_that_sum_to_zero_fail_the_step(rigs: Any, plan: dict[str, Any])
     rig.manager.set_weight(0)
     rig.manager.allreduce(torch.ones(2)).wait()
     (error,) = rig.manager.status().errors
-    assert isinstance(error, NoWeight)
+    assert isinstance(error, ZeroWeightError)
     assert "step 0, quorum 7" in str(error)
     assert "so there is no mean; " in str(error)
     assert not rig.manager.should_commit()
@@ -182,9 +182,9 @@ def test_weights_whose_sum_is_not_finite_fail_the_step(rigs: Any) -> None:
 def test_what_is_no_weight_is_refused_at_once(rigs: Any, weight: Any, says: str) -> None:
     rig = rigs(plan_of(7, size=2))
     rig.manager.start_quorum()
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(ConfigError, match=says):
         rig.manager.set_weight(weight)
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(ConfigError, match=says):
         rig.manager.allreduce(torch.ones(2), weight=weight)
     assert rig.group.calls == []
     assert rig.manager.should_commit()
@@ -193,7 +193,7 @@ def test_what_is_no_weight_is_refused_at_once(rigs: Any, weight: Any, says: str)
 def test_a_weight_belongs_to_a_mean(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2))
     rig.manager.start_quorum()
-    with pytest.raises(SettingError, match=r"a weight belongs to ReduceOp\.AVG, and this reduction is"):
+    with pytest.raises(ConfigError, match=r"a weight belongs to ReduceOp\.AVG, and this reduction is"):
         rig.manager.allreduce(torch.ones(2), reduce_op=dist.ReduceOp.SUM, weight=3)
 
 
@@ -267,7 +267,7 @@ def test_a_time_out_that_passes_fails_the_reduction_and_ends_what_runs(
     assert rig.manager.errored() is None
     clock.pass_s(0.2)
     (error,) = rig.manager.status().errors
-    assert isinstance(error, ReductionTooLate)
+    assert isinstance(error, CollectiveTimeoutError)
     assert isinstance(error, TimeoutError)
     assert "a reduction of step 0, quorum 7.0000000000000007 did not end within 2 s and was aborted" in str(error)
     assert rig.group.num_aborts == 1
@@ -313,7 +313,7 @@ def test_a_time_out_of_what_has_ended_and_was_not_waited_for_changes_nothing(rig
 def test_a_time_out_that_is_no_timedelta_is_refused(rigs: Any, timeout: Any) -> None:
     rig = rigs(plan_of(7, size=2))
     rig.manager.start_quorum()
-    with pytest.raises(SettingError, match=r"timeout is .*; give a timedelta above zero"):
+    with pytest.raises(ConfigError, match=r"timeout is .*; give a timedelta above zero"):
         rig.manager.allreduce(torch.ones(2), timeout=timeout)
 
 
@@ -391,7 +391,7 @@ def test_a_failure_after_the_verdict_is_logged_and_costs_a_reconfiguration(
 
 
 def test_after_a_quorum_that_failed_nothing_is_reduced(rigs: Any) -> None:
-    rig = rigs(DeadlinePassed("nobody answered"))
+    rig = rigs(RequestTimeoutError("nobody answered"))
     assert not rig.step()
     work = rig.manager.allreduce(torch.ones(1), reduce_op=dist.ReduceOp.SUM)
     assert not work.wait()

@@ -15,7 +15,7 @@ from tft_algos.manager.reduction import Reduction
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 LIMIT_MS = 2_000
 
@@ -145,7 +145,7 @@ class _Gate:
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
         self.reached.set()
         assert self.open.wait(10)
-        raise DeadlinePassed("nobody came")
+        raise RequestTimeoutError("nobody came")
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_it_waits_for_its_quorum(gate: tuple[Any, _Gate]) -> None:
     assert closed.reached.wait(10)
     assert (look(rig).phase, look(rig).excused) == (Phase.WAITING, True)
     closed.open.set()
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(RequestTimeoutError):
         rig.manager.wait_quorum()
     assert (look(rig).phase, look(rig).excused) == (Phase.OWN, True)
 

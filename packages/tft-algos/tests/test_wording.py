@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tft_algos import Manager, ManagerPhase, ManagerStatus
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.config import config_of, from_environment
 from tft_algos.manager.healing import state_key
@@ -26,7 +26,7 @@ from tft_coord.core.step import events as on
 from tft_coord.core.types import NewcomerAsks, Plan, Purpose, QuorumKey, QuorumNews, Verdict
 from tft_coord.timeouts import Timeouts
 from tft_pg import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
-from tft_pg.errors import DeadlinePassed as PgDeadlinePassed
+from tft_pg.errors import CollectiveTimeoutError
 from tft_pg.word import EndedExchange, WordExchange
 
 
@@ -323,7 +323,7 @@ def test_who_recovers_in_a_sync_speaks_before_it_takes_its_state(
 
 def test_a_word_that_failed_by_a_time_out_is_told_as_it_failed(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its error is a TimeoutError too, and is not the wait of this rank at the end of its sync."""
-    it, error = pair(plan_of(7, size=2)), PgDeadlinePassed("the group's own")
+    it, error = pair(plan_of(7, size=2)), CollectiveTimeoutError("the group's own")
 
     def exchange(*_: Any, **__: Any) -> WordExchange:
         raise error
@@ -356,7 +356,7 @@ def test_the_lease_is_an_argument_or_a_variable() -> None:
     assert lease({"TFT_LEASE_SEC": "30"}) == 30_000
     assert lease({"TFT_LEASE_SEC": "0"}) == 0
     assert lease({"TFT_LEASE_SEC": "30"}, lease=timedelta(seconds=20)) == 20_000
-    with pytest.raises(SettingError, match="lease_ms"):
+    with pytest.raises(ConfigError, match="lease_ms"):
         lease({}, lease=timedelta(seconds=1))
-    with pytest.raises(SettingError, match=r"TFT_LEASE_SEC.*or 0 to ask in every step"):
+    with pytest.raises(ConfigError, match=r"TFT_LEASE_SEC.*or 0 to ask in every step"):
         lease({"TFT_LEASE_SEC": "long"})

@@ -12,7 +12,7 @@ _SERVES = """
 import gc, os, sys, threading, time
 from datetime import timedelta
 import torch
-from tft_ckpt import Closed, HTTPTransport
+from tft_ckpt import TransportClosedError, HTTPTransport
 
 SOON = timedelta(seconds=20)
 source, receiver = HTTPTransport(SOON), HTTPTransport(SOON)
@@ -49,7 +49,7 @@ if child == 0:
         for call in (lambda: source.send_checkpoint([], 3, state, SOON), lambda: fetch(3)):
             try:
                 call()
-            except Closed as error:
+            except TransportClosedError as error:
                 print(str(error).partition(" to process")[0], flush=True)
         source.shutdown()
         receiver.abort()

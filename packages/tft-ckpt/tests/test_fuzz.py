@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from tft_ckpt import Closed, Limits, StateKey
+from tft_ckpt import Limits, StateKey, TransportClosedError
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.http.address import listen
 from tft_ckpt.http.routes import (
@@ -189,7 +189,7 @@ def survive(seed: int, num_connections: int, seconds: float) -> None:
         relay.end()
     finally:
         server.close(wait=True)
-    with pytest.raises(Closed, match="was shut down"):  # and had not ended before
+    with pytest.raises(TransportClosedError, match="was shut down"):  # and had not ended before
         server.refuse(KEY, "x")
 
 

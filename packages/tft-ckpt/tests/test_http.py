@@ -21,15 +21,15 @@ import torch
 
 from tft_ckpt import (
     CheckpointError,
-    Closed,
-    DeadlinePassed,
+    ConfigError,
     HTTPTransport,
     Limits,
-    StateCorrupt,
+    StateCorruptError,
     StateKey,
-    StateMismatch,
-    StateUnavailable,
-    WrongSetting,
+    StateMismatchError,
+    StateUnavailableError,
+    TransferTimeoutError,
+    TransportClosedError,
 )
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.http import app
@@ -148,7 +148,7 @@ def test_a_state_that_is_refused_is_refused_to_who_waits_and_who_comes_later(
     said: list[str] = []
 
     def receive() -> None:
-        with pytest.raises(StateUnavailable) as caught:
+        with pytest.raises(StateUnavailableError) as caught:
             receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
         said.append(str(caught.value))
 
@@ -243,7 +243,7 @@ def test_nothing_answers_without_the_token() -> None:
         for token in (None, "wrong"):
             with (
                 HTTPTransport[Any](bind="127.0.0.1", token=token) as stranger,
-                pytest.raises(StateUnavailable, match=r"401: this job's token"),
+                pytest.raises(StateUnavailableError, match=r"401: this job's token"),
             ):
                 stranger.recv_checkpoint(0, source.metadata(), 1, BOUND)
         with HTTPTransport[Any](bind="127.0.0.1", token="right") as friend:
@@ -269,7 +269,7 @@ def test_without_a_token_only_this_machine_is_served() -> None:
     with HTTPTransport[Any](insecure=True) as everywhere, HTTPTransport[Any](bind="::1") as said:
         assert (listens(everywhere), listens(said)) == ("::", "::1")
     for bind in ("0.0.0.0", "::"):
-        with pytest.raises(WrongSetting, match=f"serve its state at {bind} to everybody: .*openssl rand -hex 32"):
+        with pytest.raises(ConfigError, match=f"serve its state at {bind} to everybody: .*openssl rand -hex 32"):
             HTTPTransport[Any](bind=bind)
 
 
@@ -443,31 +443,34 @@ OTHER_MANIFEST, _ = manifest_of({"a": torch.ones(1000)}, StateKey(quorum_id=9, n
 RANGE = f"bytes 0-3999/{len(DATA)}"
 
 HOSTILE: dict[str, tuple[type[CheckpointError], list[bytes]]] = {
-    "no HTTP": (StateUnavailable, [b"\x16\x03\x01 hello"]),
-    "nothing": (StateUnavailable, [b""]),
-    "half a head": (StateCorrupt, [b"HTTP/1.1 200 OK\r\ncontent-le"]),
-    "endless head": (StateUnavailable, [b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 1000]),
-    "long line": (StateUnavailable, [b"HTTP/1.1 200 OK\r\na: " + b"b" * 100_000]),
-    "no such state": (StateUnavailable, [answer(b"gone", "404 Not Found")]),
-    "failed there": (StateUnavailable, [answer(b"gone", "410 Gone")]),
-    "elsewhere": (StateUnavailable, [answer(b"", "302 Found", location="http://127.0.0.1:9/")]),
-    "another state": (StateMismatch, [answer(b"", "409 Conflict", x_tft_key="nonsense")]),
-    "manifest of another state": (StateMismatch, [answer(OTHER_MANIFEST)]),
-    "manifest without length": (StateCorrupt, [answer(MANIFEST, transfer_encoding="chunked", content_length=0)]),
-    "huge manifest": (StateCorrupt, [answer(b"", content_length=2**40)]),
-    "negative manifest": (StateCorrupt, [answer(b"", content_length=-1)]),
-    "manifest that breaks off": (StateUnavailable, [answer(MANIFEST[:50], content_length=len(MANIFEST))]),
-    "damaged manifest": (StateCorrupt, [answer(MANIFEST[:-1] + b"]")]),
-    "no data": (StateUnavailable, [answer(MANIFEST), b""] * 3),
+    "no HTTP": (StateUnavailableError, [b"\x16\x03\x01 hello"]),
+    "nothing": (StateUnavailableError, [b""]),
+    "half a head": (StateCorruptError, [b"HTTP/1.1 200 OK\r\ncontent-le"]),
+    "endless head": (StateUnavailableError, [b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 1000]),
+    "long line": (StateUnavailableError, [b"HTTP/1.1 200 OK\r\na: " + b"b" * 100_000]),
+    "no such state": (StateUnavailableError, [answer(b"gone", "404 Not Found")]),
+    "failed there": (StateUnavailableError, [answer(b"gone", "410 Gone")]),
+    "elsewhere": (StateUnavailableError, [answer(b"", "302 Found", location="http://127.0.0.1:9/")]),
+    "another state": (StateMismatchError, [answer(b"", "409 Conflict", x_tft_key="nonsense")]),
+    "manifest of another state": (StateMismatchError, [answer(OTHER_MANIFEST)]),
+    "manifest without length": (StateCorruptError, [answer(MANIFEST, transfer_encoding="chunked", content_length=0)]),
+    "huge manifest": (StateCorruptError, [answer(b"", content_length=2**40)]),
+    "negative manifest": (StateCorruptError, [answer(b"", content_length=-1)]),
+    "manifest that breaks off": (StateUnavailableError, [answer(MANIFEST[:50], content_length=len(MANIFEST))]),
+    "damaged manifest": (StateCorruptError, [answer(MANIFEST[:-1] + b"]")]),
+    "no data": (StateUnavailableError, [answer(MANIFEST), b""] * 3),
     "data that breaks off": (
-        StateUnavailable,
+        StateUnavailableError,
         [answer(MANIFEST), answer(DATA[:9], "206 X", content_range=RANGE, content_length=4000)] * 3,
     ),
-    "data without range": (StateCorrupt, [answer(MANIFEST), answer(DATA)] * 3),
-    "another range": (StateCorrupt, [answer(MANIFEST), answer(DATA, "206 X", content_range="bytes 1-4000/4001")] * 3),
-    "short data": (StateCorrupt, [answer(MANIFEST), answer(DATA[:9], "206 X", content_range=RANGE)] * 3),
+    "data without range": (StateCorruptError, [answer(MANIFEST), answer(DATA)] * 3),
+    "another range": (
+        StateCorruptError,
+        [answer(MANIFEST), answer(DATA, "206 X", content_range="bytes 1-4000/4001")] * 3,
+    ),
+    "short data": (StateCorruptError, [answer(MANIFEST), answer(DATA[:9], "206 X", content_range=RANGE)] * 3),
     "damaged data": (
-        StateCorrupt,
+        StateCorruptError,
         [answer(MANIFEST), answer(b"\1" + DATA[1:], "206 X", content_range=RANGE)] * 3,
     ),
 }
@@ -496,7 +499,7 @@ def test_a_state_above_the_limit_takes_no_memory(source: HTTPTransport[Any]) -> 
     source.send_checkpoint([1], 1, {"a": torch.ones(100_000)}, BOUND)
     with HTTPTransport[Any](bind="127.0.0.1", limits=Limits(data_bytes=1000)) as receiver:
         receiver._allocate = None  # type: ignore[method-assign,assignment]
-        with pytest.raises(StateCorrupt, match="limit of 1000"):
+        with pytest.raises(StateCorruptError, match="limit of 1000"):
             receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
 
 
@@ -505,7 +508,7 @@ def test_a_state_above_the_limit_takes_no_memory(source: HTTPTransport[Any]) -> 
     ["", "<n/a>", "http://", "http://host", "ftp://h:1", "http://h:x", "http://h:1/other", "http://[::1:5"],
 )
 def test_what_is_no_address_is_refused(metadata: str, receiver: HTTPTransport[Any]) -> None:
-    with pytest.raises(StateUnavailable, match="no source's address"):
+    with pytest.raises(StateUnavailableError, match="no source's address"):
         receiver.recv_checkpoint(0, metadata, 1, BOUND)
 
 
@@ -521,7 +524,7 @@ def test_what_is_no_address_is_refused(metadata: str, receiver: HTTPTransport[An
 def test_what_is_no_list_of_addresses_is_named(
     metadata: Any, sources: Any, word: str, receiver: HTTPTransport[Any]
 ) -> None:
-    with pytest.raises(WrongSetting, match=word):
+    with pytest.raises(ConfigError, match=word):
         receiver.recv_checkpoint(0, metadata, 1, BOUND, sources=sources)
 
 
@@ -540,7 +543,7 @@ def test_a_name_that_nobody_answers_for_holds_up_nothing(
     source.send_checkpoint([1], 1, {"a": 1}, BOUND)
     fine = source.metadata().replace("127.0.0.1", "fine.invalid")
     try:
-        with pytest.raises(DeadlinePassed):
+        with pytest.raises(TransferTimeoutError):
             receiver.recv_checkpoint(0, "http://stalled.invalid:1", 1, timedelta(seconds=0.1))
         timeout = timedelta(seconds=1)
         assert receiver.recv_checkpoint(0, "http://stalled.invalid:1", 1, timeout, sources=[fine]) == {"a": 1}
@@ -594,7 +597,7 @@ def test_who_talks_without_end_is_interrupted(receiver: HTTPTransport[Any]) -> N
             sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 2000)
 
     try:
-        with answering(talk) as url, pytest.raises(DeadlinePassed):
+        with answering(talk) as url, pytest.raises(TransferTimeoutError):
             receiver.recv_checkpoint(0, url, 1, timedelta(seconds=0.3))
     finally:
         ended.set()
@@ -660,7 +663,7 @@ def test_a_transfer_under_way_can_be_ended(num_chunks: int, ending: str) -> None
         with FaultyProxy(source.metadata(), fault) as proxy:
             stalled = fault.happened.is_set
             timeout = timedelta(milliseconds=500) if ending == "deadline" else BOUND
-            expected = DeadlinePassed if ending == "deadline" else Closed
+            expected = TransferTimeoutError if ending == "deadline" else TransportClosedError
             thread = threading.Thread(target=lambda: (fault.happened.wait(20), receiver.abort()))
             if ending == "abort":
                 thread.start()
@@ -693,7 +696,7 @@ def test_a_transfer_under_way_can_be_ended(num_chunks: int, ending: str) -> None
 )
 def test_a_wrong_setting_is_named_and_leaves_nothing(settings: dict[str, Any], word: str) -> None:
     before = threading.active_count()
-    with pytest.raises(WrongSetting, match=word):
+    with pytest.raises(ConfigError, match=word):
         HTTPTransport(**settings)
     assert threading.active_count() == before
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tft_ckpt import WrongSetting
+from tft_ckpt import ConfigError
 from tft_ckpt.http import address
 from tft_ckpt.http.address import advertised_url, interface_address, listen, parse_url
 
@@ -38,7 +38,7 @@ def test_every_interface_has_an_address_of_this_host_or_says_that_it_has_none() 
             assert not ipaddress.ip_address(interface_address(name)).is_unspecified
             listen(None, 0, name).close()
         else:
-            with pytest.raises(WrongSetting, match=f"interface {name} has no address"):
+            with pytest.raises(ConfigError, match=f"interface {name} has no address"):
                 interface_address(name)
 
 
@@ -53,15 +53,15 @@ def test_an_interface_with_ipv6_alone(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(address, "_IPV6_LIST", table)
     assert interface_address("lo") == "fd00::2"
     table.write_text("fe8000000000000000fc00fffe000001 04 40 20 80     lo\n")
-    with pytest.raises(WrongSetting, match="interface lo has no address"):
+    with pytest.raises(ConfigError, match="interface lo has no address"):
         interface_address("lo")
     monkeypatch.setattr(address, "_IPV6_LIST", tmp_path / "none")
-    with pytest.raises(WrongSetting, match="interface lo has no address"):
+    with pytest.raises(ConfigError, match="interface lo has no address"):
         interface_address("lo")
 
 
 def test_what_is_no_interface_is_named() -> None:
-    with pytest.raises(WrongSetting, match=r"'nowhere', which this host has not; give one of .*lo"):
+    with pytest.raises(ConfigError, match=r"'nowhere', which this host has not; give one of .*lo"):
         listen(None, 0, "nowhere")
-    with pytest.raises(WrongSetting, match="give one of them"):
+    with pytest.raises(ConfigError, match="give one of them"):
         listen("127.0.0.1", 0, "lo")

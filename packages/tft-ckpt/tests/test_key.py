@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tft_ckpt import StateKey, WrongSetting
+from tft_ckpt import ConfigError, StateKey
 
 KEY = StateKey(quorum_id=7, nonce=0xAB, step=120, lineage=2**64 - 1)
 
@@ -18,7 +18,7 @@ def test_spelling_comes_back() -> None:
     "text", ["", "7.ab.120.ff", str(KEY).upper(), f"{KEY}.", f"0{KEY}", "-1" + str(KEY)[1:], "\u0667" + str(KEY)[1:]]
 )
 def test_other_spellings_are_refused(text: str) -> None:
-    with pytest.raises(WrongSetting):
+    with pytest.raises(ConfigError):
         StateKey.parse(text)
 
 
@@ -26,7 +26,7 @@ def test_other_spellings_are_refused(text: str) -> None:
 @pytest.mark.parametrize("value", [-1, 2**64, True, 1.0, "1", None])
 def test_values_out_of_range_are_refused_by_name(field: str, value: object) -> None:
     fields = {"quorum_id": 1, "nonce": 1, "step": 1, "lineage": 1, field: value}
-    with pytest.raises(WrongSetting, match=field):
+    with pytest.raises(ConfigError, match=field):
         StateKey(**fields)  # type: ignore[arg-type]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tft_ckpt import CheckpointError, DeadlinePassed, HTTPTransport, StateKey, StateUnavailable
+from tft_ckpt import CheckpointError, HTTPTransport, StateKey, StateUnavailableError, TransferTimeoutError
 from tft_ckpt import lending as lending_module
 from tft_ckpt.buffers import BufferPool
 from tft_ckpt.http import server as server_module
@@ -186,7 +186,7 @@ def test_a_reader_gets_the_state_and_then_training_goes_on(caplog: pytest.LogCap
         got = receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
         wait()
         assert_same_state(got, state)
-        with pytest.raises(StateUnavailable, match="which is over"):
+        with pytest.raises(StateUnavailableError, match="which is over"):
             receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
     (warning,) = [record.getMessage() for record in caplog.records if "without a second copy" in record.getMessage()]
     assert "training waits until 1 replicas have it" in warning
@@ -209,7 +209,7 @@ def test_a_reader_is_never_given_a_byte_that_training_has_changed() -> None:
     ):
         reader.sendall(asks.encode())
         got = bytearray(reader.recv(1 << 16))
-        with pytest.raises(DeadlinePassed, match="offering state"):
+        with pytest.raises(TransferTimeoutError, match="offering state"):
             wait()
         tensor.fill_(2)
         with suppress(ConnectionError):
@@ -228,7 +228,7 @@ def test_readers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyP
         HTTPTransport[Any](bind="127.0.0.1", token="t") as receiver,
     ):
         source.send_checkpoint([1], 1, [torch.ones(10)], BOUND)
-        with pytest.raises(StateUnavailable, match="heal from the next one"):
+        with pytest.raises(StateUnavailableError, match="heal from the next one"):
             receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
 
 
@@ -246,11 +246,11 @@ def test_nobody_is_waited_for_where_nobody_was_announced() -> None:
         HTTPTransport[Any](bind="127.0.0.1", token="t") as source,
         HTTPTransport[Any](bind="127.0.0.1", token="t") as receiver,
     ):
-        with pytest.raises(StateUnavailable, match="no memory for a second copy"):
+        with pytest.raises(StateUnavailableError, match="no memory for a second copy"):
             source.send_checkpoint([], 1, [torch.ones(10)], BOUND)
-        with pytest.raises(StateUnavailable, match=r"no memory for a second copy.*are free \(a test\)"):
+        with pytest.raises(StateUnavailableError, match=r"no memory for a second copy.*are free \(a test\)"):
             receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
-        with pytest.raises(StateUnavailable, match="no memory for a second copy"):
+        with pytest.raises(StateUnavailableError, match="no memory for a second copy"):
             source.stage_checkpoint([torch.ones(10)], BOUND)
 
 
@@ -264,7 +264,7 @@ def test_no_memory_is_got_ready_where_none_is_free(caplog: pytest.LogCaptureFixt
 
 def test_memory_that_the_system_refuses_is_as_if_none_were_free(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pool: BufferPool, num_bytes: int) -> None:
-        raise StateUnavailable(f"this process got no {num_bytes} bytes")
+        raise StateUnavailableError(f"this process got no {num_bytes} bytes")
 
     monkeypatch.setattr(BufferPool, "take", refuse)
     with (

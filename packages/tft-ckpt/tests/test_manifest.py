@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tft_ckpt import Limits, StateCorrupt, StateKey, StateUnsupported, WrongSetting, register_named_tuple
+from tft_ckpt import ConfigError, Limits, StateCorruptError, StateKey, StateUnsupportedError, register_named_tuple
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, Manifest, check_state, decode, describe
 from tft_ckpt.manifest import checksum as xxh3
@@ -142,20 +142,20 @@ def test_a_module_and_its_optimizer_travel() -> None:
 
 def test_named_tuples_travel_when_registered() -> None:
     state = {"pair": Pair(1, torch.ones(2))}
-    with pytest.raises(StateUnsupported, match="register") as caught:
+    with pytest.raises(StateUnsupportedError, match="register") as caught:
         transferred(state)
     assert caught.value.path == "state['pair']"
     assert register_named_tuple(Pair) is Pair
     got = transferred(state)["pair"]
     assert type(got) is Pair
     assert got.right.equal(torch.ones(2))
-    with pytest.raises(StateCorrupt, match="fields"):
+    with pytest.raises(StateCorruptError, match="fields"):
         decode(with_body({"state": ["named", f"{__name__}.Pair", 1]}), limits=LIMITS)
-    with pytest.raises(StateUnsupported, match="unknown here"):
+    with pytest.raises(StateUnsupportedError, match="unknown here"):
         decode(with_body({"state": ["named", "os.system", "true"]}), limits=LIMITS)
-    with pytest.raises(WrongSetting):
+    with pytest.raises(ConfigError):
         register_named_tuple(int)
-    with pytest.raises(WrongSetting, match="another"):
+    with pytest.raises(ConfigError, match="another"):
         register_named_tuple(collections.namedtuple("Pair", "left", module=__name__))
 
 
@@ -262,7 +262,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_travel_is_refused_with_its_path(kind: str) -> None:
-    with pytest.raises(StateUnsupported) as caught:
+    with pytest.raises(StateUnsupportedError) as caught:
         encoded({"ok": torch.ones(2), "a": [0, {"b": REFUSED[kind]}]})
     assert caught.value.path.startswith("state['a'][1]['b']")
     assert caught.value.path in str(caught.value)
@@ -282,45 +282,45 @@ def test_what_cannot_travel_is_refused_with_its_path(kind: str) -> None:
     ],
 )
 def test_the_refusal_says_what_to_hold_instead(kind: str, advice: str) -> None:
-    with pytest.raises(StateUnsupported, match=advice):
+    with pytest.raises(StateUnsupportedError, match=advice):
         encoded([REFUSED[kind]])
 
 
 def test_a_state_is_checked_without_its_bytes() -> None:
     huge = torch.empty(0).set_(torch.UntypedStorage(0), 0, (0,))
     check_state({"a": [huge, 1]}, chunk_bytes=1 << 20, limits=LIMITS)
-    with pytest.raises(StateUnsupported, match=r"state\['a'\]\[1\] is a builtins.object"):
+    with pytest.raises(StateUnsupportedError, match=r"state\['a'\]\[1\] is a builtins.object"):
         check_state({"a": [1, object()]}, chunk_bytes=1 << 20, limits=LIMITS)
-    with pytest.raises(StateUnsupported, match="limit of 1000"):
+    with pytest.raises(StateUnsupportedError, match="limit of 1000"):
         check_state("x" * 1000, chunk_bytes=1 << 20, limits=Limits(manifest_bytes=1000))
 
 
 def test_freed_memory_is_refused() -> None:
     tensor = torch.ones(10)
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(StateUnsupported, match="freed"):
+    with pytest.raises(StateUnsupportedError, match="freed"):
         encoded([tensor])
 
 
 def test_a_state_that_contains_itself_is_refused() -> None:
     state: dict[str, Any] = {}
     state["self"] = state
-    with pytest.raises(StateUnsupported, match="its own member"):
+    with pytest.raises(StateUnsupportedError, match="its own member"):
         encoded(state)
 
 
 def test_a_state_larger_than_the_limits_is_refused() -> None:
-    with pytest.raises(StateUnsupported, match="more than 3"):
+    with pytest.raises(StateUnsupportedError, match="more than 3"):
         encoded([1, 2, 3], limits=Limits(nodes=3))
-    with pytest.raises(StateUnsupported, match="limit of 100"):
+    with pytest.raises(StateUnsupportedError, match="limit of 100"):
         encoded([torch.ones(100)], limits=Limits(data_bytes=100))
-    with pytest.raises(StateUnsupported, match=r"state\[0\] has 100 elements, many in one place"):
+    with pytest.raises(StateUnsupportedError, match=r"state\[0\] has 100 elements, many in one place"):
         encoded([torch.ones(1).expand(100)], limits=Limits(data_bytes=100))
-    with pytest.raises(StateUnsupported, match="limit of 1000"):
+    with pytest.raises(StateUnsupportedError, match="limit of 1000"):
         encoded("x" * 1000, limits=Limits(manifest_bytes=1000))
-    with pytest.raises(WrongSetting):
+    with pytest.raises(ConfigError):
         Limits(depth=0)
-    with pytest.raises(WrongSetting):
+    with pytest.raises(ConfigError):
         Limits(depth=10_000)
 
 
@@ -364,7 +364,7 @@ HOSTILE_TENSORS = {
 def test_a_hostile_tensor_is_refused(kind: str) -> None:
     state = {"t": torch.ones(4)}
     assert decode(with_body({"state": ["dict", "t", tensor_node()]}, state), limits=LIMITS).layout.data_bytes == 16
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(StateCorruptError):
         decode(with_body({"state": ["dict", "t", HOSTILE_TENSORS[kind]]}, state), limits=LIMITS)
 
 
@@ -418,7 +418,7 @@ def test_a_very_long_integer_may_be_a_key() -> None:
 
 @pytest.mark.parametrize("kind", HOSTILE_NODES)
 def test_a_hostile_node_is_refused(kind: str) -> None:
-    with pytest.raises(StateCorrupt) as caught:
+    with pytest.raises(StateCorruptError) as caught:
         decode(with_body({"state": HOSTILE_NODES[kind]}), limits=LIMITS, source="http://them:1")
     assert caught.value.source == "http://them:1"
     assert caught.value.part == "manifest"
@@ -450,7 +450,7 @@ HOSTILE_FIELDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", HOSTILE_FIELDS)
 def test_hostile_fields_are_refused(kind: str) -> None:
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(StateCorruptError):
         decode(with_body(HOSTILE_FIELDS[kind], {"t": torch.ones(4)}), limits=LIMITS)
 
 
@@ -469,7 +469,7 @@ HOSTILE_BODIES = {
 
 @pytest.mark.parametrize("kind", HOSTILE_BODIES)
 def test_a_hostile_body_is_refused(kind: str) -> None:
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(StateCorruptError):
         decode(sealed(HOSTILE_BODIES[kind]), limits=LIMITS)
 
 
@@ -477,7 +477,7 @@ def test_paths_are_cut_for_many_leaves_may_lie_under_a_long_one() -> None:
     def nested(leaf: object, depth: int = 20) -> object:
         return {"k" * 95: nested(leaf, depth - 1)} if depth else leaf
 
-    with pytest.raises(StateUnsupported) as raised:
+    with pytest.raises(StateUnsupportedError) as raised:
         encoded(nested(object()))
     (leaf,) = decode(encoded(nested(torch.ones(1))), limits=LIMITS).layout.leaves()
     for path in (leaf.path, raised.value.path):
@@ -488,12 +488,12 @@ def test_paths_are_cut_for_many_leaves_may_lie_under_a_long_one() -> None:
 def test_limits_bind_the_reader() -> None:
     data = encoded([1, 2, 3, torch.ones(100)])
     for limits in (Limits(nodes=3), Limits(data_bytes=100), Limits(manifest_bytes=50)):
-        with pytest.raises(StateCorrupt, match=r"limit|more than"):
+        with pytest.raises(StateCorruptError, match=r"limit|more than"):
             decode(data, limits=limits)
 
 
 def test_another_version_is_told_apart_from_damage() -> None:
-    with pytest.raises(StateUnsupported, match="version 2"):
+    with pytest.raises(StateUnsupportedError, match="version 2"):
         decode(sealed(b"{}", version=2), limits=LIMITS)
 
 
@@ -502,9 +502,9 @@ def test_every_flipped_bit_and_every_cut_is_seen() -> None:
     for at in range(len(data)):
         damaged = bytearray(data)
         damaged[at] ^= 1 << (at % 8)
-        with pytest.raises(StateCorrupt):
+        with pytest.raises(StateCorruptError):
             decode(bytes(damaged), limits=LIMITS)
-        with pytest.raises(StateCorrupt):
+        with pytest.raises(StateCorruptError):
             decode(data[:at], limits=LIMITS)
 
 
@@ -512,7 +512,7 @@ def try_to_use(body: bytes) -> None:
     """Decode, and build what is accepted: either works, or is refused by name."""
     try:
         manifest: Manifest = decode(sealed(body), limits=Limits(data_bytes=1 << 16))
-    except (StateCorrupt, StateUnsupported):
+    except (StateCorruptError, StateUnsupportedError):
         return
     manifest.layout.build(Buffer(manifest.layout.data_bytes).view)
 

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from tft_ckpt import StateCorrupt, StateDiffers, StateKey, StateUnsupported, numpy_values, tree
+from tft_ckpt import StateCorruptError, StateKey, StateLayoutError, StateUnsupportedError, numpy_values, tree
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, check_state, checksum, decode
 from tft_ckpt.snapshot import Snapshot
@@ -106,7 +106,7 @@ def test_states_with_numpy_in_them_are_compared_and_received_in_place() -> None:
     assert got["a"].ctypes.data == into["a"].ctypes.data
     with pytest.raises(AssertionError, match="is not"):
         assert_same_state({"lr": 0.1}, {"lr": numpy.float64(0.1)})
-    with pytest.raises(StateDiffers, match=r"state\['a'\]"):
+    with pytest.raises(StateLayoutError, match=r"state\['a'\]"):
         transferred(state, {"a": numpy.zeros(3, dtype=numpy.float32)})
     assert transferred({"lr": 0.5}, {"lr": numpy.float64(0.1)}) == {"lr": 0.5}
 
@@ -123,13 +123,13 @@ def test_states_with_numpy_in_them_are_compared_and_received_in_place() -> None:
 )
 def test_what_is_no_such_value_is_refused(node: Any) -> None:
     layout = decode(with_state(node), limits=LIMITS).layout
-    with pytest.raises(StateUnsupported, match="state arrived"):
+    with pytest.raises(StateUnsupportedError, match="state arrived"):
         Target.fresh(layout, Buffer(0)).finish()
 
 
 @pytest.mark.parametrize("name", ["numpy.load", "numpy.object", "numpy.", "numpy.float128"])
 def test_no_name_that_arrives_is_looked_up_in_numpy(name: str) -> None:
-    with pytest.raises(StateUnsupported, match="unknown here"):
+    with pytest.raises(StateUnsupportedError, match="unknown here"):
         decode(with_state(["subclass", name, None]), limits=LIMITS)
 
 
@@ -139,7 +139,9 @@ def test_a_reader_without_numpy_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(sys.modules, "numpy", None)  # an import of it raises ImportError
     for cache in (numpy_values.kinds, tree._of_numpy):
         cache.cache_clear()
-    with pytest.raises(StateUnsupported, match=r"state\['best'\] is a numpy.float32 at the source, and numpy is not"):
+    with pytest.raises(
+        StateUnsupportedError, match=r"state\['best'\] is a numpy.float32 at the source, and numpy is not"
+    ):
         decode(manifest, limits=LIMITS)
     check_state({"a": torch.ones(2), "b": [1, 0.5, "x"]}, chunk_bytes=4096, limits=LIMITS)  # which needs none
 
@@ -148,7 +150,9 @@ def test_an_older_reader_refuses_it_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     """A release that knows nothing of numpy looks the name up among the registered tensor subclasses."""
     manifest, _ = encoded({"best": numpy.float32(1.0)})
     monkeypatch.setattr(numpy_values, "PREFIX", "no name begins like this")
-    with pytest.raises(StateUnsupported, match=r"state\['best'\] is a tensor subclass 'numpy.float32', unknown here"):
+    with pytest.raises(
+        StateUnsupportedError, match=r"state\['best'\] is a tensor subclass 'numpy.float32', unknown here"
+    ):
         decode(manifest, limits=LIMITS)
 
 
@@ -159,5 +163,5 @@ def test_a_tensor_on_an_arrays_memory_is_its_own() -> None:
     parts = subclass.parts(array, "state")
     assert isinstance(parts, torch.Tensor)
     assert parts.data_ptr() == array.ctypes.data
-    with pytest.raises(StateCorrupt):
+    with pytest.raises(StateCorruptError):
         decode(with_state(["subclass", "numpy.ndarray"]), limits=LIMITS)

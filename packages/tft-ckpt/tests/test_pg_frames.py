@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tft_ckpt import StateCorrupt, StateKey, StateUnsupported
+from tft_ckpt import StateCorruptError, StateKey, StateUnsupportedError
 from tft_ckpt.manifest import checksum
 from tft_ckpt.pg_frames import ANSWER_BYTES, OFFER_BYTES, SENTENCE_BYTES, Answer, Code, Offer, printable, shortened
 
@@ -55,7 +55,7 @@ def test_an_answer_comes_back_and_its_sentence_is_cut(key: StateKey, code: Code,
 def test_every_bit_of_an_offer_counts(bit: int) -> None:
     data = bytearray(Offer(KEY, 100).encode())
     data[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(StateCorrupt, match=SOURCE) as raised:
+    with pytest.raises(StateCorruptError, match=SOURCE) as raised:
         Offer.decode(bytes(data), source=SOURCE, bytes_max=LIMIT)
     assert raised.value.part == "header"
     assert raised.value.source == SOURCE
@@ -66,32 +66,32 @@ def test_every_bit_of_an_offer_counts(bit: int) -> None:
 def test_every_bit_of_an_answer_counts(bit: int) -> None:
     data = bytearray(Answer(Code.TAKE, KEY, "a sentence").encode())
     data[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(StateCorrupt, match=SOURCE):
+    with pytest.raises(StateCorruptError, match=SOURCE):
         Answer.decode(bytes(data), receiver=SOURCE)
 
 
 @quick
 @given(st.binary(min_size=OFFER_BYTES - 8, max_size=OFFER_BYTES - 8))
 def test_a_hostile_offer_is_refused(body: bytes) -> None:
-    with pytest.raises((StateCorrupt, StateUnsupported)):
+    with pytest.raises((StateCorruptError, StateUnsupportedError)):
         Offer.decode(resealed(body + bytes(8)), source=SOURCE, bytes_max=LIMIT)
 
 
 @pytest.mark.parametrize("length", [0, LIMIT + 1, 2**64 - 1])
 def test_no_memory_is_taken_for_what_an_offer_announces_beyond_the_limit(length: int) -> None:
-    with pytest.raises(StateCorrupt, match="the limit is"):
+    with pytest.raises(StateCorruptError, match="the limit is"):
         Offer.decode(Offer(KEY, length).encode(), source=SOURCE, bytes_max=LIMIT)
 
 
 def test_a_long_refusal_is_refused() -> None:
-    with pytest.raises(StateCorrupt, match=f"the limit is {SENTENCE_BYTES}"):
+    with pytest.raises(StateCorruptError, match=f"the limit is {SENTENCE_BYTES}"):
         Offer.decode(Offer(KEY, SENTENCE_BYTES + 1, is_refusal=True).encode(), source=SOURCE, bytes_max=LIMIT)
 
 
 def test_another_version_is_named() -> None:
     data = bytearray(Offer(KEY, 100).encode())
     data[8] = 2
-    with pytest.raises(StateUnsupported, match="version 2, this process reads 1"):
+    with pytest.raises(StateUnsupportedError, match="version 2, this process reads 1"):
         Offer.decode(resealed(bytes(data)), source=SOURCE, bytes_max=LIMIT)
 
 

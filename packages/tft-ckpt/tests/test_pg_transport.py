@@ -18,15 +18,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_ckpt import (
     CheckpointError,
-    Closed,
-    DeadlinePassed,
+    ConfigError,
     Limits,
     PGTransport,
-    StateCorrupt,
+    StateCorruptError,
     StateKey,
-    StateMismatch,
-    StateUnavailable,
-    WrongSetting,
+    StateMismatchError,
+    StateUnavailableError,
+    TransferTimeoutError,
+    TransportClosedError,
 )
 from tft_ckpt.pg_link import Call, Link
 from tft_ckpt.testing import FaultyGroup, GroupFault, assert_same_state, members_of_gloo, sample_state
@@ -151,9 +151,9 @@ def test_a_failure_in_place_says_that_the_tensors_hold_a_mixture() -> None:
     receiver = PGTransport[Any](members[1], BOUND, CPU)
     here = {"weight": torch.zeros(1 << 20)}
     with running(lambda: source.send_checkpoint([1], 5, {"weight": torch.ones(1 << 20)}, BOUND, key=KEY)) as sent:
-        with pytest.raises(StateCorrupt, match=r"chunk 3 .* hold a mixture of two states") as raised:
+        with pytest.raises(StateCorruptError, match=r"chunk 3 .* hold a mixture of two states") as raised:
             receiver.recv_checkpoint(0, "", 5, BOUND, key=KEY, into=here)
-        with pytest.raises(StateUnavailable, match=r"chunk 3 of state .* arrived damaged"):
+        with pytest.raises(StateUnavailableError, match=r"chunk 3 of state .* arrived damaged"):
             sent()
     assert (raised.value.part, raised.value.source) == ("chunk 3", "replica rank 0")
 
@@ -182,10 +182,10 @@ def test_of_several_receivers_one_that_refuses_does_not_harm_the_others() -> Non
         running(lambda: receive(receivers[2], LATER)) as third,
     ):
         assert_same_state(first(), state)
-        with pytest.raises(StateMismatch) as raised:
+        with pytest.raises(StateMismatchError) as raised:
             second()
         assert (raised.value.wanted, raised.value.offered) == (other, KEY)
-        with pytest.raises(StateMismatch, match="replica rank 2") as raised:
+        with pytest.raises(StateMismatchError, match="replica rank 2") as raised:
             sent()
         assert raised.value.wanted == other
         source.send_checkpoint([3], 6, {"a": 1}, BOUND, key=LATER)
@@ -197,9 +197,9 @@ def test_what_exceeds_the_receivers_limits_is_refused_before_memory_is_taken() -
     source = PGTransport[Any](members[0], BOUND, CPU)
     receiver = PGTransport[Any](members[1], BOUND, CPU, limits=Limits(data_bytes=1000))
     with running(lambda: source.send_checkpoint([1], 5, {"a": torch.ones(1000)}, BOUND, key=KEY)) as sent:
-        with pytest.raises(StateCorrupt, match="above the limit of 1000"):
+        with pytest.raises(StateCorruptError, match="above the limit of 1000"):
             receiver.recv_checkpoint(0, "", 5, BOUND, key=KEY)
-        with pytest.raises(StateUnavailable, match="above the limit of 1000"):
+        with pytest.raises(StateUnavailableError, match="above the limit of 1000"):
             sent()
 
 
@@ -211,7 +211,7 @@ def test_those_that_wait_are_told_that_there_is_no_state_and_the_group_is_as_goo
     ):
         source.refuse_checkpoint(5, "its trainer raised KeyError", key=KEY, dst_ranks=[1, 2])
         for told in (first, second):
-            with pytest.raises(StateUnavailable, match=r"has no state 3.* its trainer raised KeyError"):
+            with pytest.raises(StateUnavailableError, match=r"has no state 3.* its trainer raised KeyError"):
                 told()
     assert_same_state(transfer(source, receivers[0], {"a": torch.ones(10)}), {"a": torch.ones(10)})
 
@@ -223,7 +223,7 @@ def test_a_refusal_that_nobody_hears_is_no_error(caplog: pytest.LogCaptureFixtur
     source.refuse_checkpoint(5, "its trainer raised", key=KEY, dst_ranks=[1])
     assert "its trainer raised" in caplog.text
     source.shutdown()
-    with pytest.raises(Closed):
+    with pytest.raises(TransportClosedError):
         source.refuse_checkpoint(5, "it is over", key=KEY, dst_ranks=[1])
 
 
@@ -244,9 +244,9 @@ def test_two_members_give_each_other_a_state_at_the_same_time() -> None:
 def test_a_rank_that_is_not_in_the_group_is_refused_at_once() -> None:
     _, member = transports(2)
     for rank in (1, 2):
-        with pytest.raises(WrongSetting, match=f"rank {rank} can't be asked from rank 1"):
+        with pytest.raises(ConfigError, match=f"rank {rank} can't be asked from rank 1"):
             member.recv_checkpoint(rank, "", 5, BOUND)
-        with pytest.raises(WrongSetting, match=f"rank {rank} can't be asked from rank 1"):
+        with pytest.raises(ConfigError, match=f"rank {rank} can't be asked from rank 1"):
             member.send_checkpoint([0, rank], 5, {}, BOUND)
 
 
@@ -283,7 +283,7 @@ def test_what_a_group_says_while_it_is_waited_for_is_told_at_the_end() -> None:
 
         recv = send
 
-    with pytest.raises(DeadlinePassed, match=r"the last try: .* the group is not configured"):
+    with pytest.raises(TransferTimeoutError, match=r"the last try: .* the group is not configured"):
         PGTransport[Any](Never(), BOUND, CPU).recv_checkpoint(0, "", 5, SHORT)
 
 
@@ -304,7 +304,7 @@ def test_a_wait_that_a_group_cuts_off_to_whole_milliseconds_took_too_long() -> N
 
     call = Call(Group(), ranks=[1], timeout_s=5, silence_s=0.0109)
     link = Link(call, rank=1, device=CPU, is_source=True)
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(TransferTimeoutError):
         link.end(link.start_send(torch.ones(1)))
 
 
@@ -315,18 +315,18 @@ def test_nobody_to_send_to_costs_no_transfer() -> None:
 
 def test_a_receiver_that_does_not_come_ends_the_call_in_time() -> None:
     source, receiver = transports(2)
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(TransferTimeoutError):
         source.send_checkpoint([1], 5, {"a": 1}, SHORT)
-    with pytest.raises(StateUnavailable, match="broke off"):
+    with pytest.raises(StateUnavailableError, match="broke off"):
         receiver.recv_checkpoint(0, "", 5, BOUND)
 
 
 def test_a_source_that_is_not_ready_in_time_lets_nobody_wait() -> None:
     source, receiver = transports(2, chunk_bytes=4096)
     with running(lambda: receiver.recv_checkpoint(0, "", 5, BOUND)) as got:
-        with pytest.raises(DeadlinePassed):
+        with pytest.raises(TransferTimeoutError):
             source.send_checkpoint([1], 5, {"a": torch.ones(1 << 22)}, timedelta(microseconds=1))
-        with pytest.raises(StateUnavailable):
+        with pytest.raises(StateUnavailableError):
             got()
 
 
@@ -346,7 +346,7 @@ def test_a_receive_that_ends_before_the_group_is_there_leaves_the_group_alone() 
         recv = send
 
     group = NotYet()
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(TransferTimeoutError):
         PGTransport[Any](group, BOUND, CPU).recv_checkpoint(0, "", 5, SHORT)
     assert not group.was_aborted
 
@@ -357,7 +357,7 @@ def test_abort_ends_a_send_too() -> None:
         while not source._running:
             pass
         source.abort()
-        with pytest.raises(Closed):
+        with pytest.raises(TransportClosedError):
             sent()
 
 
@@ -409,9 +409,9 @@ def test_a_group_that_swallows_its_errors_gives_no_state() -> None:
     members = members_of_gloo(2)
     source, receiver = PGTransport[Any](members[0], BOUND, CPU), PGTransport[Any](Swallowing(members[1]), BOUND, CPU)
     with running(lambda: source.send_checkpoint([1], 5, {"a": 1}, BOUND, key=KEY)) as sent:
-        with pytest.raises(StateUnavailable, match="a rank is gone"):
+        with pytest.raises(StateUnavailableError, match="a rank is gone"):
             receiver.recv_checkpoint(0, "", 5, BOUND, key=KEY)
-        with pytest.raises(StateUnavailable):
+        with pytest.raises(StateUnavailableError):
             sent()
 
 
@@ -426,14 +426,14 @@ def test_settings_that_can_not_work_are_refused() -> None:
         ({"chunk_bytes": 17}, "give 4096 to"),
     ]
     for arguments, sentence in wrong:
-        with pytest.raises(WrongSetting, match=sentence):
+        with pytest.raises(ConfigError, match=sentence):
             PGTransport(**{"pg": member, "timeout": BOUND, "device": CPU} | arguments)
     transport = PGTransport[Any](member, BOUND, CPU)
-    with pytest.raises(WrongSetting, match="give replica ranks"):
+    with pytest.raises(ConfigError, match="give replica ranks"):
         transport.send_checkpoint([-1], 5, {}, BOUND)
-    with pytest.raises(WrongSetting, match="give a rank in the group"):
+    with pytest.raises(ConfigError, match="give a rank in the group"):
         transport.recv_checkpoint(-1, "", 5, BOUND)
-    with pytest.raises(WrongSetting, match="give the same one twice"):
+    with pytest.raises(ConfigError, match="give the same one twice"):
         transport.send_checkpoint([1], 6, {}, BOUND, key=KEY)
 
 
@@ -447,20 +447,20 @@ def test_one_send_and_one_receive_at_a_time() -> None:
 
     with running(lambda: receiver.recv_checkpoint(0, "", 5, BOUND, cancelled=cancelled)) as got:
         assert waits.wait(BOUND.total_seconds())
-        with pytest.raises(WrongSetting, match="runs already"):
+        with pytest.raises(ConfigError, match="runs already"):
             receiver.recv_checkpoint(0, "", 5, BOUND)
         source.send_checkpoint([1], 5, {"a": 1}, BOUND)
         assert got() == {"a": 1}
 
 
 def test_an_error_of_the_callers_progress_ends_the_receive_and_is_raised() -> None:
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     def cancelled() -> bool:
-        raise Stop
+        raise StopError
 
     _, receiver = transports(2)
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         receiver.recv_checkpoint(0, "", 5, BOUND, cancelled=cancelled)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tft-ckpt-pg")]

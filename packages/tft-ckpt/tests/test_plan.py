@@ -8,11 +8,11 @@ import pytest
 
 from tft_ckpt.errors import (
     CheckpointError,
-    StateCorrupt,
-    StateDiffers,
-    StateMismatch,
-    StateUnavailable,
-    StateUnsupported,
+    StateCorruptError,
+    StateLayoutError,
+    StateMismatchError,
+    StateUnavailableError,
+    StateUnsupportedError,
 )
 from tft_ckpt.http.plan import ABSENCES_MAX, BREAKS_MAX, DAMAGES_MAX, FELLOWS_MAX, PAUSE_S, SLIPS_MAX, FetchPlan
 from tft_ckpt.key import StateKey
@@ -20,12 +20,12 @@ from tft_ckpt.key import StateKey
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 
 
-def gone(source: str) -> StateUnavailable:
-    return StateUnavailable(f"{source} is gone", source=source)
+def gone(source: str) -> StateUnavailableError:
+    return StateUnavailableError(f"{source} is gone", source=source)
 
 
-def damage(source: str) -> StateCorrupt:
-    return StateCorrupt(f"{source} is damaged", part="chunk 0", source=source)
+def damage(source: str) -> StateCorruptError:
+    return StateCorruptError(f"{source} is damaged", part="chunk 0", source=source)
 
 
 def order(plan: FetchPlan, act: Any, times: int) -> list[str | None]:
@@ -50,7 +50,7 @@ def test_a_source_that_breaks_too_often_is_given_up() -> None:
     asked = order(plan, lambda source, now_s: plan.broke(source, gone(source), now_s), 2 * BREAKS_MAX + 1)
     assert asked == ["a", "b"] * BREAKS_MAX + [None]
     error = plan.verdict()
-    assert isinstance(error, StateUnavailable)
+    assert isinstance(error, StateUnavailableError)
     assert "a is gone" in str(error)
     assert error.source == "a, b"
 
@@ -65,7 +65,7 @@ def test_a_good_chunk_forgives_breaks_but_not_damage() -> None:
         plan.damaged("a", damage("a"))
         plan.delivered("a")
     assert plan.next_source() is None
-    assert isinstance(plan.verdict(), StateCorrupt)
+    assert isinstance(plan.verdict(), StateCorruptError)
 
 
 def test_each_break_makes_the_pause_longer_and_a_pause_is_waited_for() -> None:
@@ -136,11 +136,11 @@ def test_fellows_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("errors", "kind"),
     [
-        ([gone("a")], StateUnavailable),
-        ([gone("a"), damage("b")], StateCorrupt),
-        ([StateMismatch("a", wanted=KEY), StateMismatch("b", wanted=KEY)], StateMismatch),
-        ([StateMismatch("a", wanted=KEY), gone("b")], StateUnavailable),
-        ([], StateUnavailable),
+        ([gone("a")], StateUnavailableError),
+        ([gone("a"), damage("b")], StateCorruptError),
+        ([StateMismatchError("a", wanted=KEY), StateMismatchError("b", wanted=KEY)], StateMismatchError),
+        ([StateMismatchError("a", wanted=KEY), gone("b")], StateUnavailableError),
+        ([], StateUnavailableError),
     ],
 )
 def test_the_verdict_is_the_worst_that_was_seen(errors: list[CheckpointError], kind: type[CheckpointError]) -> None:
@@ -152,15 +152,17 @@ def test_the_verdict_is_the_worst_that_was_seen(errors: list[CheckpointError], k
     assert all(str(error) in str(verdict) for error in errors)
 
 
-@pytest.mark.parametrize("kind", [StateDiffers, StateUnsupported])
-def test_what_the_caller_can_mend_is_named_before_what_may_pass(kind: type[StateDiffers | StateUnsupported]) -> None:
+@pytest.mark.parametrize("kind", [StateLayoutError, StateUnsupportedError])
+def test_what_the_caller_can_mend_is_named_before_what_may_pass(
+    kind: type[StateLayoutError | StateUnsupportedError],
+) -> None:
     plan = FetchPlan(KEY, ["a", "b", "c"])
     plan.refused("a", gone("a"))
     plan.refused("b", kind("state.x is wrong at b", path="state.x"))
     plan.refused("c", gone("c"))
     error = plan.verdict()
     assert type(error) is kind
-    assert isinstance(error, StateDiffers | StateUnsupported)
+    assert isinstance(error, StateLayoutError | StateUnsupportedError)
     assert error.path == "state.x"
     assert "a is gone" in str(error)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tft_ckpt import Closed, HTTPTransport, StateDiffers, StateUnavailable, WrongSetting
+from tft_ckpt import ConfigError, HTTPTransport, StateLayoutError, StateUnavailableError, TransportClosedError
 from tft_ckpt.http import transport as transport_module
 from tft_ckpt.http.link import TRANSFER_BYTES_MIN, interface_of, link_bytes_per_s, slow_link_sentence
 from tft_ckpt.testing import Fault, FaultyProxy, assert_same_state, sample_state
@@ -50,7 +50,7 @@ def test_a_state_is_received_into_the_tensors_that_are_there(source: HTTPTranspo
 def test_a_state_of_another_form_touches_nothing(source: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> None:
     source.send_checkpoint([1], 1, {"a": torch.ones(5000), "b": torch.ones(7)}, BOUND)
     into = {"a": torch.zeros(5000), "b": torch.zeros(8)}
-    with pytest.raises(StateDiffers) as caught:
+    with pytest.raises(StateLayoutError) as caught:
         receiver.recv_checkpoint(0, source.metadata(), 1, BOUND, into=into)
     assert caught.value.path == "state['b']"
     assert "mixture" not in str(caught.value)
@@ -65,7 +65,7 @@ def test_a_receive_in_place_that_fails_says_what_the_tensors_hold(
     into = {"a": torch.zeros(1 << 20)}
     with (
         FaultyProxy(source.metadata(), Fault("data", "kill", at=2 << 20)) as proxy,
-        pytest.raises(StateUnavailable, match="hold a mixture") as caught,
+        pytest.raises(StateUnavailableError, match="hold a mixture") as caught,
     ):
         receiver.recv_checkpoint(0, proxy.url, 1, BOUND, into=into)
     assert caught.value.source == proxy.url
@@ -84,7 +84,7 @@ def test_a_source_whose_state_does_not_fit_is_no_more_than_one_that_has_none(
         assert_same_state(got, state)
         with (
             FaultyProxy(source.metadata(), Fault("data", "kill", at=2 << 20)) as proxy,
-            pytest.raises(StateDiffers, match="hold a mixture") as caught,
+            pytest.raises(StateLayoutError, match="hold a mixture") as caught,
         ):
             receiver.recv_checkpoint(0, proxy.url, 1, BOUND, into=into, sources=[other.metadata()])
     assert caught.value.path == "state['a']"
@@ -99,7 +99,7 @@ def test_it_says_so_too_when_not_even_the_first_chunk_was_whole(num_chunks: int,
     with (
         FaultyProxy(source.metadata(), fault) as proxy,
         HTTPTransport[Any](BOUND, num_chunks, bind="127.0.0.1") as receiver,
-        pytest.raises(Closed, match="hold a mixture"),
+        pytest.raises(TransportClosedError, match="hold a mixture"),
     ):
         # By then some of it is in its place, for the first part of a stalled answer has gone through.
         receiver.recv_checkpoint(0, proxy.url, 1, BOUND, into=into, cancelled=lambda: bool(into["a"].any()))
@@ -123,7 +123,7 @@ def test_all_connections_together_keep_to_the_rate(source: HTTPTransport[Any], n
 @pytest.mark.parametrize("name", ["send_bytes_per_s", "receive_bytes_per_s"])
 @pytest.mark.parametrize("rate", [0, -1.0, float("nan"), "fast"])
 def test_a_rate_that_is_none_is_named(name: str, rate: Any) -> None:
-    with pytest.raises(WrongSetting, match=name):
+    with pytest.raises(ConfigError, match=name):
         HTTPTransport[Any](bind="127.0.0.1", **{name: rate})
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tft_ckpt import Closed, Limits, StateKey
+from tft_ckpt import Limits, StateKey, TransportClosedError
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.http.address import listen
 from tft_ckpt.http.relay import Relay
@@ -252,7 +252,7 @@ def test_the_end_of_the_server_is_the_end_of_the_relay(when: str) -> None:
         rig.server.close(wait=True)
     relay.have(0)
     relay.end()
-    with pytest.raises(Closed):
+    with pytest.raises(TransportClosedError):
         rig.relay()
 
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from tft_ckpt import Limits, StateKey, WrongSetting
+from tft_ckpt import ConfigError, Limits, StateKey
 from tft_ckpt.http import server as server_module
 from tft_ckpt.http.address import listen
 from tft_ckpt.http.app import _SilenceWatch, _writable
@@ -88,10 +88,10 @@ def test_a_pace_gives_each_his_turn_and_saves_little_up() -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, 0.5, float("inf"), float("nan"), "1", True])
 def test_what_is_no_rate_is_named_and_leaves_no_port(rate: Any) -> None:
-    with pytest.raises(WrongSetting, match="send_bytes_per_s"):
+    with pytest.raises(ConfigError, match="send_bytes_per_s"):
         check_rate("send_bytes_per_s", rate)
     listener = listen("127.0.0.1", 0)
-    with pytest.raises(WrongSetting):
+    with pytest.raises(ConfigError):
         StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=1.0, send_bytes_per_s=rate)
     assert listener.fileno() == -1
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tft_ckpt import CheckpointError, HTTPTransport, ReceiveReport, StateUnavailable
+from tft_ckpt import CheckpointError, HTTPTransport, ReceiveReport, StateUnavailableError
 from tft_ckpt.testing import Fault, FaultyProxy, assert_same_state
 
 BOUND = timedelta(seconds=60)
@@ -237,7 +237,7 @@ def test_newcomers_whose_source_is_gone_do_not_wait_for_each_other(stack: ExitSt
     proxy = stack.enter_context(FaultyProxy(origin.metadata(), Fault("data", "kill", at=STATE_BYTES // 2)))
     receivers = [newcomer(stack) for _ in range(2)]
     for error in receive_all(receivers, proxy.url):
-        assert isinstance(error, StateUnavailable), error
+        assert isinstance(error, StateUnavailableError), error
         assert proxy.url in str(error)
 
 

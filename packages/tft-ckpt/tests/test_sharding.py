@@ -25,15 +25,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_ckpt import (
+    ConfigError,
     HTTPTransport,
     Limits,
     LocalShard,
     Placement,
     Sharding,
-    StateCorrupt,
+    StateCorruptError,
     StateKey,
-    StateUnsupported,
-    WrongSetting,
+    StateUnsupportedError,
 )
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, checksum, decode
@@ -79,7 +79,7 @@ def try_to_use(body: bytes) -> None:
     """Decode, and build what is accepted: either works, or is refused by name."""
     try:
         layout = decode(sealed(body), limits=Limits(data_bytes=1 << 16)).layout
-    except (StateCorrupt, StateUnsupported):
+    except (StateCorruptError, StateUnsupportedError):
         return
     layout.build(Buffer(layout.data_bytes).view)
 
@@ -204,7 +204,7 @@ def test_a_sum_that_was_not_reduced_is_refused_with_its_path() -> None:
     with rank_of(0, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
         tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()])
-        with pytest.raises(StateUnsupported, match="reduce it first") as caught:
+        with pytest.raises(StateUnsupportedError, match="reduce it first") as caught:
             encoded({"grads": [tensor]})
         assert caught.value.path == "state['grads'][0]"
 
@@ -218,7 +218,7 @@ def test_a_mesh_of_another_form_is_refused() -> None:
             init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)),
             DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("shard",)),
         ):
-            with pytest.raises(WrongSetting, match="this mesh has the form"):
+            with pytest.raises(ConfigError, match="this mesh has the form"):
                 part.to_dtensor(other)
 
 
@@ -290,11 +290,11 @@ PART = tensor_node(2, 3)
 
 @pytest.mark.parametrize("kind", BAD)
 def test_a_sharding_that_cannot_be_is_refused_on_both_sides(kind: str) -> None:
-    with pytest.raises(WrongSetting):
+    with pytest.raises(ConfigError):
         Sharding(**{**GOOD, **BAD[kind]})
     assert decode(with_node(node_of(GOOD, PART)), limits=LIMITS)
     if kind != "placements in a list":
-        with pytest.raises(StateCorrupt) as caught:
+        with pytest.raises(StateCorruptError) as caught:
             decode(with_node(node_of({**GOOD, **BAD[kind]}, PART)), limits=LIMITS)
         assert len(str(caught.value)) < 1000
 
@@ -321,7 +321,7 @@ BAD_NODES = {
 
 @pytest.mark.parametrize("kind", BAD_NODES)
 def test_a_hostile_shard_is_refused(kind: str) -> None:
-    with pytest.raises(StateCorrupt) as caught:
+    with pytest.raises(StateCorruptError) as caught:
         decode(with_node(BAD_NODES[kind]), limits=LIMITS)
     assert len(str(caught.value)) < 1000
 

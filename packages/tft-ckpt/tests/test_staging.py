@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tft_ckpt import (
-    Closed,
-    DeadlinePassed,
+    ConfigError,
     HTTPTransport,
     PGTransport,
     StateKey,
-    StateMismatch,
-    StateUnavailable,
-    StateUnsupported,
-    WrongSetting,
+    StateMismatchError,
+    StateUnavailableError,
+    StateUnsupportedError,
+    TransferTimeoutError,
+    TransportClosedError,
 )
 from tft_ckpt.snapshot import Snapshot
 from tft_ckpt.testing import assert_same_state
@@ -52,11 +52,11 @@ def test_what_was_staged_is_had_under_the_name_that_it_gets(
     staged = source.stage_checkpoint({"a": tensor, "b": [1, "x"]}, BOUND)
     expected = {"a": tensor.clone(), "b": [1, "x"]}
     tensor.zero_()  # the trainer goes on
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(TransferTimeoutError):
         receive(receiver, source, KEY, SOON)
     staged.offer([1], key=KEY)
     assert_same_state(receive(receiver, source, KEY), expected)
-    with pytest.raises(StateMismatch):
+    with pytest.raises(StateMismatchError):
         receive(receiver, source, StateKey(quorum_id=3, nonce=4, step=5, lineage=7))
 
 
@@ -76,16 +76,16 @@ def test_it_takes_the_place_of_the_state_before_and_its_memory(
     source.stage_checkpoint({"a": torch.zeros(5000)}, BOUND).drop()
     staged = source.stage_checkpoint({"a": torch.zeros(5000)}, BOUND)
     assert buffers[0] is buffers[1] is buffers[2]
-    with pytest.raises((StateUnavailable, StateMismatch), match="its memory was needed for the next one"):
+    with pytest.raises((StateUnavailableError, StateMismatchError), match="its memory was needed for the next one"):
         receive(receiver, source, StateKey(0, 0, 4, 0))
     staged.offer([], key=KEY)
     assert_same_state(receive(receiver, source, KEY), {"a": torch.zeros(5000)})
 
 
 def test_what_can_not_be_staged_leaves_nothing(source: HTTPTransport[Any], receiver: HTTPTransport[Any]) -> None:
-    with pytest.raises(StateUnsupported):
+    with pytest.raises(StateUnsupportedError):
         source.stage_checkpoint({"a": object()}, BOUND)
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(TransferTimeoutError):
         source.stage_checkpoint({"a": torch.ones(1 << 20)}, timedelta(microseconds=1))
     source.send_checkpoint([1], 5, {"a": torch.ones(3)}, BOUND, key=KEY)
     assert_same_state(receive(receiver, source, KEY), {"a": torch.ones(3)})
@@ -94,14 +94,14 @@ def test_what_can_not_be_staged_leaves_nothing(source: HTTPTransport[Any], recei
 def test_after_the_end_nothing_is_staged_or_offered(source: HTTPTransport[Any]) -> None:
     staged, other = (source.stage_checkpoint({"a": torch.ones(3)}, BOUND) for _ in range(2))
     source.shutdown()
-    with pytest.raises(Closed):
+    with pytest.raises(TransportClosedError):
         staged.offer([1], key=KEY)
     other.drop()
-    with pytest.raises(Closed):
+    with pytest.raises(TransportClosedError):
         source.stage_checkpoint({"a": torch.ones(3)}, BOUND)
 
 
 def test_a_transport_that_can_not_says_so() -> None:
     assert not PGTransport.stages
-    with pytest.raises(WrongSetting, match="stages nothing; look at its `stages` first"):
+    with pytest.raises(ConfigError, match="stages nothing; look at its `stages` first"):
         PGTransport.stage_checkpoint(object.__new__(PGTransport), {}, BOUND)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tft_ckpt import Limits, LocalShard, Placement, Sharding, StateDiffers, StateKey
+from tft_ckpt import Limits, LocalShard, Placement, Sharding, StateKey, StateLayoutError
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.manifest import checksum
 from tft_ckpt.snapshot import Snapshot
@@ -276,7 +276,7 @@ def test_a_dtensor_is_received_into_and_stays_one() -> None:
         got = received({"w": state}, {"w": into})
         assert got["w"] is into
         assert_same_state(into, state)
-        with pytest.raises(StateDiffers, match="comes as a whole tensor") as caught:
+        with pytest.raises(StateLayoutError, match="comes as a whole tensor") as caught:
             received({"w": big(1.0, 2, BIG)}, {"w": into})
         assert caught.value.path == "state['w']"
 
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused_with_its_path_before_anything_happens(kind
     state, into = DIFFERENT[kind]
     memory = Memory()
     first = big(5.0)
-    with pytest.raises(StateDiffers) as caught:
+    with pytest.raises(StateLayoutError) as caught:
         Target.into(snapshot_of({"a": big(4.0), "b": state}).layout, {"a": first, "b": into}, memory)
     assert caught.value.path.startswith("state['b']")
     assert caught.value.path[:200] in str(caught.value)
@@ -323,13 +323,13 @@ def test_what_does_not_fit_is_refused_with_its_path_before_anything_happens(kind
 def test_freed_memory_is_refused() -> None:
     into = torch.ones(BIG)
     into.untyped_storage().resize_(0)
-    with pytest.raises(StateDiffers, match="freed"):
+    with pytest.raises(StateLayoutError, match="freed"):
         received([torch.ones(BIG)], [into])
 
 
 def test_different_tensors_that_overlap_here_are_refused() -> None:
     base = torch.zeros(BIG + 64)
-    with pytest.raises(StateDiffers, match="lie in one place here"):
+    with pytest.raises(StateLayoutError, match="lie in one place here"):
         received([torch.ones(BIG), torch.ones(BIG)], [base[:BIG], base[64:]])
     # The same tensor twice is one tensor, there and here, whatever its strides.
     there, here = torch.ones(BIG, 2), torch.zeros(2, BIG).t()

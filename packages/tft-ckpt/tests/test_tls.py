@@ -16,9 +16,9 @@ import pytest
 import torch
 import trustme
 
-from tft_ckpt import Closed, HTTPTransport, Limits, StateKey, StateUnavailable, WrongSetting
+from tft_ckpt import ConfigError, HTTPTransport, Limits, StateKey, StateUnavailableError, TransportClosedError
 from tft_ckpt.http.address import is_tls, listen, parse_url
-from tft_ckpt.http.connection import Connection, Silence, StopSignal
+from tft_ckpt.http.connection import Connection, SourceSilentError, StopSignal
 from tft_ckpt.http.routes import WAIT_HEADER, data_path, manifest_path
 from tft_ckpt.http.server import StateServer
 from tft_ckpt.http.tls import TLS
@@ -156,7 +156,7 @@ def test_a_source_that_never_proves_who_it_is_ends_as_any_silent_one(job: Job, e
         port = int(silent.getsockname()[1])
         if ending == "stop":
             stop.stop("enough")
-        with pytest.raises(Silence if ending == "silence" else Closed):
+        with pytest.raises(SourceSilentError if ending == "silence" else TransportClosedError):
             Connection("127.0.0.1", port, silence_s=0.05, stop=stop, tls=context)
 
 
@@ -186,7 +186,7 @@ def test_what_the_environment_asks_for(job: Job) -> None:
         ({"TFT_TLS_CLIENT_AUTH": "1"}, "TFT_TLS_CERT"),
         ({**paths, "TFT_TLS_CLIENT_AUTH": "perhaps"}, "TFT_TLS_CLIENT_AUTH is 'perhaps'"),
     ):
-        with pytest.raises(WrongSetting, match=word):
+        with pytest.raises(ConfigError, match=word):
             TLS.from_environment(wrong)
 
 
@@ -205,9 +205,9 @@ def test_files_that_do_not_fit_are_named(job: Job, stranger: Job, tmp_path: Path
         (job.certificate, job.key, str(text), str(text)),
         ("", job.key, job.authority, "TLS.certificate"),
     ):
-        with pytest.raises(WrongSetting, match=named):
+        with pytest.raises(ConfigError, match=named):
             TLS(certificate, key, authority)
-    with pytest.raises(WrongSetting, match="check_client"):
+    with pytest.raises(ConfigError, match="check_client"):
         TLS(job.certificate, job.key, job.authority, check_client="yes")  # type: ignore[arg-type]
 
 
@@ -230,7 +230,7 @@ def test_transports_of_a_job_heal_over_tls_and_no_others_do(job: Job, stranger: 
             with HTTPTransport[Any](bound, num_chunks, interface="lo", tls=job.tls()) as receiver:
                 assert receiver.recv_checkpoint(0, source.metadata(), 1, bound)[0].equal(STATE[0])
         for tls in (None, stranger.tls()):
-            with HTTPTransport[Any](bind="127.0.0.1", tls=tls) as other, pytest.raises(StateUnavailable):
+            with HTTPTransport[Any](bind="127.0.0.1", tls=tls) as other, pytest.raises(StateUnavailableError):
                 other.recv_checkpoint(0, source.metadata(), 1, bound)
 
 
@@ -241,5 +241,5 @@ def test_a_transport_with_tls_believes_no_plain_source(job: Job) -> None:
         HTTPTransport[Any](bind="127.0.0.1", tls=job.tls()) as receiver,
     ):
         plain.send_checkpoint([1], 1, STATE, bound)
-        with pytest.raises(StateUnavailable, match="speaks plain HTTP"):
+        with pytest.raises(StateUnavailableError, match="speaks plain HTTP"):
             receiver.recv_checkpoint(0, plain.metadata(), 1, bound)

@@ -23,12 +23,12 @@ from torch.optim import lr_scheduler, swa_utils
 
 from tft_ckpt import (
     CheckpointError,
+    ConfigError,
     Limits,
-    StateCorrupt,
-    StateDiffers,
+    StateCorruptError,
     StateKey,
-    StateUnsupported,
-    WrongSetting,
+    StateLayoutError,
+    StateUnsupportedError,
     register_tensor_subclass,
 )
 from tft_ckpt.buffers import Buffer
@@ -352,7 +352,7 @@ def scaled(start: int, scale: float, size: int = 8) -> Scaled:
 
 def test_a_subclass_is_refused_by_path_unless_it_is_registered() -> None:
     for tensor in (scaled(0, 1.0), torch.ones(2).as_subclass(Tagged)):
-        with pytest.raises(StateUnsupported, match="register_tensor_subclass") as caught:
+        with pytest.raises(StateUnsupportedError, match="register_tensor_subclass") as caught:
             encoded({"w": [tensor]})
         assert caught.value.path == "state['w'][0]"
 
@@ -375,7 +375,7 @@ def test_a_registered_subclass_is_received_in_place(size: int) -> None:
     assert got["w"].table is into["w"].table
     assert into["w"].table.equal(state["w"].table)
     for other in (torch.ones(8), scaled(0, 1.0, size + 1)):
-        with pytest.raises(StateDiffers) as caught:
+        with pytest.raises(StateLayoutError) as caught:
             transferred(state, {"w": other})
         assert caught.value.path.startswith("state['w']")
 
@@ -387,16 +387,16 @@ def test_only_what_was_registered_is_called() -> None:
     name = body["state"][2][1]
     for other in ("os.system", "builtins.eval", name + "x", "torch.Tensor"):
         body["state"][2][1] = other
-        with pytest.raises(StateUnsupported, match="unknown here"):
+        with pytest.raises(StateUnsupportedError, match="unknown here"):
             decode(sealed(json.dumps(body).encode("ascii")), limits=LIMITS)
     for node in (["subclass"], ["subclass", name], ["subclass", [name], None], ["subclass", name, None, None]):
         body["state"] = node
-        with pytest.raises(StateCorrupt):
+        with pytest.raises(StateCorruptError):
             decode(sealed(json.dumps(body).encode("ascii")), limits=LIMITS)
     # Parts of another form are for the registered function to refuse, once everything is here.
     body["state"], body["segments"], body["sums"] = ["subclass", name, ["dict", "table", 1]], [], ""
     layout = decode(sealed(json.dumps(body).encode("ascii")), limits=LIMITS).layout
-    with pytest.raises(StateUnsupported, match="arrived"):
+    with pytest.raises(StateUnsupportedError, match="arrived"):
         Target.fresh(layout, Buffer(0)).finish()
 
 
@@ -406,11 +406,11 @@ def test_functions_that_fail_are_named() -> None:
         raise KeyError("table")
 
     register_tensor_subclass(Scaled, broken, unflatten)
-    with pytest.raises(StateUnsupported, match="Scaled") as caught:
+    with pytest.raises(StateUnsupportedError, match="Scaled") as caught:
         encoded([scaled(0, 1.0)])
     assert caught.value.path == "state[0]"
     register_tensor_subclass(Scaled, flatten, lambda parts: parts["table"])
-    with pytest.raises(StateUnsupported, match="made a Tensor"):
+    with pytest.raises(StateUnsupportedError, match="made a Tensor"):
         transferred([scaled(0, 1.0)])
 
 
@@ -419,13 +419,13 @@ def test_what_is_no_subclass_cannot_be_registered() -> None:
     from torch.distributed.tensor import DTensor
 
     for cls in (int, torch.Tensor, torch.nn.Parameter, DTensor, "Scaled"):
-        with pytest.raises(WrongSetting):
+        with pytest.raises(ConfigError):
             register_tensor_subclass(cls, flatten, unflatten)  # type: ignore[arg-type]
     for functions in ((flatten, None), ("flatten", unflatten)):
-        with pytest.raises(WrongSetting, match="give two functions"):
+        with pytest.raises(ConfigError, match="give two functions"):
             register_tensor_subclass(Scaled, *functions)  # type: ignore[arg-type]
     double = type("Scaled", (torch.Tensor,), {"__module__": __name__})
-    with pytest.raises(WrongSetting, match="another"):
+    with pytest.raises(ConfigError, match="another"):
         register_tensor_subclass(double, flatten, unflatten)
 
 
@@ -515,7 +515,7 @@ def test_any_state_is_received_into_any_other_one_or_refused_with_a_path(state: 
     before = [tensor.clone() for tensor in tensors_in(into)]
     try:
         got = transferred(state, into)
-    except StateDiffers as error:
+    except StateLayoutError as error:
         refused = error
     else:
         for tensor, expected in zip(tensors_in(got), tensors_in(state), strict=True):
@@ -594,7 +594,7 @@ def try_to_use(body: bytes) -> None:
     tracemalloc.start()
     try:
         layout = decode(sealed(body), limits=SMALL).layout
-    except (StateCorrupt, StateUnsupported):
+    except (StateCorruptError, StateUnsupportedError):
         return
     finally:
         _, peak = tracemalloc.get_traced_memory()
@@ -603,7 +603,7 @@ def try_to_use(body: bytes) -> None:
     assert layout.data_bytes <= SMALL.data_bytes
     target = Target.fresh(layout, Buffer(layout.data_bytes))
     target.finish()
-    with suppress(StateDiffers):
+    with suppress(StateLayoutError):
         Target.into(layout, SAMPLE, Buffer)
 
 
@@ -618,7 +618,10 @@ def test_a_manifest_that_was_tampered_with_is_refused_or_right(seed: int, num_ch
 
 
 def test_what_is_refused_is_of_one_family() -> None:
-    assert all(issubclass(cls, CheckpointError) for cls in (StateCorrupt, StateUnsupported, StateDiffers, WrongSetting))
+    assert all(
+        issubclass(cls, CheckpointError)
+        for cls in (StateCorruptError, StateUnsupportedError, StateLayoutError, ConfigError)
+    )
 
 
 # ---- many leaves ----

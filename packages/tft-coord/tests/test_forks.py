@@ -13,7 +13,7 @@ import pytest
 _FORKS = """
 import gc, os, sys, time
 from datetime import timedelta
-from tft_coord import Closed, LighthouseClient, ManagerClient, ManagerServer
+from tft_coord import CoordinationClosedError, LighthouseClient, ManagerClient, ManagerServer
 from tft_coord.core.types import QuorumKey
 
 SOON = timedelta(seconds=10)
@@ -45,7 +45,7 @@ if child == 0:
         for call in (client.kill, other.kill):
             try:
                 call("no", SOON)
-            except Closed as error:
+            except CoordinationClosedError as error:
                 print(str(error).partition(": ")[2].partition(" belongs")[0], flush=True)
         for each in (client, other, server, inside):
             each.close() if isinstance(each, ManagerClient) else each.shutdown()

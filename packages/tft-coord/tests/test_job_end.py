@@ -11,7 +11,7 @@ from tft_coord.core.job_end import Ended, JobEnd
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
-from tft_coord.errors import JobOver
+from tft_coord.errors import JobOverError
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.settings import error_of_code
 
@@ -341,5 +341,5 @@ class TestTheEnd:
 
 def test_the_refusal_is_an_error_of_its_own() -> None:
     error = error_of_code(Refusal.OVER.value, "it has ended", "rank 0's quorum")
-    assert isinstance(error, JobOver)
+    assert isinstance(error, JobOverError)
     assert (str(error), error.code) == ("rank 0's quorum: it has ended", "job_over")

@@ -13,7 +13,7 @@ from tft_coord.core.effects import AnswerQuorum, AnswerUnchanged, AskForQuorum, 
 from tft_coord.core.lighthouse import CLOCKS_DIFFER_MOST_MS, LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
-from tft_coord.errors import ProtocolError, SettingError
+from tft_coord.errors import ConfigError, ProtocolError
 from tft_coord.timeouts import Timeouts
 
 STARTED_MS = 1_000_000
@@ -231,7 +231,7 @@ class TestForming:
         assert formed(table.ask("a", 7, live=True)) == [(("a", "b"), "b joined")]
 
     def test_min_replicas_must_be_positive(self) -> None:
-        with pytest.raises(SettingError, match="min_replicas is 0; give at least 1"):
+        with pytest.raises(ConfigError, match="min_replicas is 0; give at least 1"):
             LighthouseConfig(min_replicas=0)
 
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import pytest
 
 from tft_coord import LighthouseClient, ManagerClient
-from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.errors import ProtocolError, UnreachableError
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.listener import _PREFACE, _verdict, look
@@ -29,18 +29,22 @@ UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
     [
         (b"HTTP/1.1 400 Bad", ProtocolError, "an HTTP server answers there"),
         (b"HTTP/1.1 500 Int", ProtocolError, "an HTTP server answers there"),
-        (b"HTTP/1.1 502 Bad", Unreachable, "a proxy answers there with HTTP status 502, so the server behind it may"),
-        (b"HTTP/1.1 503 Ser", Unreachable, "a proxy answers there with HTTP status 503"),
-        (b"HTTP/1.0 504 Gat", Unreachable, "a proxy answers there with HTTP status 504"),
+        (
+            b"HTTP/1.1 502 Bad",
+            UnreachableError,
+            "a proxy answers there with HTTP status 502, so the server behind it may",
+        ),
+        (b"HTTP/1.1 503 Ser", UnreachableError, "a proxy answers there with HTTP status 503"),
+        (b"HTTP/1.0 504 Gat", UnreachableError, "a proxy answers there with HTTP status 504"),
         (b"<!DOCTYPE HTML P", ProtocolError, "an HTTP server answers there"),
         (b"SSH-2.0-OpenSSH_", ProtocolError, "a server of another kind answers there"),
         (b"\x15\x03\x01\x00\x02\x02\x46", ProtocolError, "wants TLS"),
-        (SETTINGS_FRAME, Unreachable, "the connection broke"),
-        (GOAWAY_FRAME, Unreachable, "the connection broke"),
-        (SETTINGS_FRAME[:2], Unreachable, "the connection broke"),
+        (SETTINGS_FRAME, UnreachableError, "the connection broke"),
+        (GOAWAY_FRAME, UnreachableError, "the connection broke"),
+        (SETTINGS_FRAME[:2], UnreachableError, "the connection broke"),
         (b"\x00\x00\x06\x04\x00text", ProtocolError, "a server of another kind answers there"),
-        (b"", Unreachable, "takes the connection and ends it"),
-        (None, Unreachable, "says nothing within 1 s"),
+        (b"", UnreachableError, "takes the connection and ends it"),
+        (None, UnreachableError, "says nothing within 1 s"),
     ],
 )
 def test_the_first_bytes_tell_who_listens(answer: bytes | None, kind: type[Exception], says: str) -> None:
@@ -87,7 +91,7 @@ def test_who_drops_the_first_packet_is_not_said_to_take_the_connection() -> None
             except TimeoutError:
                 is_full = True
         found = look(f"127.0.0.1:{server.getsockname()[1]}")
-    assert isinstance(found, Unreachable)
+    assert isinstance(found, UnreachableError)
     assert "no connection can be made (none stands after 1 s; the host is down" in str(found)
 
 
@@ -95,7 +99,9 @@ def test_who_drops_the_first_packet_is_not_said_to_take_the_connection() -> None
 def test_a_client_waits_for_a_server_only_if_it_is_to(waits: bool) -> None:
     within_s = 1.0 if waits else 60.0
     started = time.monotonic()
-    with pytest.raises(Unreachable, match=r"can't be reached.*: nobody listens there \(connection refused\)") as raised:
+    with pytest.raises(
+        UnreachableError, match=r"can't be reached.*: nobody listens there \(connection refused\)"
+    ) as raised:
         LighthouseClient(f"127.0.0.1:{free_port()}", timedelta(seconds=within_s), waits=waits)
     lasted_s = time.monotonic() - started
     assert lasted_s >= within_s if waits else lasted_s < within_s / 4
@@ -128,10 +134,10 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("answer", "kind", "says"),
     [
-        (SETTINGS_FRAME, Unreachable, "the connection broke"),
-        (GOAWAY_FRAME, Unreachable, "the connection broke"),
-        (SETTINGS_FRAME[:8], Unreachable, "the connection broke"),
-        (UNAVAILABLE, Unreachable, "HTTP status 503"),
+        (SETTINGS_FRAME, UnreachableError, "the connection broke"),
+        (GOAWAY_FRAME, UnreachableError, "the connection broke"),
+        (SETTINGS_FRAME[:8], UnreachableError, "the connection broke"),
+        (UNAVAILABLE, UnreachableError, "HTTP status 503"),
         (b"SSH-2.0-OpenSSH_9.9\r\n", ProtocolError, "another kind"),
     ],
     ids=["settings", "goaway", "part of a frame", "503", "ssh"],

@@ -27,21 +27,21 @@ import psutil
 import pytest
 
 from tft_coord import (
-    Closed,
+    ConfigError,
+    CoordinationClosedError,
     CoordinationError,
-    DeadlinePassed,
-    GroupLost,
     ManagerClient,
     ManagerServer,
     ProtocolError,
     Purpose,
     QuorumKey,
     RankRequest,
-    Refused,
-    SettingError,
-    StaleQuorum,
+    RefusedError,
+    ReplicaGroupLostError,
+    RequestTimeoutError,
+    StaleQuorumError,
     Timeouts,
-    Unreachable,
+    UnreachableError,
     errors,
 )
 from tft_coord.client import rank_session
@@ -162,12 +162,12 @@ def test_torchfts_votes_without_a_key(server: ManagerServer) -> None:
 @pytest.mark.parametrize("with_session", [True, False], ids=["on the stream", "unary"])
 def test_a_quorum_that_does_not_come_says_who_was_waited_for(with_session: bool) -> None:
     with serve(world_size=2) as server, client_of(server, 0 if with_session else None) as zero:
-        with pytest.raises(DeadlinePassed, match="rank 1 of the group has not asked") as caught:
+        with pytest.raises(RequestTimeoutError, match="rank 1 of the group has not asked") as caught:
             zero.quorum(0, RankRequest(step=5), SOON)
         assert "rank 0's quorum for step 5" in str(caught.value)
         assert isinstance(caught.value, TimeoutError)
     with serve(world_size=1) as server, client_of(server, 0 if with_session else None) as zero:
-        with pytest.raises(DeadlinePassed, match=r"the lighthouse at 127\.0\.0\.1:9") as caught:
+        with pytest.raises(RequestTimeoutError, match=r"the lighthouse at 127\.0\.0\.1:9") as caught:
             zero.quorum(0, RankRequest(step=5), SOON)
         assert "has not answered" in str(caught.value)
 
@@ -226,15 +226,15 @@ def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:
                 return ""
 
         results = together(older, newer)
-    assert isinstance(results[0], StaleQuorum)
-    assert isinstance(results[1], DeadlinePassed)
+    assert isinstance(results[0], StaleQuorumError)
+    assert isinstance(results[1], RequestTimeoutError)
 
 
 def test_a_rank_with_a_session_is_asked_for_by_nobody_else() -> None:
     with serve(world_size=1) as server, client_of(server, 0), client_of(server) as other:
-        with pytest.raises(Refused, match=r"rank 0 of replica \S+ has a session, and asks and votes on it"):
+        with pytest.raises(RefusedError, match=r"rank 0 of replica \S+ has a session, and asks and votes on it"):
             other.quorum(0, RankRequest(step=0, checkpoint_metadata="http://elsewhere:1"), LATE)
-        with pytest.raises(Refused, match=r"rank 0 of replica \S+ has a session"):
+        with pytest.raises(RefusedError, match=r"rank 0 of replica \S+ has a session"):
             other.should_commit(0, 0, True, LATE)
 
 
@@ -242,7 +242,7 @@ def test_checkpoint_metadata_is_what_the_rank_said_last(server: ManagerServer) -
     with client_of(server, 0) as zero:
         with pytest.raises(ProtocolError, match="rank not found: rank 0"):
             zero.checkpoint_metadata(0, LATE)
-        with pytest.raises(DeadlinePassed):
+        with pytest.raises(RequestTimeoutError):
             zero.quorum(0, RankRequest(step=1, checkpoint_metadata="http://here:1"), SOON)
         assert zero.checkpoint_metadata(0, LATE) == "http://here:1"
         assert zero._checkpoint_metadata(0, LATE) == "http://here:1"
@@ -263,7 +263,7 @@ def test_the_loss_of_a_rank_ends_the_group_at_once(server: ManagerServer) -> Non
             return True
 
         assert together(vote, leave) == [False, True]
-        with pytest.raises(GroupLost, match=r"lost a rank .*end this process and start the group again"):
+        with pytest.raises(ReplicaGroupLostError, match=r"lost a rank .*end this process and start the group again"):
             zero.quorum(0, RankRequest(step=1), LATE)
 
 
@@ -293,7 +293,7 @@ def test_a_listener_that_raises_does_not_end_its_ranks_stream(caplog: pytest.Log
             hello = rank_codec.encode_from_rank(rank_codec.RankHello(1, 1))
             assert len(list(services.stream_stub(channel, services.MANAGER_SESSION)(iter([hello])))) == 1
         assert told.wait(10)
-        with pytest.raises(GroupLost, match="lost a rank"):
+        with pytest.raises(ReplicaGroupLostError, match="lost a rank"):
             zero.quorum(0, RankRequest(step=1), LATE)
     assert "its listener raised at: replica group:1 lost a rank" in caplog.text
 
@@ -325,7 +325,9 @@ def test_a_stream_that_broke_leaves_nothing_to_the_collector(monkeypatch: pytest
 
 def test_two_processes_with_one_rank_are_refused_by_name(server: ManagerServer) -> None:
     with client_of(server, 1) as one:
-        with pytest.raises(Refused, match=r"rank 1 of replica group:1 already lives \(session \d+\); .* its own RANK"):
+        with pytest.raises(
+            RefusedError, match=r"rank 1 of replica group:1 already lives \(session \d+\); .* its own RANK"
+        ):
             client_of(server, 1)
         # The one that was there first goes on.
         assert one.should_commit(1, 1, False, LATE, key=KEY) is False
@@ -360,17 +362,17 @@ def test_calls_under_way_end_when_their_client_is_closed() -> None:
                 return None
 
             result = together(ask, close)[0]
-            assert isinstance(result, Closed)
-            with pytest.raises(Closed, match="make a new one"):
+            assert isinstance(result, CoordinationClosedError)
+            with pytest.raises(CoordinationClosedError, match="make a new one"):
                 client.quorum(0, RankRequest(step=1), LATE)
             client.close()
 
 
 def test_a_server_with_a_secret_answers_nobody_without_it() -> None:
     with serve(token="s3cret") as server:
-        with client_of(server) as stranger, pytest.raises(Refused, match="shared secret"):
+        with client_of(server) as stranger, pytest.raises(RefusedError, match="shared secret"):
             stranger.should_commit(0, 1, True, LATE, key=KEY)
-        with pytest.raises(Refused, match="shared secret"):
+        with pytest.raises(RefusedError, match="shared secret"):
             client_of(server, 0, token="other")
         with client_of(server, 0, token="s3cret") as client:
             assert client.should_commit(0, 1, True, LATE, key=KEY) is True
@@ -417,7 +419,7 @@ def test_a_rank_that_wishes_to_leave_takes_the_group_with_it(server: ManagerServ
         assert together(*votes) == [Verdict(yes=True, leaves=True)] * 2
         zero.leave(0, "it is preempted", 1_000, LATE)
         one.leave(1, "it is preempted", 1_000, LATE)
-        with pytest.raises(Refused, match=r"has left the job \(it is preempted\)") as refused:
+        with pytest.raises(RefusedError, match=r"has left the job \(it is preempted\)") as refused:
             one.quorum(1, RankRequest(4), LATE)
         assert refused.value.code == "left"
         with client_of(server) as stranger, pytest.raises(errors.CoordinationError, match="has no session"):
@@ -427,7 +429,7 @@ def test_a_rank_that_wishes_to_leave_takes_the_group_with_it(server: ManagerServ
 def test_a_manager_server_that_died_is_unreachable_within_the_heartbeat_timeout() -> None:
     with serve(in_process=False) as server, client_of(server, 0) as zero:
         kill_child_of(server)
-        with pytest.raises(Unreachable, match="the manager server has ended"):
+        with pytest.raises(UnreachableError, match="the manager server has ended"):
             zero.quorum(0, RankRequest(step=1), LATE)
 
 
@@ -451,29 +453,31 @@ def test_a_manager_server_that_ended_is_known_to_have_ended(server: ManagerServe
 
         results = together(lambda: ask(zero), end)
         # It said goodbye where it could; a call that found it gone says so.
-        assert isinstance(results[0], (GroupLost, Unreachable))
-        with pytest.raises(Unreachable, match=r"127\.0\.0\.1"):
+        assert isinstance(results[0], (ReplicaGroupLostError, UnreachableError))
+        with pytest.raises(UnreachableError, match=r"127\.0\.0\.1"):
             unary.quorum(0, RankRequest(step=1), LATE)
         # Another rank that asks after that learns it at once: there is nobody left to wait for.
-        with pytest.raises(GroupLost, match=r"lost a rank \(.*shut down\); end this process"):
+        with pytest.raises(ReplicaGroupLostError, match=r"lost a rank \(.*shut down\); end this process"):
             one.should_commit(1, 1, True, LATE, key=KEY)
     assert alarms == []
 
 
 def test_nobody_answers_within_connect_timeout() -> None:
-    with pytest.raises(Unreachable, match=r"can't be reached within 0\.2 s \(connect_timeout\): nobody listens there"):
+    with pytest.raises(
+        UnreachableError, match=r"can't be reached within 0\.2 s \(connect_timeout\): nobody listens there"
+    ):
         ManagerClient(NOBODY, timedelta(seconds=0.2))
 
 
 def test_a_rank_that_does_not_reach_its_server_says_what_it_saw_last() -> None:
     says = r"was not taken within 0\.5 s \(the name no\.such\.host\.invalid is unknown \(.*\)\); check the address"
-    with pytest.raises(Unreachable, match=says):
+    with pytest.raises(UnreachableError, match=says):
         ManagerClient("no.such.host.invalid:1", timedelta(seconds=0.5), group_rank=0, connect_now=False)
 
 
 @pytest.mark.parametrize("group_rank", [None, 0])
 def test_what_a_server_refuses_is_said_once_without_grpcs_own_text(group_rank: int | None) -> None:
-    with serve(token="the-right-one") as server, pytest.raises(Refused, match="shared secret") as raised:
+    with serve(token="the-right-one") as server, pytest.raises(RefusedError, match="shared secret") as raised:
         ManagerClient(server.address(), LATE, group_rank=group_rank, token="a-wrong-one").checkpoint_metadata(0, LATE)
     text = "".join(traceback.format_exception(raised.value))
     assert text.count("shared secret") == 1
@@ -487,7 +491,7 @@ def test_what_a_server_refuses_is_said_once_without_grpcs_own_text(group_rank: i
 def test_an_address_that_cannot_be_bound_is_said_in_one_sentence(in_process: bool) -> None:
     with serve() as other:
         taken = other.address().removeprefix("http://")
-        with pytest.raises(SettingError, match=f"replica a can't listen at {taken}"):
+        with pytest.raises(ConfigError, match=f"replica a can't listen at {taken}"):
             ManagerServer("a", NOBODY, "127.0.0.1", taken, "", 1, in_process=in_process)
 
 
@@ -521,7 +525,7 @@ def test_a_setting_that_cannot_be_is_refused_by_name(change: dict[str, object], 
         "world_size": 1,
         "in_process": True,
     }
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(ConfigError, match=says):
         ManagerServer(**{**settings, **change})  # type: ignore[arg-type]
 
 
@@ -560,14 +564,14 @@ def test_a_server_that_is_not_waited_for_says_at_once_that_its_port_is_taken() -
     with serve() as other:
         port = other.address().rpartition(":")[2]
         for host in ("127.0.0.1", "[::]"):
-            with pytest.raises(SettingError, match=rf"can't listen at {re.escape(host)}:{port}: the address is taken"):
+            with pytest.raises(ConfigError, match=rf"can't listen at {re.escape(host)}:{port}: the address is taken"):
                 ManagerServer("a", NOBODY, "127.0.0.1", f"{host}:{port}", "", 1, wait=False)
 
 
 def test_a_server_that_can_not_start_says_so_whenever_its_address_is_asked_for() -> None:
     with ManagerServer("a", NOBODY, "127.0.0.1", "192.0.2.1:0", "", 1, wait=False, insecure=True) as server:
         for _ in range(2):
-            with pytest.raises(SettingError, match=r"replica a can't listen at 192\.0\.2\.1:0"):
+            with pytest.raises(ConfigError, match=r"replica a can't listen at 192\.0\.2\.1:0"):
                 server.address()
 
 
@@ -599,7 +603,7 @@ def test_shutdown_leaves_no_process_and_can_be_said_twice() -> None:
     server.shutdown()
     server.shutdown()
     assert not server.alive()
-    with pytest.raises(Closed, match="group:1 was shut down"):
+    with pytest.raises(CoordinationClosedError, match="group:1 was shut down"):
         server.address()
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
@@ -666,5 +670,8 @@ def test_a_child_that_is_killed_is_not_alive() -> None:
 
 
 def test_who_does_not_connect_at_once_is_told_by_the_first_call() -> None:
-    with ManagerClient("127.0.0.1:1", connect_now=False) as client, pytest.raises((DeadlinePassed, Unreachable)):
+    with (
+        ManagerClient("127.0.0.1:1", connect_now=False) as client,
+        pytest.raises((RequestTimeoutError, UnreachableError)),
+    ):
         client.checkpoint_metadata(0, timedelta(milliseconds=200))

@@ -15,7 +15,7 @@ import pytest
 import tft_coord
 from tft_coord.core.effects import RefuseSession, TellLost, Welcome
 from tft_coord.core.types import Refusal
-from tft_coord.errors import Closed, CoordinationError, SettingError, Unreachable
+from tft_coord.errors import ConfigError, CoordinationClosedError, CoordinationError, UnreachableError
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.security import admits, call_metadata, read_token
 from tft_coord.timeouts import Timeouts
@@ -57,14 +57,12 @@ def test_addresses_as_users_write_them(address: str, dialled: str) -> None:
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
-    with pytest.raises(SettingError, match=r"is no address; give host:port, for example localhost:29510"):
+    with pytest.raises(ConfigError, match=r"is no address; give host:port, for example localhost:29510"):
         target(address)
 
 
 def test_an_address_that_asks_for_tls_is_told_that_there_is_none() -> None:
-    with pytest.raises(
-        SettingError, match=r"'https://h:1' asks for TLS, which is not there yet; give http://host:port"
-    ):
+    with pytest.raises(ConfigError, match=r"'https://h:1' asks for TLS, which is not there yet; give http://host:port"):
         target("https://h:1")
 
 
@@ -81,12 +79,13 @@ def test_hosts_as_users_write_them(host: str) -> None:
 
 @pytest.mark.parametrize("host", ["", "x y", " x", "h:1", "[h:1]", "[h]", "http://h", "h/", "10.0.0.1:5", "::1]"])
 def test_what_is_no_host_is_refused_by_the_settings_name(host: str) -> None:
-    with pytest.raises(SettingError, match=r"hostname is .*; give a host's name or address without a port"):
+    with pytest.raises(ConfigError, match=r"hostname is .*; give a host's name or address without a port"):
         check_host("hostname", host)
 
 
 @pytest.mark.parametrize(
-    ("details", "error"), [("Internal error from Core", Unreachable), ("lighthouse quorum failed", CoordinationError)]
+    ("details", "error"),
+    [("Internal error from Core", UnreachableError), ("lighthouse quorum failed", CoordinationError)],
 )
 def test_a_stream_that_ended_while_it_was_written_to_is_a_broken_one(
     details: str, error: type[CoordinationError]
@@ -117,7 +116,7 @@ def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None
     ],
 )
 def test_a_secret_that_is_none_is_refused(environment: dict[str, str], says: str) -> None:
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(ConfigError, match=says):
         read_token(environment)
 
 
@@ -126,11 +125,11 @@ def test_a_file_that_holds_no_secret_is_neither_waited_for_nor_read_whole(tmp_pa
     os.mkfifo(pipe)
     large.write_bytes(b"x" * 10_000_000)
     for path, says in ((pipe, "it is no regular file"), (large, "larger than a shared secret")):
-        with pytest.raises(SettingError, match=f"{path.name}, which can't be read: .*{says}"):
+        with pytest.raises(ConfigError, match=f"{path.name}, which can't be read: .*{says}"):
             read_token({"TFT_TOKEN_FILE": str(path)})
     empty = tmp_path / "empty"
     empty.write_text("\n")
-    with pytest.raises(SettingError, match=r"TFT_TOKEN_FILE names .*empty, which holds no secret: .*printable ASCII"):
+    with pytest.raises(ConfigError, match=r"TFT_TOKEN_FILE names .*empty, which holds no secret: .*printable ASCII"):
         read_token({"TFT_TOKEN_FILE": str(empty)})
 
 
@@ -160,7 +159,7 @@ def test_shares_of_the_loop_have_one_thread_and_the_last_one_ends_it() -> None:
     first.give_back()
     first.give_back()
     assert second.run(where()) == THREAD_NAME
-    with pytest.raises(Closed, match="the first was shut down; make a new one"):
+    with pytest.raises(CoordinationClosedError, match="the first was shut down; make a new one"):
         first.run(where())
     second.give_back()
     assert loop_threads() == 0

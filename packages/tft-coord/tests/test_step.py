@@ -14,10 +14,10 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.asking import standing_plan
 from tft_coord.core.step.attempt import MAX_ERRORS_KEPT
-from tft_coord.core.step.errors import HealingFailed, StateUnavailable, StepAbandoned, SyncAbandoned, UsageError
+from tft_coord.core.step.errors import HealingError, StepAbandonedError, SyncAbandonedError, UsageError, UserStateError
 from tft_coord.core.step.losses import MAX_NOTICES_KEPT
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Refusal, Source
-from tft_coord.errors import GroupLost, Refused, StaleQuorum
+from tft_coord.errors import RefusedError, ReplicaGroupLostError, StaleQuorumError
 
 FRESH = initial_lineage("default")
 T = TypeVar("T")
@@ -203,7 +203,7 @@ def test_unchanged_leaves_spares_out() -> None:
 def test_unchanged_of_a_quorum_that_is_not_held_is_no_plan() -> None:
     rank = Rank()
     rank.ask()
-    with pytest.raises(StaleQuorum, match="this rank holds None"):
+    with pytest.raises(StaleQuorumError, match="this rank holds None"):
         rank.plan(QuorumKey(7, 7))
     assert rank.status.plan is None
 
@@ -426,15 +426,15 @@ def test_what_this_process_cant_go_on_with_is_raised_before_the_vote_whatever_ca
     rank = Rank()
     rank.begin(plan_of(7))
     rank.tell(on.ErrorReported(RuntimeError("first")))
-    rank.tell(on.ErrorReported(Refused("a wrong secret")))
+    rank.tell(on.ErrorReported(RefusedError("a wrong secret")))
     assert "a wrong secret" in str(one(do.Raise, rank.tell(on.ReductionsEnded())).error)
 
 
 def test_a_lost_group_fails_this_and_every_later_attempt_with_the_words_of_the_manager_server() -> None:
     rank = Rank()
     rank.begin(plan_of(7))
-    rank.tell(on.ErrorReported(GroupLost("a rank is lost")))
-    effects = rank.tell(on.GroupWasLost(GroupLost("rank 1 is lost")))
+    rank.tell(on.ErrorReported(ReplicaGroupLostError("a rank is lost")))
+    effects = rank.tell(on.GroupWasLost(ReplicaGroupLostError("rank 1 is lost")))
     assert not none(do.BreakAll, effects)
     assert "rank 1 is lost" in str(one(do.Raise, rank.tell(on.ReductionsEnded())).error)
     rank.begin(plan_of(8))
@@ -708,7 +708,7 @@ def test_a_recovery_that_failed_changes_nothing_and_is_told() -> None:
     member = Rank()
     member.begin(plan_of(3, rank=1, size=2, healing=[1], step=9, lineage=99))
     member.tell(on.ExchangeAsked())
-    effects = member.tell(on.StageEnded(Stage.FETCH, HealingFailed("the source died")))
+    effects = member.tell(on.StageEnded(Stage.FETCH, HealingError("the source died")))
     assert not one(do.ReportHealFailed, effects).is_over
     assert not member.vote().yes
     member.end(False)
@@ -731,7 +731,7 @@ def test_a_load_that_broke_off_leaves_a_torn_state_that_asks_to_heal() -> None:
     own = {"step": 9, "batches_committed": 7, "lineage": f"{99:016x}"}
     assert not none(do.LoadState, member.tell(on.StageEnded(Stage.FETCH, own=own)))
     assert member.status.torn, "from the first load on"
-    member.tell(on.StageEnded(Stage.LOAD, HealingFailed("load_state_dict raised")))
+    member.tell(on.StageEnded(Stage.LOAD, HealingError("load_state_dict raised")))
     member.end(False)
     assert member.ask().torn
 
@@ -742,7 +742,7 @@ def test_a_source_is_not_waited_for_that_waits_for_this_rank() -> None:
     member.plan(plan_of(3, rank=1, size=2, healing=[1], step=9, lineage=99), builds=False)
     member.tell(on.ConfigureFailed(1, RuntimeError("the store was not reached")))
     in_vain = one(do.StageState, member.tell(on.ExchangeAsked())).in_vain
-    assert isinstance(in_vain, HealingFailed)
+    assert isinstance(in_vain, HealingError)
     member.tell(on.StageEnded(Stage.FETCH, in_vain))
     member.end(False)
     assert member.ask().failed_heals == 0, "the sources have nothing to do with it"
@@ -753,7 +753,7 @@ def test_a_failed_recovery_in_a_synchronous_step_ends_the_reduction_for_the_othe
         member = Rank(use_async_quorum=asynchronous)
         member.begin(plan_of(3, rank=1, size=2, healing=[1], step=9, lineage=99))
         member.tell(on.ExchangeAsked())
-        effects = member.tell(on.StageEnded(Stage.FETCH, HealingFailed("the source died")))
+        effects = member.tell(on.StageEnded(Stage.FETCH, HealingError("the source died")))
         assert none(do.AbortGroup, effects) is asynchronous
 
 
@@ -765,7 +765,7 @@ def test_a_load_that_fails_twice_for_the_same_reason_ends_the_process() -> None:
         member.begin(plan_of(3, rank=1, size=2, healing=[1], step=9, lineage=99))
         member.tell(on.ExchangeAsked())
         member.tell(on.StageEnded(Stage.FETCH, own=own))
-        effects = member.tell(on.StageEnded(Stage.LOAD, HealingFailed(reason), again=reason))
+        effects = member.tell(on.StageEnded(Stage.LOAD, HealingError(reason), again=reason))
         ends.append([str(effect.error) for effect in effects if isinstance(effect, do.Raise)])
         assert one(do.ReportHealFailed, effects).is_over is bool(ends[-1])
         member.end(False)
@@ -849,7 +849,7 @@ def test_a_group_that_was_lost_meanwhile_heals_no_more(purpose: Purpose) -> None
     if purpose is Purpose.LOADED:
         member.tell(on.Agreed(Purpose.WITHOUT_OWN, True))
         member.tell(on.StageEnded(Stage.LOAD))
-    member.tell(on.GroupWasLost(GroupLost("rank 1 is lost")))
+    member.tell(on.GroupWasLost(ReplicaGroupLostError("rank 1 is lost")))
     assert "rank 1 is lost" in str(one(do.Raise, member.tell(on.Agreed(purpose, False))).error)
     assert member.status.healing is Healing.FETCHING
 
@@ -912,7 +912,7 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(state: Any, words: 
     rank = Rank()
     rank.commit()
     before = rank.status
-    with pytest.raises(StateUnavailable, match=words):
+    with pytest.raises(UserStateError, match=words):
         rank.tell(on.StateLoaded(state))
     assert rank.status == before
 
@@ -1025,7 +1025,7 @@ def test_a_divergence_is_counted_once_after_a_failed_fetch() -> None:
         assert not none(do.ExplainDivergence, astray.tell(on.StageEnded(Stage.FETCH, own=own)))
         if fails:
             astray.tell(on.DivergenceExplained())
-            astray.tell(on.StageEnded(Stage.LOAD, HealingFailed("no")))
+            astray.tell(on.StageEnded(Stage.LOAD, HealingError("no")))
             astray.core._books.own.torn = False  # it was put right by hand
         astray.end(False)
     assert astray.status.divergences == 1
@@ -1148,7 +1148,7 @@ def test_one_no_fails_all_that_were_begun_after_it() -> None:
     rank, (first, second) = flying(2)
     rank.begin(QuorumKey(7, 7))
     rank.end(False, first)
-    assert isinstance(rank.status.attempt(second).abandoned, SyncAbandoned)
+    assert isinstance(rank.status.attempt(second).abandoned, SyncAbandonedError)
     assert rank.status.is_abandoned
     effects = rank.tell(on.ReductionsEnded(second))
     assert not none(do.ReportAbandoned, effects)
@@ -1213,7 +1213,7 @@ def test_one_that_may_still_commit_is_not_dropped() -> None:
 def test_a_state_loaded_by_hand_fails_what_is_in_flight() -> None:
     rank, (number,) = flying(1)
     rank.tell(on.StateLoaded({"step": 5, "batches_committed": 10}))
-    assert isinstance(rank.status.attempt(number).error, StateUnavailable)
+    assert isinstance(rank.status.attempt(number).error, UserStateError)
     assert rank.ask().needs_configure
 
 
@@ -1224,8 +1224,8 @@ def test_what_is_in_flight_is_not_committed_to_a_torn_state() -> None:
     rank.begin(plan_of(7, rank=1, size=2, healing=[1], step=1, lineage=rank.status.lineage))
     rank.tell(on.StrategyExchanges())
     one(do.StageState, rank.tell(on.ExchangeAsked()))
-    one(do.ReportHealFailed, rank.tell(on.StageEnded(Stage.FETCH, HealingFailed("no source"))))
-    assert isinstance(rank.status.attempt(number).error, HealingFailed)
+    one(do.ReportHealFailed, rank.tell(on.StageEnded(Stage.FETCH, HealingError("no source"))))
+    assert isinstance(rank.status.attempt(number).error, HealingError)
     assert not rank.vote(number).yes
     rank.end(False, number)
     assert rank.ask().needs_configure
@@ -1246,7 +1246,7 @@ def test_a_state_loaded_by_hand_while_the_quorum_is_asked_for_fails_that_step() 
     rank, _ = flying(1)
     rank.ask()
     rank.tell(on.StateLoaded({"step": 5, "batches_committed": 10}))
-    assert isinstance(rank.status.error, StateUnavailable)
+    assert isinstance(rank.status.error, UserStateError)
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
@@ -1293,7 +1293,7 @@ def test_who_leaves_fails_what_it_has_in_flight() -> None:
     rank, (first, second) = flying(2)
     rank.tell(on.LeaveWished("a signal", 5_000))
     rank.tell(on.VerdictArrived(first, True, leaves=True))
-    assert isinstance(rank.status.attempt(second).abandoned, StepAbandoned)
+    assert isinstance(rank.status.attempt(second).abandoned, StepAbandonedError)
 
 
 def test_a_quorum_that_does_not_come_before_the_deadline_is_waited_for_no_more() -> None:
@@ -1304,8 +1304,8 @@ def test_a_quorum_that_does_not_come_before_the_deadline_is_waited_for_no_more()
     rank.now_ms = 5_000
     assert rank.tell(on.Looked()) == (do.TellLeaving("a signal", 0, waits=False),)
     assert rank.tell(on.Looked()) == (), "once"
-    effects = rank.tell(on.QuorumFailed(1, Refused("it has left", code=Refusal.LEFT.value)))
-    assert isinstance(one(do.ReportNoQuorum, effects).error, StepAbandoned)
+    effects = rank.tell(on.QuorumFailed(1, RefusedError("it has left", code=Refusal.LEFT.value)))
+    assert isinstance(one(do.ReportNoQuorum, effects).error, StepAbandonedError)
     assert not none(do.TellLeaving, rank.tell(on.ReductionsEnded()))
     assert rank.status.left
 
@@ -1321,7 +1321,7 @@ def test_a_straggler_that_is_left_out_leaves_without_a_step_of_its_own() -> None
 def test_a_rank_whose_group_has_left_without_it_leaves_too() -> None:
     rank = Rank()
     rank.ask()
-    rank.tell(on.QuorumFailed(1, Refused("it has left", code=Refusal.LEFT.value)))
+    rank.tell(on.QuorumFailed(1, RefusedError("it has left", code=Refusal.LEFT.value)))
     effects = rank.tell(on.ReductionsEnded())
     assert one(do.TellLeaving, effects).reason == "another rank of the group was told to"
 
@@ -1355,7 +1355,7 @@ def test_a_loop_that_ends_otherwise_has_not_finished(case: str) -> None:
         case "torn":
             rank.tell(on.StateTorn())
         case "lost":
-            rank.tell(on.GroupWasLost(GroupLost("rank 1 is lost")))
+            rank.tell(on.GroupWasLost(ReplicaGroupLostError("rank 1 is lost")))
         case "in flight":
             rank.begin(QuorumKey(1, 1))
             rank.defer()

@@ -30,7 +30,7 @@ from tft_coord.core.stragglers import (
     StragglerWatch,
 )
 from tft_coord.core.types import Hello, Member, Unreached, Via
-from tft_coord.errors import SettingError
+from tft_coord.errors import ConfigError
 from tft_coord.timeouts import Timeouts
 
 BEAT_MS = 1_000
@@ -566,5 +566,5 @@ def test_a_look_at_thousands_costs_little_while_all_keep_up() -> None:
 )
 def test_a_policy_that_can_not_be_is_named(change: dict[str, object], message: str) -> None:
     make: Callable[..., StragglerPolicy] = replace
-    with pytest.raises(SettingError, match=message):
+    with pytest.raises(ConfigError, match=message):
         make(StragglerPolicy(), **change)

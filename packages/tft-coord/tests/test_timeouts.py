@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tft_coord.errors import SettingError
+from tft_coord.errors import ConfigError
 from tft_coord.timeouts import Timeouts
 
 NAMES = [item.name for item in fields(Timeouts)]
@@ -36,7 +36,7 @@ def test_the_defaults_stand() -> None:
     ],
 )
 def test_two_that_clash_are_named(changes: dict[str, int], small: str, large: str) -> None:
-    with pytest.raises(SettingError) as caught:
+    with pytest.raises(ConfigError) as caught:
         Timeouts(**changes)
     assert small in str(caught.value)
     assert large in str(caught.value)
@@ -46,7 +46,7 @@ def test_two_that_clash_are_named(changes: dict[str, int], small: str, large: st
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("value", [-1, WEEK_MS + 1, 1.5, True, "100"])
 def test_a_wrong_number_is_named(name: str, value: object) -> None:
-    with pytest.raises(SettingError, match=name):
+    with pytest.raises(ConfigError, match=name):
         Timeouts(**{name: value})  # type: ignore[arg-type]
 
 
@@ -57,7 +57,7 @@ def test_zero_is_for_three_alone() -> None:
     assert Timeouts(slowest_step_ms=0).slowest_step_ms == 0
     for name in NAMES:
         if name not in ("join_timeout_ms", "slowest_step_ms", "lease_ms"):
-            with pytest.raises(SettingError, match=name):
+            with pytest.raises(ConfigError, match=name):
                 Timeouts(**{name: 0})
 
 
@@ -131,7 +131,7 @@ def test_who_says_only_the_few_meets_no_clash(said: dict[str, int]) -> None:
 def test_constructed_or_refused_by_name(changes: dict[str, int]) -> None:
     try:
         timeouts = Timeouts(**changes)
-    except SettingError as refused:
+    except ConfigError as refused:
         words = set(re.findall(r"\w+_ms", str(refused)))
         named = [name for name in NAMES if name in words]
         assert len(named) in (1, 2)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tft_coord import LighthouseClient, Refused
+from tft_coord import LighthouseClient, RefusedError
 from tft_lighthouse import __version__
 
 COMMAND = [sys.executable, "-m", "tft_lighthouse.cli"]
@@ -213,7 +213,7 @@ def test_the_secret_of_the_environment_is_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("s3cret\n")
     with running(TFT_TOKEN_FILE=str(file)) as (_, address):
-        with LighthouseClient(address, LATE) as stranger, pytest.raises(Refused, match="shared secret"):
+        with LighthouseClient(address, LATE) as stranger, pytest.raises(RefusedError, match="shared secret"):
             stranger.heartbeat("a")
         with LighthouseClient(address, LATE, token="s3cret") as friend:
             friend.heartbeat("a")

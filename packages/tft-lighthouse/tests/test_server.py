@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from tft_coord import (
-    Closed,
-    DeadlinePassed,
+    ConfigError,
+    CoordinationClosedError,
     LighthouseClient,
     ManagerClient,
     ManagerServer,
@@ -34,11 +34,11 @@ from tft_coord import (
     QuorumKey,
     QuorumResult,
     RankRequest,
-    Refused,
-    SettingError,
+    RefusedError,
+    RequestTimeoutError,
     Timeouts,
     Unchanged,
-    Unreachable,
+    UnreachableError,
 )
 from tft_coord.core import effects, events, types
 from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
@@ -225,7 +225,7 @@ def test_who_differs_is_refused_in_the_log_too(caplog: pytest.LogCaptureFixture)
         a.train()
         with Trainer("b:1", lighthouse.address) as b:
             b.made_of = (FingerprintPart("parameter/0", "float32 [1, 9]"),)
-            with pytest.raises(Refused, match="differs from a:1"):
+            with pytest.raises(RefusedError, match="differs from a:1"):
                 b.ask()
     (line,) = [line for line in caplog.messages if "is refused" in line]
     assert line.startswith("a request is refused (differs): replica b:1 differs from a:1 of job 'default': parameter/0")
@@ -346,11 +346,11 @@ def test_two_groups_with_one_replica_id_are_told_apart_by_name(lighthouse: Light
     with Trainer("a:1", lighthouse.address) as first, Trainer("b:1", lighthouse.address) as b:
         together(first.train, b.train)
         with Trainer("a:1", lighthouse.address) as second:
-            with pytest.raises(Refused, match="replica a:1 already lives at") as caught:
+            with pytest.raises(RefusedError, match="replica a:1 already lives at") as caught:
                 second.ask()
             assert caught.value.code == "duplicate"
             # It stays refused, and harms nobody.
-            with pytest.raises(Refused):
+            with pytest.raises(RefusedError):
                 second.ask()
         together(first.train, b.train)
 
@@ -538,9 +538,9 @@ def test_a_request_that_was_given_up_is_in_no_quorum() -> None:
         LighthouseServer("127.0.0.1:0", min_replicas=2, join_timeout_ms=100, quorum_tick_ms=20) as lighthouse,
         LighthouseClient(lighthouse.address, LATE) as client,
     ):
-        with pytest.raises(DeadlinePassed, match="replica gone's quorum for step 0"):
+        with pytest.raises(RequestTimeoutError, match="replica gone's quorum for step 0"):
             client.quorum("gone", SOON)
-        with pytest.raises(DeadlinePassed):
+        with pytest.raises(RequestTimeoutError):
             client.quorum("a", SOON)  # min_replicas is 2, and there is nobody else
         # "gone" counts as healthy still, so it is waited for until join_timeout; but no quorum contains it.
         quorum = together(lambda: client.quorum("a", LATE), lambda: client.quorum("b", LATE))[0]
@@ -556,7 +556,7 @@ def test_a_job_is_of_one_kind() -> None:
             ours.train()
             client.heartbeat("theirs")  # it is told when it asks
             with pytest.raises(
-                Refused, match=r"replica theirs of torchft's can't join job 'default', in which"
+                RefusedError, match=r"replica theirs of torchft's can't join job 'default', in which"
             ) as said:
                 client.quorum("theirs", LATE)
             assert said.value.code == "other_kind"
@@ -565,7 +565,9 @@ def test_a_job_is_of_one_kind() -> None:
         assert [member.replica_id for member in theirs.participants] == ["theirs"]
         with (
             Trainer("late", lighthouse.address) as late,
-            pytest.raises(Refused, match=r"replica late of ours can't join job 'default', in which replica theirs"),
+            pytest.raises(
+                RefusedError, match=r"replica late of ours can't join job 'default', in which replica theirs"
+            ),
         ):
             late.train()
         with Trainer("apart", lighthouse.address, job="another") as apart:
@@ -574,9 +576,9 @@ def test_a_job_is_of_one_kind() -> None:
 
 def test_a_groups_request_that_was_given_up_is_in_no_quorum(lighthouse: LighthouseServer) -> None:
     with Trainer("a:1", lighthouse.address) as a, Trainer("b:1", lighthouse.address) as b:
-        with pytest.raises(DeadlinePassed, match="the lighthouse has not answered"):
+        with pytest.raises(RequestTimeoutError, match="the lighthouse has not answered"):
             a.ask(SOON)
-        with pytest.raises(DeadlinePassed):
+        with pytest.raises(RequestTimeoutError):
             b.ask(SOON)  # it would have formed a quorum with a's request
         together(a.train, b.train)
 
@@ -619,15 +621,15 @@ def test_bad_arguments_are_refused_before_anything_is_sent(lighthouse: Lighthous
     with LighthouseClient(lighthouse.address, LATE) as client:
         with pytest.raises(TypeError, match="data must be a dict"):
             client.quorum("a", LATE, data=[1])  # type: ignore[arg-type]
-        with pytest.raises(SettingError, match="can't be written as JSON"):
+        with pytest.raises(ConfigError, match="can't be written as JSON"):
             client.quorum("a", LATE, data={"x": object()})
         with pytest.raises(TypeError, match=r"must be a datetime\.timedelta"):
             client.quorum("a", 5)  # type: ignore[arg-type]
-        with pytest.raises(SettingError, match="longer than nothing"):
+        with pytest.raises(ConfigError, match="longer than nothing"):
             client.quorum("a", timedelta(seconds=-1))
         with pytest.raises(ProtocolError, match="no replica id"):
             client.quorum("", LATE)
-    with pytest.raises(Closed):
+    with pytest.raises(CoordinationClosedError):
         client.heartbeat("a")
 
 
@@ -638,11 +640,11 @@ def test_a_lighthouse_with_a_secret_answers_nobody_without_it() -> None:
     with LighthouseServer("127.0.0.1:0", token="s3cret") as lighthouse:
         for token in (None, "other"):
             with LighthouseClient(lighthouse.address, LATE, token=token) as stranger:
-                with pytest.raises(Refused, match="shared secret"):
+                with pytest.raises(RefusedError, match="shared secret"):
                     stranger.heartbeat("a")
-                with pytest.raises(Refused, match="shared secret"):
+                with pytest.raises(RefusedError, match="shared secret"):
                     stranger.quorum("a", LATE)
-        with Trainer("a:1", lighthouse.address) as stranger, pytest.raises(Refused, match="shared secret"):
+        with Trainer("a:1", lighthouse.address) as stranger, pytest.raises(RefusedError, match="shared secret"):
             stranger.ask(LATE)  # at once: no waiting mends it
         with Trainer("a:1", lighthouse.address, token="s3cret") as friend:
             friend.train()
@@ -675,7 +677,7 @@ def test_without_a_secret_only_this_machine_is_served() -> None:
         with LighthouseServer("[::]:0", **settings) as lighthouse:  # type: ignore[arg-type]
             assert addresses_listened_at(lighthouse.address) & {"::", "0.0.0.0"}
     for bind, hostname in (("192.0.2.1:0", None), ("[::]:0", "node-1"), ("[2001:db8::1]:0", None)):
-        with pytest.raises(SettingError, match=r"no shared secret is set.*openssl rand -hex 32.*TFT_INSECURE=1"):
+        with pytest.raises(ConfigError, match=r"no shared secret is set.*openssl rand -hex 32.*TFT_INSECURE=1"):
             LighthouseServer(bind, hostname=hostname)
 
 
@@ -698,7 +700,7 @@ def test_after_shutdown_no_open_connection_is_answered_and_nothing_is_left() -> 
 
         def wait_for_quorum() -> str:
             waiting.set()
-            with pytest.raises(DeadlinePassed) as caught:
+            with pytest.raises(RequestTimeoutError) as caught:
                 a.ask(timedelta(seconds=1))
             return str(caught.value)
 
@@ -708,7 +710,7 @@ def test_after_shutdown_no_open_connection_is_answered_and_nothing_is_left() -> 
             lighthouse.shutdown()
 
         assert "can't be reached" in str(together(wait_for_quorum, end)[0])
-        with pytest.raises(Unreachable):
+        with pytest.raises(UnreachableError):
             client.heartbeat("a")
         # The port is free for the next one, which is reached on the same connections.
         with LighthouseServer(f"127.0.0.1:{port}", min_replicas=1):
@@ -719,7 +721,7 @@ def test_after_shutdown_no_open_connection_is_answered_and_nothing_is_left() -> 
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))
-    with pytest.raises(Closed, match="was shut down"), lighthouse:
+    with pytest.raises(CoordinationClosedError, match="was shut down"), lighthouse:
         pass
 
 
@@ -786,7 +788,7 @@ def test_a_program_that_forgets_to_shut_down_ends_without_a_word(where: str) -> 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence(lighthouse: LighthouseServer) -> None:
     taken = lighthouse.address.removeprefix("http://")
-    with pytest.raises(SettingError, match=f"can't listen at {taken}: the port is in use"):
+    with pytest.raises(ConfigError, match=f"can't listen at {taken}: the port is in use"):
         LighthouseServer(taken)
 
 
@@ -811,7 +813,7 @@ def test_a_port_that_is_taken_is_said_in_one_sentence(lighthouse: LighthouseServ
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_by_name(settings: dict[str, object], says: str) -> None:
-    with pytest.raises(SettingError, match=says):
+    with pytest.raises(ConfigError, match=says):
         LighthouseServer(**{"bind": "127.0.0.1:0", **settings})  # type: ignore[arg-type]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
 
@@ -870,10 +872,10 @@ def test_torchfts_members_are_described_and_a_drain_of_one_says_that_they_can_no
         assert described is not None
         assert (described.name, described.num_members) == ("default", 1)
         with pytest.raises(
-            Refused, match=r"knows no job 'default'.*; theirs of torchft's lives here, whose members can't"
+            RefusedError, match=r"knows no job 'default'.*; theirs of torchft's lives here, whose members can't"
         ):
             client.drain("default", "theirs", LATE)
-        with pytest.raises(Refused, match=r"knows no job 'other'; it knows none so far$"):
+        with pytest.raises(RefusedError, match=r"knows no job 'other'; it knows none so far$"):
             client.drain("other", "theirs", LATE)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tft_pg import ConfigureFailed, ProcessGroup, ProcessGroupGloo
+from tft_pg import ConfigureError, ProcessGroup, ProcessGroupGloo
 from tft_pg.backends import addresses, gloo
 from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_loopback
 from tft_pg.backends.gloo import _Published
@@ -128,5 +128,5 @@ def test_a_usable_own_name_is_left_to_torch(bench: Bench, monkeypatch: pytest.Mo
 def test_a_machine_without_an_address_is_told_what_to_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "own_name_is_loopback", lambda: True)
     monkeypatch.setattr(gloo, "address_towards", without_way("127.0.0.1", address_towards))
-    with pytest.raises(ConfigureFailed, match=r"unreachable.*name an interface in GLOO_SOCKET_IFNAME"):
+    with pytest.raises(ConfigureError, match=r"unreachable.*name an interface in GLOO_SOCKET_IFNAME"):
         bench.make().configure(bench.fresh_address(), 0, 1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from tft_pg import OperationRefused, ProcessGroup, ProcessGroupGloo
+from tft_pg import OperationRefusedError, ProcessGroup, ProcessGroupGloo
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.ops import collective
@@ -103,7 +103,7 @@ def _still_works(groups: list[ProcessGroup]) -> None:
 def test_a_second_tensor_is_looked_at_before_the_first_is_sent(groups: list[ProcessGroup], name: str) -> None:
     row, args, words = SECOND_TENSORS[name]
     for group in groups:
-        with pytest.raises(OperationRefused, match=words):
+        with pytest.raises(OperationRefusedError, match=words):
             getattr(group, row)(*args)
     _still_works(groups)
 
@@ -111,7 +111,7 @@ def test_a_second_tensor_is_looked_at_before_the_first_is_sent(groups: list[Proc
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_whose_memory_holds_something_else_is_refused(groups: list[ProcessGroup], name: str) -> None:
     row, args = VIEWS[name]
-    with pytest.raises(OperationRefused, match=r"is a (conjugate|negated) view; give its resolve_(conj|neg)\(\)"):
+    with pytest.raises(OperationRefusedError, match=r"is a (conjugate|negated) view; give its resolve_(conj|neg)\(\)"):
         getattr(groups[0], row)(*args)
     _still_works(groups)
 

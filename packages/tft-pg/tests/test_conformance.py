@@ -9,9 +9,9 @@ import pytest
 
 from tft_pg import (
     COLLECTIVES,
+    ConfigError,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
-    InvalidSetting,
     ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupGloo,
@@ -104,7 +104,7 @@ def test_what_can_not_be_sent_to_other_processes_is_refused_before_any_check() -
         made.append(ProcessGroupDummy())
         return made[-1]
 
-    with pytest.raises(InvalidSetting, match="give a class, or a function at the top of a module"):
+    with pytest.raises(ConfigError, match="give a class, or a function at the top of a module"):
         check_process_group(make)
     assert made == []
 

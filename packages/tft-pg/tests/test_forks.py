@@ -22,11 +22,11 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tft_pg import (
-    Closed,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
-    PeerFailed,
+    PeerDisconnectedError,
     ProcessGroup,
+    ProcessGroupClosedError,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupNCCL,
@@ -216,7 +216,7 @@ def test_who_waits_for_a_word_hears_of_a_death_though_a_child_lives(pair: Callab
     exchange = found.group.exchange_word([1], round_number=1, timeout=HOUR)
     begun_s = time.monotonic()
     found.process.kill()
-    with pytest.raises(PeerFailed):
+    with pytest.raises(PeerDisconnectedError):
         exchange.wait()
     assert time.monotonic() - begun_s < SOON_S, "the peers hear of a death only when its children end"
     assert all(os.path.exists(f"/proc/{child}") for child in found.children), "a child has ended by itself"
@@ -351,14 +351,16 @@ def test_a_child_that_ends_as_a_program_does_ends_nothing_of_its_parents(kind: s
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     if what == "use":
-        assert lines.pop(0).startswith("Closed allreduce was called in process ")
+        assert lines.pop(0).startswith("ProcessGroupClosedError allreduce was called in process ")
     assert lines == ["child 7", "parent [None, None]"]
 
 
 def test_a_child_is_told_whose_group_it_has() -> None:
     group = ProcessGroupGloo()
     group.forked()
-    with pytest.raises(Closed, match=r"which was forked from process \d+, the owner of this group .*; use the group"):
+    with pytest.raises(
+        ProcessGroupClosedError, match=r"which was forked from process \d+, the owner of this group .*; use the group"
+    ):
         group.configure("127.0.0.1:1/q", 0, 1)
     group.shutdown()
 

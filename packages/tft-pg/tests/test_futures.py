@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch.futures import Future
 
 from tft_pg import (
-    DeadlinePassed,
-    InvalidSetting,
+    CollectiveTimeoutError,
+    ConfigError,
     ProcessGroupError,
     context_timeout,
     future_timeout,
@@ -167,7 +167,7 @@ def test_a_future_in_time_gives_its_value_and_one_too_late_a_timeout_error() -> 
     with pytest.raises(TimeoutError) as waited:
         future_wait(never, MOMENT)
     for error in (caught.value, waited.value):
-        assert isinstance(error, DeadlinePassed)
+        assert isinstance(error, CollectiveTimeoutError)
         assert isinstance(error, ProcessGroupError)
     never.set_result(4)  # what comes too late harms nobody
     assert len(timer()) == 0
@@ -196,9 +196,9 @@ def test_a_future_that_is_done_is_in_time_whatever_the_limit(timeout: timedelta)
         done.set_result(3)
         assert future_timeout(done, timeout).wait() == 3
         assert future_wait(done, timeout) == 3
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(CollectiveTimeoutError):
         future_timeout(Future(), timeout).wait()
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(CollectiveTimeoutError):
         future_wait(Future(), timeout)
 
 
@@ -208,7 +208,7 @@ def test_a_limit_may_be_as_long_as_can_be() -> None:
     timer().after(MOMENT, lambda: later.set_result(3))
     assert future_wait(later, timedelta.max) == 3
     assert limited.wait() == 3
-    work = PendingWork(on_timeout=lambda limit: DeadlinePassed("late"), limit=timedelta.max)
+    work = PendingWork(on_timeout=lambda limit: CollectiveTimeoutError("late"), limit=timedelta.max)
     timer().after(MOMENT, lambda: work.finish([]))
     assert work.wait()
 
@@ -307,9 +307,9 @@ def test_a_watchdog_setting_that_cannot_work_is_an_error(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidSetting, match=name):
+    with pytest.raises(ConfigError, match=name):
         watchdog_timeout()
-    with pytest.raises(InvalidSetting, match=name):
+    with pytest.raises(ConfigError, match=name):
         timer().after(HOUR, lambda: None)
     assert len(timer()) == 0
 

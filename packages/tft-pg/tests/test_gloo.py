@@ -28,16 +28,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tft_pg import (
     COLLECTIVES,
-    Aborted,
-    Closed,
-    ConfigureFailed,
-    InvalidSetting,
-    OperationRefused,
-    PeerFailed,
+    AbortedError,
+    ConfigError,
+    ConfigureError,
+    OperationRefusedError,
+    PeerDisconnectedError,
     ProcessGroup,
+    ProcessGroupClosedError,
     ProcessGroupError,
     ProcessGroupGloo,
-    Unsupported,
+    UnsupportedOperationError,
     parse_store_addr,
     sockets,
 )
@@ -107,9 +107,9 @@ def test_an_abort_ends_a_collective_within_200_ms_here_and_there(bench: Bench) -
         groups[0].abort()
         errors = [finish().get() for finish in waits]
         took_s.append(max(ended) - begun_s)
-        assert isinstance(errors[0], Aborted)
-        assert isinstance(errors[1], PeerFailed)
-        assert isinstance(failure(partial(reduce, groups[2])), PeerFailed)
+        assert isinstance(errors[0], AbortedError)
+        assert isinstance(errors[1], PeerDisconnectedError)
+        assert isinstance(failure(partial(reduce, groups[2])), PeerDisconnectedError)
     assert statistics.median(took_s) < 0.2, took_s
 
 
@@ -128,7 +128,7 @@ def test_every_kind_of_wait_is_ended(bench: Bench) -> None:
         work = start(groups[0])
         waiting = bench.start(partial(failure, work.wait))
         groups[0].abort()
-        assert isinstance(waiting().get(), Aborted), name
+        assert isinstance(waiting().get(), AbortedError), name
 
 
 def test_a_new_configure_and_a_shutdown_end_what_runs(bench: Bench) -> None:
@@ -137,15 +137,15 @@ def test_a_new_configure_and_a_shutdown_end_what_runs(bench: Bench) -> None:
         group.set_timeout(HOUR)
     before = groups[0].allreduce([torch.ones(3)])
     bench.configure(groups)
-    assert isinstance(failure(before.wait), Aborted)
+    assert isinstance(failure(before.wait), AbortedError)
     assert groups[0].errored() is None
     before = groups[0].allreduce([torch.ones(3)])
     groups[0].shutdown()
-    assert isinstance(failure(before.wait), Closed)
-    assert isinstance(failure(partial(reduce, groups[1])), PeerFailed)
+    assert isinstance(failure(before.wait), ProcessGroupClosedError)
+    assert isinstance(failure(partial(reduce, groups[1])), PeerDisconnectedError)
 
 
-@pytest.mark.parametrize(("end", "kind"), [("abort", Aborted), ("shutdown", Closed)])
+@pytest.mark.parametrize(("end", "kind"), [("abort", AbortedError), ("shutdown", ProcessGroupClosedError)])
 def test_an_end_that_comes_as_configure_succeeds_is_not_lost(
     end: str, kind: type[ProcessGroupError], bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +181,7 @@ def test_an_old_works_error_is_not_the_new_groups(bench: Bench) -> None:
     work = groups[1].allreduce([torch.ones(3)])
     groups[0].abort()
     bench.configure(groups)
-    assert isinstance(failure(work.wait), PeerFailed | Aborted)
+    assert isinstance(failure(work.wait), PeerDisconnectedError | AbortedError)
     assert groups[1].errored() is None
     assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
 
@@ -191,7 +191,7 @@ def test_an_error_that_comes_through_a_future_is_known_to_the_group(bench: Bench
     future = groups[1].allreduce([torch.ones(3)]).get_future()
     groups[0].abort()
     known = future.then(lambda future: groups[1].errored())
-    assert isinstance(known.wait(), PeerFailed)
+    assert isinstance(known.wait(), PeerDisconnectedError)
     with pytest.raises(RuntimeError, match="Connection closed"):
         future.wait()
 
@@ -297,7 +297,7 @@ def test_a_peer_that_published_and_never_connects(bench: Bench) -> None:
         # Nothing tells from outside that the rank waits now, so the abort falls before, into or after its coming.
         for _ in range(3):
             error = abort_once_connecting(bench, peer, lambda: watched.wait(0.02) or True)
-            assert isinstance(error, Aborted)
+            assert isinstance(error, AbortedError)
 
 
 def test_a_peer_that_published_and_does_not_answer(bench: Bench) -> None:
@@ -312,10 +312,10 @@ def test_a_peer_that_published_and_does_not_answer(bench: Bench) -> None:
         with Bench(partial(ProcessGroupGloo, hostname="127.0.0.2"), timeout=GUARD) as higher:
             known = sockets.connecting(remote={peer})
             error = abort_once_connecting(higher, peer, lambda: bool(sockets.connecting(remote={peer}) - known))
-            assert isinstance(error, Aborted)
+            assert isinstance(error, AbortedError)
             limit = timedelta(milliseconds=200)
             error = abort_once_connecting(higher, peer, lambda: True, timeout=limit)
-            assert isinstance(error, ConfigureFailed)
+            assert isinstance(error, ConfigureError)
             assert "0.2 s" in str(error)
 
 
@@ -347,12 +347,12 @@ def test_a_store_that_is_stopped(bench: Bench, stopped_store: Callable[[], int])
     """torch's client would wait for ever, whatever its time-out."""
     group, port = bench.make(), stopped_store()
     error = failure(lambda: group.configure(f"127.0.0.1:{port}/a", 0, 2, timeout=timedelta(milliseconds=100)))
-    assert isinstance(error, ConfigureFailed)
+    assert isinstance(error, ConfigureError)
     configuring = bench.start(partial(failure, partial(group.configure, f"127.0.0.1:{port}/b", 0, 2, timeout=HOUR)))
     while not sockets.connected(remote={Endpoint("127.0.0.1", port)}):
         pass
     group.abort()
-    assert isinstance(configuring().get(), Aborted)
+    assert isinstance(configuring().get(), AbortedError)
     bench.configure([group])
     assert reduce(group).tolist() == [1.0] * 3
 
@@ -369,7 +369,7 @@ def test_a_store_that_accepts_and_says_nothing(bench: Bench, end: str) -> None:
         while not sockets.connected(remote={peer}):
             pass
         getattr(group, end)()
-        assert isinstance(configuring().get(), Aborted if end == "abort" else Closed)
+        assert isinstance(configuring().get(), AbortedError if end == "abort" else ProcessGroupClosedError)
         group.shutdown()
     assert "tft-pg-connect" not in [thread.name for thread in threading.enumerate()]
 
@@ -467,7 +467,7 @@ def test_an_abort_while_the_peer_is_stopped(bench: Bench, start_peer: Callable[.
     works = [group.allreduce([torch.ones(1 << 22)]), group.send([torch.ones(1 << 22)], 1, 0)]
     begun_s = time.perf_counter()
     group.abort()
-    assert all(isinstance(failure(work.wait), Aborted) for work in works)
+    assert all(isinstance(failure(work.wait), AbortedError) for work in works)
     assert time.perf_counter() - begun_s < 10  # the time-out is an hour
     bench.configure([group])
     assert reduce(group).tolist() == [1.0] * 3
@@ -496,7 +496,7 @@ def test_an_aborted_transfer_ends_within_200_ms_and_leaves_no_thread(
             assert time.monotonic() < deadline_s
         begun_s = time.perf_counter()
         group.abort()
-        assert all(isinstance(finish().get(), Aborted) for finish in waits)
+        assert all(isinstance(finish().get(), AbortedError) for finish in waits)
         took_s.append(max(ended) - begun_s)
         group.shutdown()
         assert threads_of_ours() == []
@@ -517,7 +517,7 @@ def test_a_wait_for_a_transfer_that_began_when_its_connection_had_ended(bench: B
     assert works[0].wait()
     assert there.tolist() == [1.0] * 3
     for _ in range(2):
-        assert isinstance(failure(works[1].wait), PeerFailed)
+        assert isinstance(failure(works[1].wait), PeerDisconnectedError)
     assert never.tolist() == [0.0] * 3
 
 
@@ -536,11 +536,11 @@ def test_a_wait_that_could_not_be_ended_is_refused(bench: Bench, monkeypatch: py
     groups = bench.configured(2)
     others = bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]))
     other = others[0]._work
-    with pytest.raises(Unsupported, match="could not be ended"):
+    with pytest.raises(UnsupportedOperationError, match="could not be ended"):
         Transfers(HOUR).adopt(other)
     monkeypatch.setattr(transfers, "_ABORT", "_ZN4c10d16ProcessGroupGloo8{}7nothingEv")
     transfers._aborts.cache_clear()
-    with pytest.raises(Unsupported, match="has no way to end a wait"):
+    with pytest.raises(UnsupportedOperationError, match="has no way to end a wait"):
         groups[0].send([torch.ones(3)], 1, 0)
     assert groups[0].errored() is None  # all else goes on
     transfers._aborts.cache_clear()
@@ -598,7 +598,7 @@ def test_a_collective_in_the_middle_of_a_message_ends_at_once(
             group.abort()
         error = wait().get()
         if error is not None:
-            assert isinstance(error, Aborted if blow == signal.SIGSTOP else PeerFailed)
+            assert isinstance(error, AbortedError if blow == signal.SIGSTOP else PeerDisconnectedError)
             took_s.append(time.perf_counter() - begun_s)
         group.shutdown()
         child.kill()
@@ -628,9 +628,9 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_message(
     work = strike_in_the_middle(group, child.pid, what, tensor, ours.recv)
     begun_s = time.perf_counter()
     # A future's error is the backend's own, if it has one.
-    with pytest.raises(RuntimeError if through_future else PeerFailed):
+    with pytest.raises(RuntimeError if through_future else PeerDisconnectedError):
         (work.get_future().wait if through_future else work.wait)()
-    assert isinstance(group.errored(), PeerFailed)
+    assert isinstance(group.errored(), PeerDisconnectedError)
     tensor.fill_(-7.0)
     bench.configure([group])
     took_s = time.perf_counter() - begun_s
@@ -760,7 +760,7 @@ def test_a_process_that_receives_more_than_it_expects_is_ended_by_torch(
     """Not caught, and documented: Gloo's own thread throws, which ends the process that expected less."""
     group, child, ours = start_peer(4)
     ours.send("reduce")
-    assert isinstance(failure(lambda: group.allreduce([torch.ones(8)]).wait()), PeerFailed)
+    assert isinstance(failure(lambda: group.allreduce([torch.ones(8)]).wait()), PeerDisconnectedError)
     child.join(20)
     assert child.exitcode == -signal.SIGABRT
 
@@ -812,7 +812,7 @@ def test_a_hundred_configures_and_aborts_leave_nothing_and_touch_nothing_else(be
             group.set_timeout(HOUR)
         work = groups[number % 2].allreduce([torch.ones(100)])
         groups[0].abort()
-        assert isinstance(failure(work.wait), Aborted | PeerFailed)
+        assert isinstance(failure(work.wait), AbortedError | PeerDisconnectedError)
         bench.configure(groups)
 
     for number in range(10):
@@ -929,7 +929,7 @@ def test_a_record_is_read_or_refused() -> None:
     published = _Published.read(record(Endpoint("10.1.2.3", 4000), (5, 6)))
     assert (published.endpoint, published.numbers) == (Endpoint("10.1.2.3", 4000), (5, 6))
     for junk in (b"", b"x" * 20, record(Endpoint("10.1.2.3", 4000), (5, 6))[:-1], struct.pack("=QQ", 0, 1 << 60)):
-        with pytest.raises(ConfigureFailed, match="can't read"):
+        with pytest.raises(ConfigureError, match="can't read"):
             _Published.read(junk)
 
 
@@ -1132,11 +1132,11 @@ def test_what_one_rank_can_see_to_be_wrong_is_refused_before_anything_is_sent(be
     for name, call in NONSENSE.items():
         for rank, group in enumerate(groups):
             error = failure(partial(call, group, rank))
-            assert isinstance(error, OperationRefused), f"{name}: {error!r}"
+            assert isinstance(error, OperationRefusedError), f"{name}: {error!r}"
             assert group.errored() is None, name
     assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
     alone = bench.configured(1)[0]
-    assert isinstance(failure(lambda: alone.recv_anysource([_two], 0)), OperationRefused)
+    assert isinstance(failure(lambda: alone.recv_anysource([_two], 0)), OperationRefusedError)
     assert {name.partition(":")[0] for name in NONSENSE} >= {row.name for row in COLLECTIVES} - {
         *("barrier", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced", *GLOO_LACKS)
     }
@@ -1178,21 +1178,21 @@ def test_the_interface_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatc
     assert [tensor.tolist() for tensor in bench.all(groups, lambda rank, group: reduce(group))] == [[2.0] * 3] * 2
     assert len(groups[0]._devices) == 2  # type: ignore[attr-defined]
     groups[0].abort()
-    assert isinstance(failure(partial(reduce, groups[1])), PeerFailed)
+    assert isinstance(failure(partial(reduce, groups[1])), PeerDisconnectedError)
 
 
 def test_an_interface_that_is_not_there_is_a_clear_error(bench: Bench) -> None:
     group = ProcessGroupGloo(interface="nope0")
     error = failure(lambda: group.configure(bench.fresh_address(), 0, 1))
-    assert isinstance(error, ConfigureFailed)
+    assert isinstance(error, ConfigureError)
     assert "nope0" in str(error)
     group.shutdown()
 
 
 def test_settings_are_checked() -> None:
-    with pytest.raises(InvalidSetting, match="not both"):
+    with pytest.raises(ConfigError, match="not both"):
         ProcessGroupGloo(interface="lo", hostname="localhost")
-    with pytest.raises(InvalidSetting, match="above zero"):
+    with pytest.raises(ConfigError, match="above zero"):
         ProcessGroupGloo(timedelta(0))
 
 
@@ -1201,7 +1201,7 @@ def test_a_refused_operation_leaves_the_group_usable(bench: Bench) -> None:
     for error in bench.all(
         groups, lambda rank, group: failure(lambda: group.allreduce([torch.ones(2, dtype=torch.int16)]).wait())
     ):
-        assert isinstance(error, OperationRefused)
+        assert isinstance(error, OperationRefusedError)
         assert "int16" in str(error)
     with pytest.raises(TypeError):
         groups[0].allreduce("no tensor")
@@ -1255,7 +1255,7 @@ def test_the_groups_words_name_the_place(bench: Bench) -> None:
     assert repr(groups[1]) == "ProcessGroupGloo(rank 1 of 2, replica replica_1/0, quorum 1, configured)"
     groups[1].abort()
     error = failure(partial(reduce, groups[1]))
-    assert isinstance(error, Aborted)
+    assert isinstance(error, AbortedError)
     assert error.where is not None
     assert (error.where.rank, error.where.replica_id, error.where.quorum_id) == (1, "replica_1", 1)
     assert "rank 1 of 2, replica replica_1/0, quorum 1" in str(error)

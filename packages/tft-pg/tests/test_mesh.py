@@ -25,14 +25,14 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tft_pg import (
-    Closed,
+    ConfigError,
     DummyWork,
     ErrorSwallowingProcessGroupWrapper,
-    InvalidSetting,
     ManagedProcessGroup,
     ProcessGroup,
+    ProcessGroupClosedError,
     ProcessGroupDummy,
-    Unsupported,
+    UnsupportedOperationError,
     extend_device_mesh,
 )
 from tft_pg.testing.computing import all_gather, reduce_scatter
@@ -106,7 +106,7 @@ def test_a_registered_group_is_known_by_its_name(world: None) -> None:
     assert (dist.get_process_group_ranks(pg), dist.get_rank(pg), dist.get_backend(pg)) == ([0], 0, "tft-dummy")
     assert torch.equal(funcol.all_reduce(torch.ones(2), "sum", pg.group_name), torch.ones(2))
     pg.unregister()
-    with pytest.raises(InvalidSetting, match=r"has no name, because it is not registered; call register first"):
+    with pytest.raises(ConfigError, match=r"has no name, because it is not registered; call register first"):
         _ = pg.group_name
 
 
@@ -134,7 +134,7 @@ def test_unregister_does_not_end_a_group(world: None) -> None:
     pg.unregister()
     assert pg.errored() is None
     pg.shutdown()
-    assert isinstance(pg.errored(), Closed)
+    assert isinstance(pg.errored(), ProcessGroupClosedError)
 
 
 def test_groups_that_come_and_go_in_any_order_have_their_own_names(world: None) -> None:
@@ -158,20 +158,20 @@ def test_a_group_registers_where_the_default_group_is_bound_to_a_device(world: N
 def test_what_register_refuses(world: None) -> None:
     pg = ProcessGroupDummy()
     for name in ("", "a b", "a:b", "a,b", "ä"):
-        with pytest.raises(InvalidSetting, match="can't be a group's name"):
+        with pytest.raises(ConfigError, match="can't be a group's name"):
             pg.register(name)
-    with pytest.raises(InvalidSetting, match=r"ProcessGroupDummy\(.*\) is not registered; call register first"):
+    with pytest.raises(ConfigError, match=r"ProcessGroupDummy\(.*\) is not registered; call register first"):
         pg.unregister()
     pg.register("dp")
-    with pytest.raises(InvalidSetting, match="'other' is registered already, as 'dp'; unregister it first"):
+    with pytest.raises(ConfigError, match="'other' is registered already, as 'dp'; unregister it first"):
         pg.register("other")
     pg.unregister()
-    with pytest.raises(InvalidSetting, match="is not registered"):
+    with pytest.raises(ConfigError, match="is not registered"):
         pg.unregister()
 
 
 def test_register_needs_torchs_default_group() -> None:
-    with pytest.raises(InvalidSetting, match="call init_process_group first"):
+    with pytest.raises(ConfigError, match="call init_process_group first"):
         ProcessGroupDummy().register("dp")
 
 
@@ -187,11 +187,11 @@ def test_a_group_has_no_name_once_torch_has_forgotten_it(pg: ManagedProcessGroup
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     first = pg.register("dp").group_name
     dist.destroy_process_group()
-    with pytest.raises(InvalidSetting, match="is not registered; call register first"):
+    with pytest.raises(ConfigError, match="is not registered; call register first"):
         _ = pg.group_name
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert ProcessGroupDummy().register("dp").group_name == first
-    with pytest.raises(InvalidSetting, match="is not registered; call register first"):
+    with pytest.raises(ConfigError, match="is not registered; call register first"):
         _ = pg.group_name
     dist.destroy_process_group(pg.register("dp"))
     dist.destroy_process_group()
@@ -203,7 +203,7 @@ def test_a_wrapper_has_a_parent_and_registers_itself(world: None) -> None:
     pg.register("dp")
     assert pg.parent is inside
     assert inside.parent is None
-    with pytest.raises(InvalidSetting, match="has no name"):
+    with pytest.raises(ConfigError, match="has no name"):
         _ = inside.group_name
 
 
@@ -247,7 +247,7 @@ def test_a_managed_group_moves_weights_nowhere(mesh: DeviceMesh, pg: ManagedProc
 def test_what_a_managed_group_refuses(
     mesh: DeviceMesh, pg: ManagedProcessGroup, words: str, call: Callable[[torch.Tensor, ProcessGroup], object]
 ) -> None:
-    with pytest.raises(Unsupported, match=f"a managed group has {words}"):
+    with pytest.raises(UnsupportedOperationError, match=f"a managed group has {words}"):
         call(torch.ones(3), pg)
 
 
@@ -270,7 +270,7 @@ def test_what_a_managed_group_refuses(
 def test_what_is_refused_says_what_to_do_instead(
     mesh: DeviceMesh, instead: str, act: Callable[[DeviceMesh], object]
 ) -> None:
-    with pytest.raises(Unsupported, match=instead):
+    with pytest.raises(UnsupportedOperationError, match=instead):
         act(mesh)
 
 
@@ -285,7 +285,7 @@ def data_parallel(mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def test_a_managed_groups_root_is_0(pg: ManagedProcessGroup) -> None:
-    with pytest.raises(InvalidSetting, match="broadcast of a managed group has the root 1"):
+    with pytest.raises(ConfigError, match="broadcast of a managed group has the root 1"):
         pg.broadcast(torch.ones(1), 1)
     pg.broadcast_one(torch.ones(1), 0).wait()
 
@@ -330,7 +330,9 @@ def test_the_new_dimension_comes_where_it_is_wanted(inner: DeviceMesh, pg: Manag
 
 @pytest.mark.skipif(not OLD_MESHES, reason="since torch 2.13 it can be any")
 def test_the_new_dimension_can_only_be_the_first(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
-    with pytest.raises(Unsupported, match=r"'dp' can be the first one only: leave out dim=1, or use torch 2.13 or lat"):
+    with pytest.raises(
+        UnsupportedOperationError, match=r"'dp' can be the first one only: leave out dim=1, or use torch 2.13 or lat"
+    ):
         extend_device_mesh(inner, pg, "dp", 1)
     assert extend_device_mesh(inner, pg).mesh_dim_names == ("dp", "shard", "tp")
 
@@ -361,7 +363,7 @@ UNFLATTENED: list[Callable[[Any], object]] = [
     ],
 )
 def test_what_would_leave_out_the_other_replicas_is_refused(mesh: DeviceMesh, act: Callable[[Any], object]) -> None:
-    with pytest.raises(Unsupported, match="across replica groups can't be flattened or unflattened"):
+    with pytest.raises(UnsupportedOperationError, match="across replica groups can't be flattened or unflattened"):
         act(mesh)
 
 
@@ -383,7 +385,7 @@ def test_what_extend_device_mesh_refuses(inner: DeviceMesh, pg: ManagedProcessGr
     ]
     before = entries()
     for words, arguments in refused:
-        with pytest.raises(InvalidSetting, match=words):
+        with pytest.raises(ConfigError, match=words):
             extend_device_mesh(*arguments)
     assert entries() == before
 
@@ -416,7 +418,9 @@ def test_torch_must_tell_the_meshes_apart(
     inner: DeviceMesh, pg: ManagedProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceMesh, "__eq__", lambda mesh, other: mesh._flatten_rank_map == other._flatten_rank_map)
-    with pytest.raises(Unsupported, match="compiled code would take a mesh over one group for a mesh over another"):
+    with pytest.raises(
+        UnsupportedOperationError, match="compiled code would take a mesh over one group for a mesh over another"
+    ):
         extend_device_mesh(inner, pg)
 
 

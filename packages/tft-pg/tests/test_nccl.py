@@ -23,19 +23,19 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, Store, TCPStore
 
 from tft_pg import (
-    Aborted,
+    AbortedError,
     AcceleratorBackend,
+    CollectiveTimeoutError,
     Communicator,
-    ConfigureFailed,
-    DeadlinePassed,
-    InvalidSetting,
-    OperationRefused,
-    PeerFailed,
+    ConfigError,
+    ConfigureError,
+    OperationRefusedError,
+    PeerDisconnectedError,
     ProcessGroup,
     ProcessGroupError,
     ProcessGroupNCCL,
     ProcessGroupXCCL,
-    Unsupported,
+    UnsupportedOperationError,
     format_store_addr,
 )
 from tft_pg.backends import accelerator, lifeline, torch_library
@@ -137,7 +137,7 @@ def test_a_wait_with_a_limit_and_a_barrier_hold_up_the_host(bench: Bench, librar
     barriers = [group.barrier() for group in groups]
     waiting = bench.start(partial(barriers[0].wait))
     error = failure(lambda: barriers[1].wait(timedelta(milliseconds=20)))
-    assert isinstance(error, DeadlinePassed)
+    assert isinstance(error, CollectiveTimeoutError)
     assert isinstance(error, TimeoutError)
     assert not barriers[0].is_completed()
     library.release()
@@ -173,7 +173,7 @@ def test_nothing_waits_for_a_whole_device(bench: Bench, monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "synchronize", forbidden)
     bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
     groups[0].abort()
-    assert isinstance(groups[0].errored(), Aborted)
+    assert isinstance(groups[0].errored(), AbortedError)
     bench.configure(groups)
 
 
@@ -191,10 +191,10 @@ def test_fault_14_a_new_time_out_acts_on_the_live_group_and_nobody_need_wait(
     tensor = torch.ones(3)
     work = groups[0].allreduce([tensor])  # the peer does not come
     until(lambda: groups[0].errored() is not None)
-    assert isinstance(groups[0].errored(), DeadlinePassed)
-    assert isinstance(failure(work.wait), DeadlinePassed)
-    assert isinstance(failure(lambda: groups[1].allreduce([torch.ones(3)]).wait(GUARD)), PeerFailed)
-    assert isinstance(failure(lambda: groups[0].allreduce([torch.ones(3)])), DeadlinePassed)
+    assert isinstance(groups[0].errored(), CollectiveTimeoutError)
+    assert isinstance(failure(work.wait), CollectiveTimeoutError)
+    assert isinstance(failure(lambda: groups[1].allreduce([torch.ones(3)]).wait(GUARD)), PeerDisconnectedError)
+    assert isinstance(failure(lambda: groups[0].allreduce([torch.ones(3)])), CollectiveTimeoutError)
     assert tensor.tolist() == [1.0] * 3
     bench.configure(groups)
     assert [group.errored() for group in groups] == [None, None]
@@ -211,7 +211,7 @@ def test_an_abort_ends_a_held_kernel_and_nothing_of_it_is_written(bench: Bench, 
     groups[1].abort()
     errors = [failure(partial(work.wait, HOUR)) for work in works]
     assert time.perf_counter() - begun_s < 2.0  # on a busy machine; the time-out is an hour
-    assert [type(error) for error in errors] == [PeerFailed, Aborted, PeerFailed]
+    assert [type(error) for error in errors] == [PeerDisconnectedError, AbortedError, PeerDisconnectedError]
     assert "rank 1 has let go" in str(errors[0])
     library.release()
     bench.configure(groups)
@@ -224,8 +224,8 @@ def test_what_ended_well_before_an_abort_stays_well(bench: Bench) -> None:
     until(lambda: all(work.is_completed() for work in works))
     groups[0].abort()
     assert works[0].wait()
-    assert isinstance(groups[0].errored(), Aborted)
-    assert isinstance(failure(lambda: groups[0].allreduce([torch.ones(3)])), Aborted)
+    assert isinstance(groups[0].errored(), AbortedError)
+    assert isinstance(failure(lambda: groups[0].allreduce([torch.ones(3)])), AbortedError)
 
 
 def test_a_peer_that_leaves_after_the_last_operation_leaves_no_error(bench: Bench) -> None:
@@ -235,10 +235,10 @@ def test_a_peer_that_leaves_after_the_last_operation_leaves_no_error(bench: Benc
     error = None
     while error is None:  # until the news has come
         error = failure(lambda: groups[1].allreduce([torch.ones(3)]).wait(GUARD))
-    assert isinstance(error, PeerFailed)
+    assert isinstance(error, PeerDisconnectedError)
 
 
-@pytest.mark.parametrize(("propagates", "expected"), [(True, PeerFailed), (False, DeadlinePassed)])
+@pytest.mark.parametrize(("propagates", "expected"), [(True, PeerDisconnectedError), (False, CollectiveTimeoutError)])
 def test_a_lost_data_connection_is_an_error_that_shows_late(
     propagates: bool, expected: type[ProcessGroupError]
 ) -> None:
@@ -281,10 +281,10 @@ def test_a_library_that_fails_in_a_call_ends_the_group_for_all(bench: Bench, mon
     with monkeypatch.context() as patched:
         patched.setattr(fake_backend._FakeGroup, "allreduce", broken)
         error = failure(lambda: groups[0].allreduce([torch.ones(3)]))
-    assert isinstance(error, PeerFailed)
+    assert isinstance(error, PeerDisconnectedError)
     assert "unhandled system error" in str(error)
-    assert isinstance(groups[0].errored(), PeerFailed)
-    assert isinstance(failure(partial(work.wait, HOUR)), PeerFailed)
+    assert isinstance(groups[0].errored(), PeerDisconnectedError)
+    assert isinstance(failure(partial(work.wait, HOUR)), PeerDisconnectedError)
 
 
 _ILLEGAL = "CUDA error: an illegal memory access was encountered"
@@ -310,11 +310,11 @@ def test_a_device_that_is_broken_ends_the_group(
         patched.setattr(kind, name, _raises_illegal)
         work = groups[0].allreduce([torch.ones(3)])
         until(lambda: groups[0].errored() is not None)
-        assert isinstance(groups[0].errored(), PeerFailed)
+        assert isinstance(groups[0].errored(), PeerDisconnectedError)
         assert "illegal memory access" in str(groups[0].errored())
-        assert isinstance(failure(work.wait), PeerFailed)
+        assert isinstance(failure(work.wait), PeerDisconnectedError)
         groups[0].abort()
-        assert isinstance(failure(work.wait), Aborted)  # and not as if it had ended well
+        assert isinstance(failure(work.wait), AbortedError)  # and not as if it had ended well
         groups[0].shutdown()
 
 
@@ -332,7 +332,7 @@ def test_an_abort_of_a_device_that_is_broken_leaves_no_operation_that_looks_well
         patched.setattr(fake_backend._FakeWork, "is_completed", _raises_illegal)
         begun_s = time.perf_counter()
         groups[0].abort()
-        assert isinstance(failure(work.wait), Aborted)
+        assert isinstance(failure(work.wait), AbortedError)
         groups[0].shutdown()
         assert time.perf_counter() - begun_s < 4.0  # nobody waits for a library that never says that it is over
     assert reported == []
@@ -364,7 +364,7 @@ def test_a_stream_that_can_not_be_ordered_is_an_error_of_that_wait(
     works = [group.allreduce([torch.ones(3)]) for group in groups]
     with monkeypatch.context() as patched:
         patched.setattr(fake_backend._FakeWork, "synchronize", _raises_illegal)
-        assert isinstance(failure(works[0].wait), OperationRefused)
+        assert isinstance(failure(works[0].wait), OperationRefusedError)
     library.release()
     assert all(work.wait(GUARD) for work in works)
 
@@ -373,7 +373,7 @@ def test_a_collective_is_no_part_of_a_graph(bench: Bench, library: FakeAccelerat
     groups = bench.configured(2)
     library.records = True
     error = failure(lambda: groups[0].allreduce([torch.ones(3)]))
-    assert isinstance(error, OperationRefused)
+    assert isinstance(error, OperationRefusedError)
     assert "graph" in str(error)
     library.records = False
     bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
@@ -382,7 +382,7 @@ def test_a_collective_is_no_part_of_a_graph(bench: Bench, library: FakeAccelerat
 def test_a_refused_call_leaves_the_group_alone(bench: Bench) -> None:
     groups = bench.configured(2)
     error = failure(lambda: groups[0].send([torch.ones(3)], 0, 0).wait(GUARD))
-    assert isinstance(error, OperationRefused)
+    assert isinstance(error, OperationRefusedError)
     assert groups[0].errored() is None
     bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
 
@@ -442,9 +442,9 @@ def test_an_abort_ends_a_configure_whose_library_hangs_and_the_peer_hears_of_it(
     assert library.connecting.wait(GUARD_S)
     library.aborted.clear()
     pair[0].abort()
-    assert isinstance(waits[0]().get(), Aborted)
+    assert isinstance(waits[0]().get(), AbortedError)
     error = waits[1]().get()
-    assert isinstance(error, ConfigureFailed)
+    assert isinstance(error, ConfigureError)
     assert library.aborted.is_set()
     for group in pair:
         group.shutdown()
@@ -454,7 +454,7 @@ def test_a_library_that_hangs_is_given_up_at_the_deadline(bench: Bench) -> None:
     library, pair = stubborn_pair(bench)
     limit = timedelta(milliseconds=200)
     error = failure(partial(pair[0].configure, bench.fresh_address(), 0, 1, timeout=limit))
-    assert isinstance(error, ConfigureFailed)
+    assert isinstance(error, ConfigureError)
     assert library.aborted.is_set()
     for group in pair:
         group.shutdown()
@@ -524,7 +524,7 @@ def test_the_kernel_asks_after_a_peer_whose_machine_may_be_gone() -> None:
 def test_a_record_of_something_else_is_an_error_that_names_the_rank(record: bytes) -> None:
     with Attempt(Where(1, 2), GUARD) as attempt:
         line = Lifeline(1, 2, "127.0.0.1")
-        with pytest.raises(ConfigureFailed, match="rank 0"):
+        with pytest.raises(ConfigureError, match="rank 0"):
             line.connect([record, line.record()], attempt)
 
 
@@ -533,7 +533,7 @@ def test_a_rank_that_can_not_be_reached_is_named() -> None:
         gone, line = Lifeline(0, 2, "127.0.0.1"), Lifeline(1, 2, "127.0.0.1")
         record = gone.record()
         gone.end()
-        with pytest.raises(ConfigureFailed, match=r"rank 0 can't be reached at 127\.0\.0\.1"):
+        with pytest.raises(ConfigureError, match=r"rank 0 can't be reached at 127\.0\.0\.1"):
             line.connect([record, line.record()], attempt)
 
 
@@ -546,7 +546,9 @@ def test_a_torch_without_the_library_is_an_error_in_one_sentence(
 ) -> None:
     for name in ("ProcessGroupNCCL", "ProcessGroupXCCL"):
         monkeypatch.delattr(dist, name, raising=False)
-    with pytest.raises(Unsupported, match=r"install a build of torch for .* devices, or use ProcessGroupGloo"):
+    with pytest.raises(
+        UnsupportedOperationError, match=r"install a build of torch for .* devices, or use ProcessGroupGloo"
+    ):
         made_by()
 
 
@@ -554,7 +556,7 @@ def test_names_and_devices() -> None:
     assert ProcessGroupNCCL(backend=FakeAccelerator()).getBackendName() == "tft-nccl"
     assert ProcessGroupXCCL(backend=FakeAccelerator()).getBackendName() == "tft-xccl"
     ProcessGroupNCCL(backend=FakeAccelerator(), device=1).shutdown()
-    with pytest.raises(InvalidSetting, match="ProcessGroupNCCL moves tensors on cuda"):
+    with pytest.raises(ConfigError, match="ProcessGroupNCCL moves tensors on cuda"):
         ProcessGroupNCCL(backend=FakeAccelerator(), device="cpu")
 
 
@@ -602,7 +604,7 @@ def test_the_device_is_the_one_of_the_thread_that_makes_or_configures_the_group(
 
 def test_a_wrong_watchdog_setting_is_said_when_the_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFT_WATCHDOG_TIMEOUT_SEC", "soon")
-    with pytest.raises(InvalidSetting, match="TFT_WATCHDOG_TIMEOUT_SEC"):
+    with pytest.raises(ConfigError, match="TFT_WATCHDOG_TIMEOUT_SEC"):
         ProcessGroupNCCL(backend=FakeAccelerator())
 
 
@@ -693,7 +695,7 @@ def test_what_the_user_has_set_is_kept_or_refused(
     assert torch_class.seen[name] == "true"
     assert torch_class.seen[_NCCL.connect_limit_env] == "99"
     monkeypatch.setenv(name, "0")
-    with pytest.raises(InvalidSetting, match=f"{name} is set to '0'"):
+    with pytest.raises(ConfigError, match=f"{name} is set to '0'"):
         library.check()
 
 
@@ -837,14 +839,14 @@ def _aborts_with_a_missing_peer(me: Rank) -> None:
         me.meet()
         threading.Thread(target=me.group.abort).start()
         torch.cuda.current_stream().synchronize()  # the kernel has left the device
-        assert isinstance(me.group.errored(), Aborted)
-        assert isinstance(failure(work.wait), Aborted)
+        assert isinstance(me.group.errored(), AbortedError)
+        assert isinstance(failure(work.wait), AbortedError)
     else:
         me.meet()
         error = None
         while error is None:
             error = failure(lambda: me.group.broadcast([torch.ones(4, device="cuda")], 1).wait(HOUR))
-        assert isinstance(error, PeerFailed), error
+        assert isinstance(error, PeerDisconnectedError), error
     me.configure(1)
     me.reduce(2.0)
 
@@ -861,7 +863,7 @@ def _times_out(me: Rank) -> None:
         me.group.set_timeout(timedelta(seconds=1))
         me.group.allreduce([torch.ones(1 << 20, device="cuda")]).wait()
         torch.cuda.current_stream().synchronize()
-        assert isinstance(me.group.errored(), DeadlinePassed), me.group.errored()
+        assert isinstance(me.group.errored(), CollectiveTimeoutError), me.group.errored()
     me.meet()
     me.configure(1)
     me.reduce(2.0)
@@ -882,7 +884,7 @@ def _dies(me: Rank) -> None:
     me.group.allreduce([torch.ones(1 << 20, device="cuda")]).wait()
     me.meet()
     torch.cuda.current_stream().synchronize()
-    assert isinstance(me.group.errored(), PeerFailed), me.group.errored()
+    assert isinstance(me.group.errored(), PeerDisconnectedError), me.group.errored()
     me.configure(1, rank=0, world_size=1)
     me.reduce(1.0)
 
@@ -915,7 +917,7 @@ def _records_a_graph(me: Rank) -> None:
         graph.capture_begin(capture_error_mode="global")
         doubled = tensor * 2
         time.sleep(10 * accelerator._LOOK_S)
-        assert isinstance(failure(lambda: me.group.allreduce([tensor])), OperationRefused)
+        assert isinstance(failure(lambda: me.group.allreduce([tensor])), OperationRefusedError)
         graph.capture_end()
         graph.replay()
     side.synchronize()
@@ -932,7 +934,7 @@ def test_gpu_the_watch_spoils_no_graph_that_is_recorded() -> None:
 def _gives_a_tensor_on_the_cpu(me: Rank) -> None:
     me.configure(me.rank, rank=0, world_size=1)
     error = failure(lambda: me.group.allreduce([torch.ones(3)]))
-    assert isinstance(error, OperationRefused), error
+    assert isinstance(error, OperationRefusedError), error
     assert "cpu" in str(error).lower()
     me.reduce(1.0)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from tft_pg import ConfigureFailed, InvalidSetting, init_group, replica_group
+from tft_pg import ConfigError, ConfigureError, init_group, replica_group
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 SECOND = timedelta(seconds=1)
@@ -59,7 +59,7 @@ def test_without_a_launcher_this_process_is_the_group() -> None:
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor.tolist() == [1.0, 1.0]
-    with pytest.raises(InvalidSetting, match="exists already; call init_group once, in place of init_process_group"):
+    with pytest.raises(ConfigError, match="exists already; call init_group once, in place of init_process_group"):
         init_group("cpu")
 
 
@@ -79,17 +79,17 @@ def test_a_wrong_environment_is_named_at_once(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidSetting, match=message):
+    with pytest.raises(ConfigError, match=message):
         init_group("cpu")
     assert not dist.is_initialized()
 
 
 def test_a_wrong_argument_is_named_at_once() -> None:
-    with pytest.raises(InvalidSetting, match=r"no backend is known for .meta.; pass backend= and device='cpu'"):
+    with pytest.raises(ConfigError, match=r"no backend is known for .meta.; pass backend= and device='cpu'"):
         init_group("meta")
-    with pytest.raises(InvalidSetting, match="above zero"):
+    with pytest.raises(ConfigError, match="above zero"):
         init_group("cpu", timeout=timedelta(0))
-    with pytest.raises(InvalidSetting, match="a time-out is a timedelta"):
+    with pytest.raises(ConfigError, match="a time-out is a timedelta"):
         init_group("cpu", join_timeout=3)  # type: ignore[arg-type]
 
 
@@ -116,7 +116,7 @@ def test_an_accelerator_has_a_backend_for_its_tensors_and_one_for_those_of_the_c
     init_group(device)
     assert (chosen, backends) == ([3], [backend])
     monkeypatch.setenv("LOCAL_RANK", "4")
-    with pytest.raises(InvalidSetting, match=r"LOCAL_RANK 4 has no .* device of its own, of 4 on this machine"):
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK 4 has no .* device of its own, of 4 on this machine"):
         replica_group._select_device(device, {"LOCAL_RANK": "4"})
 
 
@@ -146,7 +146,7 @@ def test_rank_0_names_who_did_not_start_though_the_dead_left_their_words(monkeyp
     keys = PrefixStore("tft/init_group", store)
     for rank in (1, 2):
         keys.set(f"asked/{rank}", f"of rank {rank}, which died")
-    with pytest.raises(ConfigureFailed, match="rank 0 of 3 timed out waiting for ranks 1, 2 of its replica group") as e:
+    with pytest.raises(ConfigureError, match="rank 0 of 3 timed out waiting for ranks 1, 2 of its replica group") as e:
         agree(monkeypatch, store, 0, 3)
     assert e.value.missing_ranks == (1, 2)
 
@@ -156,7 +156,7 @@ def test_another_rank_takes_no_answer_but_its_own(monkeypatch: pytest.MonkeyPatc
     keys = PrefixStore("tft/init_group", store)
     keys.set("answered/of one that died", "old 2")
     keys.set("old/0", "complete")
-    with pytest.raises(ConfigureFailed, match="rank 1 of 2 timed out waiting for ranks 0 of its replica group"):
+    with pytest.raises(ConfigureError, match="rank 1 of 2 timed out waiting for ranks 0 of its replica group"):
         agree(monkeypatch, store, 1, 2)
 
     def rank_0() -> None:
@@ -218,7 +218,7 @@ def test_a_rank_names_those_that_have_not_confirmed(monkeypatch: pytest.MonkeyPa
         keys.set(f"answered/{keys.get('asked/1').decode()}", "new 4")
         keys.set("new/2", "its word")
 
-    with pytest.raises(ConfigureFailed, match="rank 1 of 4 timed out waiting for ranks 3 of its replica group") as e:
+    with pytest.raises(ConfigureError, match="rank 1 of 4 timed out waiting for ranks 3 of its replica group") as e:
         agree(monkeypatch, store, 1, 4, rank_0_and_2)
     assert e.value.missing_ranks == (3,)
 
@@ -230,12 +230,12 @@ def test_ranks_that_were_told_different_sizes_say_so(monkeypatch: pytest.MonkeyP
     def rank_0() -> None:
         keys.set(f"answered/{keys.get('asked/1').decode()}", "new 3")
 
-    with pytest.raises(InvalidSetting, match="rank 1 has a WORLD_SIZE of 2 and rank 0 one of 3"):
+    with pytest.raises(ConfigError, match="rank 1 has a WORLD_SIZE of 2 and rank 0 one of 3"):
         agree(monkeypatch, store, 1, 2, rank_0)
 
 
 def test_a_long_wait_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigureFailed):
+    with pytest.raises(ConfigureError):
         agree(monkeypatch, HashStore(), 0, 2)
     assert [record.getMessage() for record in caplog.records] == [
         "rank 0 waits for ranks [1] of its replica group to start"

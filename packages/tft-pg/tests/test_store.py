@@ -16,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import TCPStore
 
-from tft_pg import StoreAddressError, StoreUnreachable, create_store_client, format_store_addr, parse_store_addr, store
+from tft_pg import (
+    StoreAddressError,
+    StoreUnreachableError,
+    create_store_client,
+    format_store_addr,
+    parse_store_addr,
+    store,
+)
 from tft_pg.store import StoreAddress, StoreClient
 
 
@@ -106,7 +113,7 @@ def test_nobody_there_is_a_clear_error() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        with pytest.raises(StoreUnreachable, match=f"the store at 127.0.0.1:{port} did not answer"):
+        with pytest.raises(StoreUnreachableError, match=f"the store at 127.0.0.1:{port} did not answer"):
             create_store_client(format_store_addr("127.0.0.1", port, "a"), timedelta(milliseconds=100))
 
 

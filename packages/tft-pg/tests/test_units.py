@@ -16,27 +16,27 @@ from torch.distributed import ReduceOp
 import tft_pg
 from tft_pg import (
     COLLECTIVES,
-    Aborted,
-    Closed,
+    AbortedError,
     Collective,
-    ConfigureFailed,
-    DeadlinePassed,
+    CollectiveTimeoutError,
+    ConfigError,
+    ConfigureError,
     DummyWork,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
-    InvalidSetting,
     ManagedProcessGroup,
-    PeerFailed,
+    PeerDisconnectedError,
     ProcessGroup,
+    ProcessGroupClosedError,
     ProcessGroupDummy,
     ProcessGroupError,
     ProcessGroupWrapper,
     StoreAddressError,
-    Unsupported,
+    UnsupportedOperationError,
 )
 from tft_pg.backends.gloo import _classify
 from tft_pg.checks import fault_of, is_plain
-from tft_pg.errors import OperationRefused, Where
+from tft_pg.errors import OperationRefusedError, Where
 from tft_pg.ops import collective
 from tft_pg.work import GuardedWork, PendingWork
 
@@ -50,7 +50,7 @@ def test_every_name_is_one_row() -> None:
     assert len(NAMES) == len(set(NAMES))
     for row in COLLECTIVES:
         assert all(collective(name) is row for name in (row.name, *row.aliases))
-    with pytest.raises(InvalidSetting, match="'allredcue' is no collective"):
+    with pytest.raises(ConfigError, match="'allredcue' is no collective"):
         collective("allredcue")
 
 
@@ -162,10 +162,10 @@ class Converter:
 
     def convert(self, operation: str, error: Exception) -> Exception:
         self.told.append(f"{operation}: {error}")
-        return PeerFailed("in other words")
+        return PeerDisconnectedError("in other words")
 
     def forgotten(self, operation: str) -> Exception | None:
-        return PeerFailed(f"{operation} was forgotten") if self.over else None
+        return PeerDisconnectedError(f"{operation} was forgotten") if self.over else None
 
     def handed_out_future(self, work: GuardedWork) -> None:
         self.futures_of.append(work)
@@ -173,7 +173,7 @@ class Converter:
 
 def pending() -> PendingWork:
     return PendingWork(
-        on_timeout=lambda limit: DeadlinePassed(f"{limit.total_seconds():g} s"), limit=timedelta(seconds=20)
+        on_timeout=lambda limit: CollectiveTimeoutError(f"{limit.total_seconds():g} s"), limit=timedelta(seconds=20)
     )
 
 
@@ -189,16 +189,16 @@ def test_a_pending_work_is_finished_once() -> None:
 
 def test_a_pending_work_fails_once() -> None:
     work = pending()
-    work.fail(PeerFailed("gone"))
+    work.fail(PeerDisconnectedError("gone"))
     work.finish([])
-    with pytest.raises(PeerFailed, match="gone"):
+    with pytest.raises(PeerDisconnectedError, match="gone"):
         work.wait()
-    with pytest.raises(RuntimeError, match="PeerFailed: gone"):
+    with pytest.raises(RuntimeError, match="PeerDisconnectedError: gone"):
         work.get_future().wait()
 
 
 def test_a_pending_work_that_nobody_finishes() -> None:
-    with pytest.raises(DeadlinePassed, match=r"0.01 s"):
+    with pytest.raises(CollectiveTimeoutError, match=r"0.01 s"):
         pending().wait(timedelta(milliseconds=10))
 
 
@@ -214,7 +214,7 @@ def test_a_guarded_work_speaks_its_groups_words_and_lets_go_of_the_backends() ->
     converter = Converter()
     work = GuardedWork(Failing(), converter, "allreduce")
     for _ in range(2):
-        with pytest.raises(PeerFailed, match="in other words"):
+        with pytest.raises(PeerDisconnectedError, match="in other words"):
             work.wait()
     assert converter.told == ["allreduce: backend's words"]
     assert not isinstance(work._work, Failing)
@@ -256,7 +256,7 @@ def test_a_guarded_work_is_left_when_its_group_says_that_it_never_ends() -> None
     work = GuardedWork(inner, converter, "allreduce")
     future = work.get_future()
     assert converter.futures_of == [work]
-    with pytest.raises(PeerFailed, match="allreduce was forgotten"):
+    with pytest.raises(PeerDisconnectedError, match="allreduce was forgotten"):
         work.wait()
     assert max(inner.limits_s) < 1
     assert converter.told == []  # the backend said nothing
@@ -293,7 +293,7 @@ def test_a_guarded_work_that_ended_well_is_never_taken_for_late() -> None:
 
 def test_a_guarded_work_waits_no_longer_than_it_is_told() -> None:
     converter, inner = Converter(), Forgotten()
-    with pytest.raises(PeerFailed, match="in other words"):
+    with pytest.raises(PeerDisconnectedError, match="in other words"):
         GuardedWork(inner, converter, "allreduce").wait(timedelta(milliseconds=1))
     assert converter.told[0] == "allreduce: Operation timed out!"
     assert max(inner.limits_s) <= 0.001
@@ -325,7 +325,7 @@ def test_a_guarded_work_that_is_not_waited_for_in_shares_is_waited_for_once() ->
     assert inner.limits == [None, timedelta(seconds=5)]
     failed = GuardedWork(AtOnce(RuntimeError("Connection closed")), converter, "send", in_shares=False)
     for _ in range(2):
-        with pytest.raises(PeerFailed, match="in other words"):
+        with pytest.raises(PeerDisconnectedError, match="in other words"):
             failed.wait()
     assert converter.told == ["send: Connection closed"]
 
@@ -405,18 +405,18 @@ def test_a_place_reads_as_a_sentence_part() -> None:
     assert str(Where()) == "unconfigured group"
     assert str(Where(1, 3)) == "rank 1 of 3"
     assert str(Where(1, 3, "a", 7, 2)) == "rank 1 of 3, replica a/2, quorum 7"
-    assert ConfigureFailed("x", missing_ranks=(2,)).missing_ranks == (2,)
+    assert ConfigureError("x", missing_ranks=(2,)).missing_ranks == (2,)
 
 
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("[/x/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 100ms for recv", DeadlinePassed),
-        ("[/x/gloo/gloo/transport/tcp/pair.cc:1] Application timeout caused pair closure", DeadlinePassed),
-        ("[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:56536", PeerFailed),
-        ("[/x/gloo/gloo/transport/tcp/pair.cc:1] Read error [::1]:5: Connection reset by peer", PeerFailed),
-        ("Operation timed out!", DeadlinePassed),
-        ("Invalid scalar type", OperationRefused),
+        ("[/x/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 100ms for recv", CollectiveTimeoutError),
+        ("[/x/gloo/gloo/transport/tcp/pair.cc:1] Application timeout caused pair closure", CollectiveTimeoutError),
+        ("[/x/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:56536", PeerDisconnectedError),
+        ("[/x/gloo/gloo/transport/tcp/pair.cc:1] Read error [::1]:5: Connection reset by peer", PeerDisconnectedError),
+        ("Operation timed out!", CollectiveTimeoutError),
+        ("Invalid scalar type", OperationRefusedError),
     ],
 )
 def test_gloos_words_are_understood(text: str, kind: type[ProcessGroupError]) -> None:
@@ -437,11 +437,11 @@ def test_a_dummy_group_copies_and_counts() -> None:
 
 
 def test_a_dummy_group_is_alone() -> None:
-    with pytest.raises(InvalidSetting, match="rank 1 of 2"):
+    with pytest.raises(ConfigError, match="rank 1 of 2"):
         ProcessGroupDummy(1, 2)
-    with pytest.raises(InvalidSetting, match="rank 0 of 2"):
+    with pytest.raises(ConfigError, match="rank 0 of 2"):
         ProcessGroupDummy().configure("anywhere:1/x", 0, 2)
-    with pytest.raises(InvalidSetting, match="outputs as large as its inputs"):
+    with pytest.raises(ConfigError, match="outputs as large as its inputs"):
         ProcessGroupDummy().allgather([[torch.zeros(3)]], [torch.ones(2)])
 
 
@@ -475,12 +475,12 @@ def test_a_managed_group_reduces_through_its_manager() -> None:
 
 def test_a_managed_group_does_nothing_else() -> None:
     group = ManagedProcessGroup(Manager())
-    with pytest.raises(Unsupported, match="no send"):
+    with pytest.raises(UnsupportedOperationError, match="no send"):
         group.send([torch.ones(1)], 0, 0)
-    with pytest.raises(InvalidSetting, match="one tensor, but got 2"):
+    with pytest.raises(ConfigError, match="one tensor, but got 2"):
         group.allreduce([torch.ones(1), torch.ones(1)])
     for act in (group.abort, lambda: group.set_timeout(timedelta(1)), lambda: group.configure("h:1", 0, 1)):
-        with pytest.raises(Unsupported, match="its Manager does that"):
+        with pytest.raises(UnsupportedOperationError, match="its Manager does that"):
             act()
     group.shutdown()
 
@@ -495,7 +495,7 @@ def test_after_an_error_every_collective_is_a_finished_dummy() -> None:
     assert group.allreduce([torch.ones(1)]).wait()
     assert group.error() is None
     assert not group.broadcast([torch.ones(1)]).wait()
-    assert isinstance(group.error(), PeerFailed)
+    assert isinstance(group.error(), PeerDisconnectedError)
     output = torch.zeros(2)
     work = group.allgather([[output]], [torch.ones(2)])
     assert work.wait()
@@ -509,31 +509,31 @@ def test_after_an_error_every_collective_is_a_finished_dummy() -> None:
 def test_an_error_in_a_future_is_swallowed() -> None:
     faulty = FakeProcessGroupWrapper(ProcessGroupDummy())
     group, tensor = ErrorSwallowingProcessGroupWrapper(faulty), torch.ones(1)
-    faulty.report_future_error(PeerFailed("asked for"))
+    faulty.report_future_error(PeerDisconnectedError("asked for"))
     assert group.allreduce([tensor]).get_future().wait() == [tensor]
     assert "asked for" in str(group.error())
 
 
 def test_a_reported_error_swallows_too() -> None:
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy())
-    group.report_error(PeerFailed("first"))
-    group.report_error(PeerFailed("second"))
+    group.report_error(PeerDisconnectedError("first"))
+    group.report_error(PeerDisconnectedError("second"))
     assert group.allreduce([torch.ones(1)]).wait()
     assert "first" in str(group.error())
 
 
 def test_a_fault_comes_at_the_call_that_was_named() -> None:
     group = FakeProcessGroupWrapper(ProcessGroupDummy())
-    group.fail(nth=2, operation="allreduce", error=PeerFailed("asked for"))
+    group.fail(nth=2, operation="allreduce", error=PeerDisconnectedError("asked for"))
     group.allreduce([torch.ones(1)]).wait()
     group.barrier().wait()
     work = group.allreduce([torch.ones(1)])
-    with pytest.raises(PeerFailed, match="asked for"):
+    with pytest.raises(PeerDisconnectedError, match="asked for"):
         work.wait()
     assert group.allreduce([torch.ones(1)]).wait()
-    with pytest.raises(InvalidSetting, match="no call 0"):
+    with pytest.raises(ConfigError, match="no call 0"):
         group.fail(nth=0)
-    with pytest.raises(InvalidSetting, match="no collective"):
+    with pytest.raises(ConfigError, match="no collective"):
         group.fail(operation="fly")
 
 
@@ -547,14 +547,14 @@ def test_a_hanging_call_is_ended(end: str) -> None:
         group.configure("anywhere:1/x", 0, 1)
     else:
         getattr(group, end)()
-    with pytest.raises(Aborted):
+    with pytest.raises(AbortedError):
         work.wait()
 
 
 def test_a_hanging_call_has_a_time_out() -> None:
     group = FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=timedelta(milliseconds=10))
     group.hang()
-    with pytest.raises(DeadlinePassed, match="allreduce hung"):
+    with pytest.raises(CollectiveTimeoutError, match="allreduce hung"):
         group.allreduce([torch.ones(1)]).wait()
 
 
@@ -562,10 +562,10 @@ def test_a_delay_is_cut_short_by_an_abort() -> None:
     group = FakeProcessGroupWrapper(ProcessGroupDummy())
     group.delay(seconds=3600)
     group.abort()
-    with pytest.raises(Aborted):
+    with pytest.raises(AbortedError):
         group.allreduce([torch.ones(1)])
     group.shutdown()
-    with pytest.raises(Closed):
+    with pytest.raises(ProcessGroupClosedError):
         group.allreduce([torch.ones(1)])
 
 

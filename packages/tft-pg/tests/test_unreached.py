@@ -26,12 +26,12 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from tft_pg import (
-    ConfigureFailed,
-    PeerFailed,
+    ConfigureError,
+    PeerDisconnectedError,
     ProcessGroup,
     ProcessGroupGloo,
     ProcessGroupNCCL,
-    StoreUnreachable,
+    StoreUnreachableError,
     sockets,
 )
 from tft_pg.backends import examination
@@ -123,7 +123,7 @@ def publish(store: Store, ports: Mapping[int, int]) -> None:
 
 def configure(
     bench: Bench, group: ProcessGroup, ports: Mapping[int, int], *, gave_up: int | None = None
-) -> ConfigureFailed:
+) -> ConfigureError:
     """Configure rank 0 with others at these ports. Returns: the error."""
     store_addr = bench.fresh_address()
     store = under(store_addr)
@@ -132,7 +132,7 @@ def configure(
         give_up(store, gave_up)
     publish(store, ports)
     error = finish().error
-    assert isinstance(error, ConfigureFailed), error
+    assert isinstance(error, ConfigureError), error
     return error
 
 
@@ -171,9 +171,9 @@ def test_a_rank_that_gave_up_is_not_named(bench: Bench, closed_port: int) -> Non
 def test_a_late_rank_learns_that_the_others_gave_up(bench: Bench) -> None:
     groups = [bench.make(), bench.make()]
     store_addr = bench.fresh_address()
-    with pytest.raises(ConfigureFailed, match="rank 1 did not come"):
+    with pytest.raises(ConfigureError, match="rank 1 did not come"):
         groups[0].configure(store_addr, 0, 2, timeout=timedelta(seconds=0.2))
-    with pytest.raises(ConfigureFailed, match="rank 0 gave up") as late:
+    with pytest.raises(ConfigureError, match="rank 0 gave up") as late:
         groups[1].configure(store_addr, 1, 2, quorum_id=7)
     assert late.value.unreached == {}
 
@@ -183,7 +183,7 @@ def test_an_error_that_somebody_keeps_keeps_no_listener(bench: Bench) -> None:
     store_addr = bench.fresh_address()
     gc.disable()
     try:
-        with pytest.raises(ConfigureFailed, match="rank 1 did not come") as kept:
+        with pytest.raises(ConfigureError, match="rank 1 did not come") as kept:
             group.configure(store_addr, 0, 2, timeout=timedelta(seconds=0.2))
         place = gloo_record(under(store_addr))
         refuses = call_all({0: place}, until_s=time.monotonic() + 5.0, goes_on=lambda: True)
@@ -205,7 +205,7 @@ def test_a_late_success_is_none_when_a_peer_gave_up(bench: Bench) -> None:
     second = bench.start(lambda: groups[1].configure(store_addr, 1, 2, quorum_id=7))
     error = first().error
     second()  # where that took long too, it has found that the first gave up
-    assert isinstance(error, ConfigureFailed)
+    assert isinstance(error, ConfigureError)
     assert "rank 1 gave up" in str(error)
 
 
@@ -252,7 +252,7 @@ def test_a_stranger_that_says_more_than_a_member_does_is_not_taken_for_one(bench
         works = [groups[rank].recv([torch.ones(3)], 1 - rank, 0) for rank in (0, 1)]
         groups[2].abort()
         for work in works:
-            with pytest.raises(PeerFailed):
+            with pytest.raises(PeerDisconnectedError):
                 work.wait()
         strangers.kill()
 
@@ -264,14 +264,14 @@ def gloo_record(store: Store, rank: int = 0) -> Place:
 def test_without_a_quorum_or_with_a_time_out_the_bounds_do_not_count(bench: Bench) -> None:
     group = bench.make()
     for more in ({}, {"quorum_id": 7}):
-        with pytest.raises(ConfigureFailed, match=r"within 0\.3 s .*rank 1 did not come"):
+        with pytest.raises(ConfigureError, match=r"within 0\.3 s .*rank 1 did not come"):
             group.configure(bench.fresh_address(), 0, 2, timeout=timedelta(seconds=0.3), **more)  # type: ignore[arg-type]
     assert bound_s(group, Phase.RANKS) == SHORTEST_S[Phase.RANKS]
 
 
 def test_ranks_that_do_not_come_cost_seconds_and_the_next_time_more(bench: Bench) -> None:
     group = bench.make()
-    with pytest.raises(ConfigureFailed, match=r"within 2\.5 s \(rank 0 of 3, quorum 7\): ranks 1, 2 did not come") as e:
+    with pytest.raises(ConfigureError, match=r"within 2\.5 s \(rank 0 of 3, quorum 7\): ranks 1, 2 did not come") as e:
         group.configure(bench.fresh_address(), 0, 3, quorum_id=7)
     assert e.value.missing_ranks == (1, 2)
     assert bound_s(group, Phase.RANKS) == 5.0
@@ -286,8 +286,8 @@ def test_ranks_that_do_not_come_cost_seconds_and_the_next_time_more(bench: Bench
 # --- the store -----------------------------------------------------------------------------------------------------
 
 
-def store_error(group: ProcessGroup, store_addr: str) -> StoreUnreachable:
-    with pytest.raises(StoreUnreachable) as caught:
+def store_error(group: ProcessGroup, store_addr: str) -> StoreUnreachableError:
+    with pytest.raises(StoreUnreachableError) as caught:
         group.configure(store_addr, 0, 2, quorum_id=7)
     assert f"{caught.value.host}:{caught.value.port}" == store_addr.partition("/")[0]
     assert caught.value.why in str(caught.value)
@@ -380,7 +380,7 @@ def test_a_store_that_stops_while_a_late_group_asks_it_costs_seconds(
         second = bench.start(lambda: groups[1].configure(f"127.0.0.1:{port}/a", 1, 2, quorum_id=7))
         error = first().error
         second()  # where that took long too, it has asked as well
-        assert isinstance(error, StoreUnreachable)
+        assert isinstance(error, StoreUnreachableError)
         assert "look whether its process is stopped" in error.why
 
 
@@ -389,7 +389,7 @@ def test_a_store_that_stops_while_a_late_group_asks_it_costs_seconds(
 
 def test_a_group_over_devices_names_who_did_not_come() -> None:
     with Bench(lambda: ProcessGroupNCCL(backend=FakeAccelerator()), timeout=GUARD) as bench:
-        with pytest.raises(ConfigureFailed, match="rank 1 did not come") as caught:
+        with pytest.raises(ConfigureError, match="rank 1 did not come") as caught:
             bench.make().configure(bench.fresh_address(), 0, 2, quorum_id=7)
         assert caught.value.missing_ranks == (1,)
 

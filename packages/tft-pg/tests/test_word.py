@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from tft_pg import (
-    Aborted,
-    ConfigureFailed,
-    DeadlinePassed,
+    AbortedError,
+    CollectiveTimeoutError,
+    ConfigError,
+    ConfigureError,
     ErrorSwallowingProcessGroupWrapper,
-    InvalidSetting,
     ManagedProcessGroup,
-    PeerFailed,
+    PeerDisconnectedError,
     ProcessGroup,
     ProcessGroupError,
     ProcessGroupGloo,
     ProcessGroupNCCL,
-    Unsupported,
+    UnsupportedOperationError,
     WordExchange,
     WrappingProcessGroup,
     exchange_word_by_allreduce,
@@ -38,7 +38,7 @@ from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.word_line import WordLine
 from tft_pg.backends.word_meeting import attach, detach
-from tft_pg.backends.word_round import DIRECT_MOST, BadFrame, WordRound, steps_of
+from tft_pg.backends.word_round import DIRECT_MOST, BadFrameError, WordRound, steps_of
 from tft_pg.errors import Where
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
@@ -145,7 +145,7 @@ def test_a_frame_that_is_not_due_is_told_by_its_head() -> None:
         (struct.pack("!BBHQ", 0x57, 0, 0xFFFF, 7), "a word of 65535 values"),
         (frame_of(1, 2, 7, (1, 2), direct_most=1), "step 2 of the word, and this rank is at step 0"),
     ):
-        with pytest.raises(BadFrame, match=words):
+        with pytest.raises(BadFrameError, match=words):
             due.hear(1, frame)
     assert due.missing == {1}
     assert due.due_bytes(1) == len(frame_of(1, 2, 7, (5, -5)))
@@ -268,11 +268,11 @@ def test_what_is_no_word_of_this_round_names_its_sender(
     group = group_of(2)
     exchange = group.start(0, 7)
     group.send(1, 0, data)
-    with pytest.raises(PeerFailed, match=words) as caught:
+    with pytest.raises(PeerDisconnectedError, match=words) as caught:
         exchange.wait()
     assert "rank 1 (replica replica_1)" in str(caught.value)
     assert caught.value.rank == 1
-    with pytest.raises(PeerFailed, match="the word of round 7 failed"):
+    with pytest.raises(PeerDisconnectedError, match="the word of round 7 failed"):
         group.start(0, 8)
 
 
@@ -295,7 +295,7 @@ def test_a_rank_that_ends_in_the_middle_of_its_word_is_named(group_of: Callable[
     group.send(1, 0, frame_of(1, 3, 1)[:5])
     group.lifelines[1].end()
     with pytest.raises(
-        PeerFailed, match=r"the connection to rank 1 \(replica replica_1\) ended before its word came"
+        PeerDisconnectedError, match=r"the connection to rank 1 \(replica replica_1\) ended before its word came"
     ) as caught:
         exchange.wait()
     assert caught.value.rank == 1
@@ -316,7 +316,7 @@ def test_a_rank_that_ends_leaves_a_moment_for_the_words_under_way(group_of: Call
     exchange = group.start(0, 1)
     group.start(1, 1)
     group.lifelines[1].end()
-    with pytest.raises(PeerFailed, match=r"rank 1 \(.*\) ended, and the word of rank 2 did not come"):
+    with pytest.raises(PeerDisconnectedError, match=r"rank 1 \(.*\) ended, and the word of rank 2 did not come"):
         exchange.wait()
 
 
@@ -326,7 +326,7 @@ def test_a_word_that_starts_when_a_rank_has_ended_can_not_end_well(group_of: Cal
     for rank in (1, 2):
         group.start(rank, 1)
     group.lifelines[1].end()
-    with pytest.raises(PeerFailed, match=r"the connection to rank 1 \(.*\) had ended before"):
+    with pytest.raises(PeerDisconnectedError, match=r"the connection to rank 1 \(.*\) had ended before"):
         group.start(0, 1)
 
 
@@ -334,9 +334,9 @@ def test_the_deadline_names_who_is_late(group_of: Callable[..., Group]) -> None:
     group = group_of(4)
     exchange = group.start(0, 1, limit=timedelta(milliseconds=30))
     group.start(2, 1)
-    with pytest.raises(DeadlinePassed, match=r"the word of ranks 1, 3 for round 1 did not come within 0\.03 s"):
+    with pytest.raises(CollectiveTimeoutError, match=r"the word of ranks 1, 3 for round 1 did not come within 0\.03 s"):
         exchange.wait()
-    with pytest.raises(DeadlinePassed):
+    with pytest.raises(CollectiveTimeoutError):
         exchange.wait()
 
 
@@ -347,7 +347,7 @@ def test_a_failure_spreads_to_ranks_that_wait_for_others(group_of: Callable[...,
     def act(rank: int) -> None:
         try:
             group.start(rank, 1).wait()
-        except PeerFailed as error:
+        except PeerDisconnectedError as error:
             errors.append(error)
 
     threads = [threading.Thread(target=act, args=(rank,)) for rank in range(9) if rank != 5]
@@ -371,7 +371,7 @@ def test_an_end_from_another_thread_wakes_who_waits_and_closes_all(group_of: Cal
         entered.set()
         try:
             exchange.wait()
-        except PeerFailed as error:
+        except PeerDisconnectedError as error:
             errors.append(error)
 
     waiting = threading.Thread(target=wait)
@@ -381,7 +381,7 @@ def test_an_end_from_another_thread_wakes_who_waits_and_closes_all(group_of: Cal
     waiting.join(GUARD_S)
     assert "for a test" in str(errors[0])
     assert [peer.fileno() for peer in group.lifelines[0]._peers.values()] == [-1, -1]
-    with pytest.raises(PeerFailed, match="for a test"):
+    with pytest.raises(PeerDisconnectedError, match="for a test"):
         group.start(0, 2)
 
 
@@ -391,11 +391,11 @@ def test_a_peer_whose_machine_acknowledges_nothing_is_named(
     group = group_of(2)
     monkeypatch.setattr(word_line, "_LOOK_S", 0.01)
     exchange = group.start(0, 1, limit=timedelta(milliseconds=50))
-    with pytest.raises(DeadlinePassed):  # everything was acknowledged
+    with pytest.raises(CollectiveTimeoutError):  # everything was acknowledged
         exchange.wait()
     group = group_of(2)
     monkeypatch.setattr(word_line, "_RETRANSMITS_MOST", 0)
-    with pytest.raises(PeerFailed, match=r"rank 1 .* is silent") as caught:
+    with pytest.raises(PeerDisconnectedError, match=r"rank 1 .* is silent") as caught:
         group.start(0, 1).wait()
     assert list(caught.value.unreached) == [1]
 
@@ -406,7 +406,7 @@ def test_a_peer_that_reads_nothing_is_no_wait(group_of: Callable[..., Group]) ->
     with suppress(BlockingIOError):
         while True:
             connection.send(b"\0" * (1 << 16))
-    with pytest.raises(PeerFailed, match="reads none of what is sent to it"):
+    with pytest.raises(PeerDisconnectedError, match="reads none of what is sent to it"):
         group.start(0, 1)
 
 
@@ -414,12 +414,12 @@ def test_a_round_comes_once_and_after_the_one_before(group_of: Callable[..., Gro
     group = group_of(1)
     assert group.start(0, 5).wait() == (1,)
     for number in (5, 4):
-        with pytest.raises(InvalidSetting, match=f"the word of round {number} came after that of round 5"):
+        with pytest.raises(ConfigError, match=f"the word of round {number} came after that of round 5"):
             group.start(0, number)
     assert group.start(0, 6).wait() == (1,)
     pair = group_of(2)
     exchange = pair.start(0, 1)
-    with pytest.raises(InvalidSetting, match="round 2 came while that of round 1 has not ended"):
+    with pytest.raises(ConfigError, match="round 2 came while that of round 1 has not ended"):
         pair.start(0, 2)
     assert pair.start(1, 1).wait() == exchange.wait() == (2,)
     assert [exchange.wait() for exchange in [pair.start(rank, 2) for rank in range(2)]] == [(2,), (2,)]
@@ -467,7 +467,7 @@ def test_the_last_word_reaches_one_that_reads_it_late(group_of: Callable[..., Gr
     assert last[1].wait() == (2,)
     later = group.start(1, 2)
     group.lifelines[0].end()
-    with pytest.raises(PeerFailed):
+    with pytest.raises(PeerDisconnectedError):
         later.wait()
 
 
@@ -525,7 +525,7 @@ def test_a_torch_group_that_swallows_an_operation_gives_no_sum() -> None:
         groups = bench.configured(2)
         swallowing = ErrorSwallowingProcessGroupWrapper(groups[0])
         swallowing.report_error(RuntimeError("from before"))
-        with pytest.raises(PeerFailed, match="1 of 2 ranks were summed"):
+        with pytest.raises(PeerDisconnectedError, match="1 of 2 ranks were summed"):
             exchange_word_by_allreduce(swallowing, [1], round_number=1, timeout=GUARD).wait()
 
 
@@ -539,15 +539,15 @@ def test_a_swallowing_group_tells_of_a_word_that_failed_and_has_one_after_an_err
         assert found == [(0,), (0,)]
         bench.configure(groups)
         groups[1].abort()
-        with pytest.raises(PeerFailed):
+        with pytest.raises(PeerDisconnectedError):
             groups[0].exchange_word([1], round_number=1, timeout=GUARD).wait()
-        assert isinstance(groups[0].error(), PeerFailed)  # type: ignore[attr-defined]
+        assert isinstance(groups[0].error(), PeerDisconnectedError)  # type: ignore[attr-defined]
 
 
 def test_a_managed_group_leaves_words_to_its_manager() -> None:
     group = ManagedProcessGroup(None)  # type: ignore[arg-type]
     for act in (lambda: group.exchange_word([1], round_number=1, timeout=GUARD), group.linger):
-        with pytest.raises(Unsupported, match="its Manager does that"):
+        with pytest.raises(UnsupportedOperationError, match="its Manager does that"):
             act()
 
 
@@ -556,9 +556,11 @@ def test_a_failed_word_is_known_to_the_group_and_names_the_replica() -> None:
         groups = bench.configured(2)
         exchange = groups[0].exchange_word([1], round_number=3, timeout=GUARD)
         groups[1].abort()
-        with pytest.raises(PeerFailed, match=r"quorum 1.* in round 3: the connection to rank 1 \(replica replica_1\)"):
+        with pytest.raises(
+            PeerDisconnectedError, match=r"quorum 1.* in round 3: the connection to rank 1 \(replica replica_1\)"
+        ):
             exchange.wait()
-        assert isinstance(groups[0].errored(), PeerFailed)
+        assert isinstance(groups[0].errored(), PeerDisconnectedError)
 
 
 def test_a_group_with_a_foreign_gloo_in_it_uses_an_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,7 +584,7 @@ def test_a_group_whose_data_connections_end_still_has_the_words_that_need_nobody
         exchanges = [group.exchange_word([1], round_number=1, timeout=GUARD) for group in groups]
         assert exchanges[0].wait() == (3,)
         groups[0].shutdown()
-        with pytest.raises(PeerFailed):  # the watch has ended all of Gloo's connections
+        with pytest.raises(PeerDisconnectedError):  # the watch has ended all of Gloo's connections
             groups[1].allreduce([torch.ones(1)]).wait()
         assert [exchange.wait() for exchange in exchanges[1:]] == [(3,), (3,)]
 
@@ -611,7 +613,7 @@ def until_errored(group: ProcessGroup) -> BaseException:
 
 
 def test_an_address_where_nobody_can_listen_is_an_error_that_says_so() -> None:
-    with pytest.raises(ConfigureFailed, match="nothing can listen on 192"):
+    with pytest.raises(ConfigureError, match="nothing can listen on 192"):
         Lifeline(0, 2, "192.0.2.7")
 
 
@@ -621,7 +623,7 @@ def test_an_aborted_word_is_aborted_in_a_group_over_a_device() -> None:
         exchange = groups[0].exchange_word([1], round_number=1, timeout=GUARD)
         waiting = bench.start(exchange.wait)
         groups[0].abort()
-        assert isinstance(waiting().error, Aborted)
+        assert isinstance(waiting().error, AbortedError)
         groups[0].linger()  # of a group that is gone: returns at once
 
 

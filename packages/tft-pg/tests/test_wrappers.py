@@ -15,21 +15,21 @@ from torch.distributed import HashStore, ReduceOp  # type: ignore[attr-defined]
 
 from tft_pg import (
     COLLECTIVES,
-    Aborted,
-    Closed,
+    AbortedError,
     Collective,
-    DeadlinePassed,
+    CollectiveTimeoutError,
+    ConfigError,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
-    InvalidSetting,
-    NotConfigured,
-    OperationRefused,
-    PeerFailed,
+    NotConfiguredError,
+    OperationRefusedError,
+    PeerDisconnectedError,
     ProcessGroup,
+    ProcessGroupClosedError,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupWrapper,
-    Unsupported,
+    UnsupportedOperationError,
 )
 from tft_pg.testing import Bench
 from tft_pg.testing.cases import CASES, Case, Sample
@@ -73,7 +73,7 @@ def test_a_row_knows_every_keyword_of_torchs(row: Collective) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.row)
 def test_after_an_error_every_collective_is_a_finished_dummy(case: Case) -> None:
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy())
-    group.report_error(PeerFailed("asked for"))
+    group.report_error(PeerDisconnectedError("asked for"))
     started = case.start(group, Sample(0, 1))
     for work in started.works:
         assert work.wait()
@@ -98,7 +98,7 @@ def test_an_error_while_others_are_in_flight_ends_them_all(bench: Bench) -> None
     assert waiting().get() is False
     assert len(future.wait()) == 1  # the tensors as they are
     assert third.wait() is False
-    assert isinstance(groups[0].error(), PeerFailed)  # type: ignore[attr-defined]
+    assert isinstance(groups[0].error(), PeerDisconnectedError)  # type: ignore[attr-defined]
     assert groups[0].allreduce([torch.ones(3)]).wait()
     bench.configure(groups)
     assert bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait()) == [True, True]
@@ -115,12 +115,12 @@ def test_a_late_error_of_an_old_group_is_not_the_new_ones(bench: Bench) -> None:
 def test_a_wait_whose_time_out_passes_is_an_error(bench: Bench) -> None:
     groups = bench.configured(2)
     assert groups[0].allreduce([torch.ones(3)]).wait(timedelta(milliseconds=10)) is False
-    assert isinstance(groups[0].error(), DeadlinePassed)  # type: ignore[attr-defined]
+    assert isinstance(groups[0].error(), CollectiveTimeoutError)  # type: ignore[attr-defined]
 
 
 def test_a_call_that_is_wrong_in_itself_is_not_swallowed(bench: Bench) -> None:
     (group,) = bench.configured(1)
-    with pytest.raises(OperationRefused, match="int16"):
+    with pytest.raises(OperationRefusedError, match="int16"):
         group.allreduce([torch.ones(3, dtype=torch.int16)])
     assert group.error() is None  # type: ignore[attr-defined]
     assert group.allreduce([torch.ones(3)]).wait()
@@ -132,7 +132,7 @@ def test_a_report_from_another_thread_locks_nothing_up(bench: Bench) -> None:
 
     def report(future: torch.futures.Future[object]) -> None:
         for group in groups:
-            group.report_error(PeerFailed("from a callback"))  # type: ignore[attr-defined]
+            group.report_error(PeerDisconnectedError("from a callback"))  # type: ignore[attr-defined]
         reported.set()
 
     works = bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]))
@@ -151,10 +151,10 @@ def test_after_an_error_nothing_of_a_work_raises(bench: Bench) -> None:
     work.synchronize()
     assert work.is_completed()
     assert work.result() == work.get_future().wait() == [tensor]
-    assert isinstance(groups[0].error(), PeerFailed)  # type: ignore[attr-defined]
+    assert isinstance(groups[0].error(), PeerDisconnectedError)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyError, PeerFailed])
+@pytest.mark.parametrize("kind", [ValueError, KeyError, PeerDisconnectedError])
 @pytest.mark.parametrize("through_future", [False, True])
 def test_an_error_of_any_kind_is_swallowed(kind: type[Exception], through_future: bool) -> None:
     faulty = FakeProcessGroupWrapper(ProcessGroupDummy())
@@ -171,7 +171,7 @@ def test_an_error_of_any_kind_is_swallowed(kind: type[Exception], through_future
 
 def test_a_wait_for_a_number_of_seconds_is_the_callers_mistake() -> None:
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy())
-    with pytest.raises(InvalidSetting, match="give timedelta"):
+    with pytest.raises(ConfigError, match="give timedelta"):
         group.allreduce([torch.ones(1)]).wait(5)  # type: ignore[arg-type]
     assert group.error() is None
 
@@ -181,7 +181,7 @@ def test_a_future_of_a_receive_is_refused_and_no_error_of_the_group(bench: Bench
     for group in (groups[0], groups[0].parent):
         assert group is not None
         work = group.recv([torch.zeros(1)], 1, 0)
-        with pytest.raises(Unsupported, match="has no future; call wait"):
+        with pytest.raises(UnsupportedOperationError, match="has no future; call wait"):
             work.get_future()
         groups[1].send([torch.ones(1)], 0, 0).wait()
         assert work.wait()
@@ -223,7 +223,7 @@ def test_torchs_recv_from_anybody_does_not_raise_what_was_swallowed(bench: Bench
     receiving = bench.start(lambda: dist.recv(torch.zeros(1), group=groups[1]))
     groups[0].abort()
     assert receiving().get() == 0
-    assert isinstance(groups[1].error(), PeerFailed)  # type: ignore[attr-defined]
+    assert isinstance(groups[1].error(), PeerDisconnectedError)  # type: ignore[attr-defined]
     assert dist.recv(torch.zeros(1), group=groups[1]) == 0
     groups[1].unregister()
 
@@ -259,7 +259,7 @@ def test_only_calls_with_a_result_can_be_corrupted() -> None:
     group.allgather([[output]], [torch.zeros(1)]).wait()
     assert output.item() == 1
     for operation in ("barrier", "send"):
-        with pytest.raises(InvalidSetting, match="fills in no tensor"):
+        with pytest.raises(ConfigError, match="fills in no tensor"):
             group.corrupt(operation=operation)
 
 
@@ -315,16 +315,16 @@ def test_a_group_that_can_not_be_used_says_so_before_any_fault(fault: str) -> No
         group = bench.make()
         assert isinstance(group, FakeProcessGroupWrapper)
         ends: list[tuple[Callable[[], None], type[Exception]]] = [
-            (lambda: None, NotConfigured),
-            (group.abort, Aborted),
-            (group.shutdown, Closed),
+            (lambda: None, NotConfiguredError),
+            (group.abort, AbortedError),
+            (group.shutdown, ProcessGroupClosedError),
         ]
         for end, kind in ends:
             ARM[fault](group)
             end()
             with pytest.raises(kind, match="allreduce"):
                 group.allreduce([torch.ones(1)])
-            if kind is Aborted:
+            if kind is AbortedError:
                 bench.configure([group])
 
 
@@ -333,7 +333,7 @@ def test_a_fault_waits_for_a_group_that_can_be_used() -> None:
         (group,) = bench.configured(1)
         assert isinstance(group, FakeProcessGroupWrapper)
         group.fail()
-        with pytest.raises(PeerFailed, match="injected"):
+        with pytest.raises(PeerDisconnectedError, match="injected"):
             group.allreduce([torch.ones(1)]).wait()
         assert group.allreduce([torch.ones(1)]).wait()
 
@@ -343,7 +343,7 @@ def test_the_shorter_time_out_bounds_a_hanging_call(patience: timedelta, limit: 
     group = FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=patience)
     group.set_timeout(limit)
     group.hang()
-    with pytest.raises(DeadlinePassed, match=r"hung for 0\.001 s"):
+    with pytest.raises(CollectiveTimeoutError, match=r"hung for 0\.001 s"):
         group.allreduce([torch.ones(1)]).wait()
 
 
@@ -384,7 +384,7 @@ def test_a_wrapper_says_how_it_is_made(wrapper: Any) -> None:
         ((None,), {}),
         ((), {}),
     ):
-        with pytest.raises(InvalidSetting, match=rf"write {wrapper.__name__}\(ProcessGroupGloo\(timeout="):
+        with pytest.raises(ConfigError, match=rf"write {wrapper.__name__}\(ProcessGroupGloo\(timeout="):
             wrapper(*args, **kwargs)
 
 
@@ -392,14 +392,14 @@ def test_a_wrapper_says_how_it_is_made(wrapper: Any) -> None:
 def test_a_group_says_how_it_is_configured_and_aborted(make: Callable[[], Any]) -> None:
     group = make()
     for place in (("replica_0", 0, 1), ("0", "1"), (0, 1, "replica_0")):
-        with pytest.raises(InvalidSetting, match="store_addr, rank and world_size in this order"):
+        with pytest.raises(ConfigError, match="store_addr, rank and world_size in this order"):
             group.configure("localhost:1/x", *place)
-    with pytest.raises(InvalidSetting, match="leaves an error until the next configure"):
+    with pytest.raises(ConfigError, match="leaves an error until the next configure"):
         group.abort(errored=False)
     assert group.errored() is None
     group.abort(errored=True)
-    assert isinstance(group.errored(), Aborted)
-    with pytest.raises(InvalidSetting, match=r"a timedelta, but this one is 5; give timedelta\(seconds="):
+    assert isinstance(group.errored(), AbortedError)
+    with pytest.raises(ConfigError, match=r"a timedelta, but this one is 5; give timedelta\(seconds="):
         group.set_timeout(5)
     group.shutdown()
 
@@ -410,16 +410,16 @@ def test_a_time_out_is_a_timedelta() -> None:
         lambda timeout: FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=timeout),
     )
     for make in makers:
-        with pytest.raises(InvalidSetting, match=r"but this one is 5.0; give timedelta\(seconds="):
+        with pytest.raises(ConfigError, match=r"but this one is 5.0; give timedelta\(seconds="):
             make(5.0)
 
 
 @pytest.mark.parametrize("place", [(1, 2), (0, 2), (1, 1), (-1, 1)])
 def test_a_dummy_is_rank_0_of_1(place: tuple[int, int]) -> None:
-    with pytest.raises(InvalidSetting, match="rank 0 of 1"):
+    with pytest.raises(ConfigError, match="rank 0 of 1"):
         ProcessGroupDummy(*place)
 
 
 def test_a_dummy_says_what_it_can_not_compute() -> None:
-    with pytest.raises(OperationRefused, match="PREMUL_SUM"):
+    with pytest.raises(OperationRefusedError, match="PREMUL_SUM"):
         ProcessGroupDummy().allreduce(torch.ones(1), dist._make_nccl_premul_sum(2.0))  # type: ignore[attr-defined]

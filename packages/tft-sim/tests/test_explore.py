@@ -16,7 +16,7 @@ from tft_coord.core.progress import HangWatch
 from tft_coord.core.types import Verdict
 from tft_coord.testing import copied
 from tft_sim.__main__ import main
-from tft_sim.explore import ExplorationFailed, explore
+from tft_sim.explore import ExplorationError, explore
 from tft_sim.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
 
 
@@ -130,14 +130,14 @@ def test_the_shortest_sequence_that_breaks_something_is_shown(monkeypatch: pytes
         return []
 
     monkeypatch.setattr(Job, "_break_quorum", tells_nobody)
-    with pytest.raises(ExplorationFailed, match=r"P3: b holds .*, which a has left, and was not told") as caught:
+    with pytest.raises(ExplorationError, match=r"P3: b holds .*, which a has left, and was not told") as caught:
         explore(lambda: LighthouseWorld("ab", start="trained"), 3)
     assert caught.value.path == ("die a",)
 
 
 def test_who_hangs_and_is_not_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HangWatch, "hung", lambda *_: None)
-    with pytest.raises(ExplorationFailed, match=r"H2: a hangs since .* and is not lost") as caught:
+    with pytest.raises(ExplorationError, match=r"H2: a hangs since .* and is not lost") as caught:
         explore(lambda: LighthouseWorld("ab", start="trained"), 2)
     assert caught.value.path == ("hang a",)
 
@@ -153,7 +153,7 @@ def test_a_loss_of_one_that_has_left_and_may_end_is_found(monkeypatch: pytest.Mo
         return out
 
     monkeypatch.setattr(Job, "_release_those_who_left", watches_on)
-    with pytest.raises(ExplorationFailed, match=r"L1: a session .* had left") as caught:
+    with pytest.raises(ExplorationError, match=r"L1: a session .* had left") as caught:
         explore(lambda: LighthouseWorld("ab", start="trained"), 3)
     assert caught.value.path[0] == "leave a"
 
@@ -220,5 +220,5 @@ def test_a_verdict_that_changes_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         return [(call, rank, Verdict(yes=True)) for call, rank, _ in cast(self, *arguments, **said)]
 
     monkeypatch.setattr(Votes, "cast", always_yes)
-    with pytest.raises(ExplorationFailed, match="I5: a yes of votes"):
+    with pytest.raises(ExplorationError, match="I5: a yes of votes"):
         explore(GroupWorld, 5)

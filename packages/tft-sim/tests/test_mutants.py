@@ -62,7 +62,7 @@ from tft_coord.core.types import (
     Verdict,
     Via,
 )
-from tft_sim import InvariantBroken, SimulationFailed, play, simulate, syncs
+from tft_sim import InvariantError, SimulationError, play, simulate, syncs
 from tft_sim.invariants import Held, Round
 from tft_sim.recovery import Recovery, Snapshot
 from tft_sim.scenario import ScenarioError
@@ -1281,11 +1281,11 @@ def first_failure(where: int | str | tuple[str, ...], config: SimulationConfig) 
             told = play(written)
         except ScenarioError as error:  # what the story waits for does not happen
             told = str(error)
-        return None if told == written else InvariantBroken("transcript", where)
+        return None if told == written else InvariantError("transcript", where)
     for seed in range(where, where + SEEDS):
         try:
             simulate(seed, config)
-        except SimulationFailed as failed:
+        except SimulationError as failed:
             return failed
     return None
 
@@ -1303,11 +1303,11 @@ def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> N
     seen: Exception | None
     try:
         seen = first_failure(mutant.where, mutant.config)
-    except InvariantBroken as broken:
+    except InvariantError as broken:
         seen = broken
-    cause = seen.cause if isinstance(seen, SimulationFailed) else seen
-    assert isinstance(cause, InvariantBroken), "nobody saw it" if cause is None else repr(cause)
+    cause = seen.cause if isinstance(seen, SimulationError) else seen
+    assert isinstance(cause, InvariantError), "nobody saw it" if cause is None else repr(cause)
     assert cause.invariant in mutant.invariant.split(), cause
     monkeypatch.undo()
-    if isinstance(seen, SimulationFailed) and not is_run_anyway(seen.seed, mutant.config):
+    if isinstance(seen, SimulationError) and not is_run_anyway(seen.seed, mutant.config):
         simulate(seen.seed, mutant.config)

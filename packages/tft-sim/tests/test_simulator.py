@@ -12,7 +12,7 @@ import pytest
 from tft_coord.core.commit import Votes
 from tft_coord.core.stragglers import PaceKind
 from tft_coord.core.types import Verdict
-from tft_sim import SCENARIO_MARKS, SimulationFailed, run_many, simulate
+from tft_sim import SCENARIO_MARKS, SimulationError, run_many, simulate
 from tft_sim.__main__ import main
 from tft_sim.simulator import FAULT_NAMES, STRAGGLERS, SimulationConfig
 
@@ -218,7 +218,7 @@ def test_a_failing_seed_says_how_to_run_it_again(
         for seed in range(100):
             simulate(seed)
 
-    with pytest.raises(SimulationFailed, match=r"run it again: python -m tft_sim --seed") as caught:
+    with pytest.raises(SimulationError, match=r"run it again: python -m tft_sim --seed") as caught:
         many()
     assert "I5: " in str(caught.value)
     assert "the last events:" in str(caught.value)

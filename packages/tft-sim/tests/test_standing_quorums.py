@@ -19,7 +19,7 @@ from tft_coord.core.standing import Lease, Standing, Vote
 from tft_coord.core.step import effects as do
 from tft_coord.core.types import QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
-from tft_sim import STANDING_MARKS, InvariantBroken, SimulationFailed, play, run_many, simulate
+from tft_sim import STANDING_MARKS, InvariantError, SimulationError, play, run_many, simulate
 from tft_sim.cluster import SHORT_TIMEOUTS, Chance, Cluster, ClusterConfig
 from tft_sim.ending import Ending
 from tft_sim.scenario import ScenarioError
@@ -264,14 +264,14 @@ def seen(mutant: Mutant) -> str:
             told = play(written)
         except ScenarioError as error:
             told = str(error)
-        except InvariantBroken:
+        except InvariantError:
             return "transcript"  # the right cores play it
         return "transcript" if told != written else ""
     for seed in range(mutant.where, mutant.where + 300):
         try:
             simulate(seed, STANDING)
-        except SimulationFailed as failed:
-            return failed.cause.invariant if isinstance(failed.cause, InvariantBroken) else repr(failed.cause)
+        except SimulationError as failed:
+            return failed.cause.invariant if isinstance(failed.cause, InvariantError) else repr(failed.cause)
     return ""
 
 

@@ -15,9 +15,9 @@ from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member, Purpose, Quorum, QuorumKey, Verdict
 from tft_coord.timeouts import Timeouts
 from tft_sim import (
-    EventBudgetExceeded,
+    EventBudgetError,
     Fate,
-    InvariantBroken,
+    InvariantError,
     Invariants,
     Marks,
     Network,
@@ -67,7 +67,7 @@ class TestClock:
             clock.after(0, again)
 
         again()
-        with pytest.raises(EventBudgetExceeded, match="100 events have happened by 0 ms"):
+        with pytest.raises(EventBudgetError, match="100 events have happened by 0 ms"):
             clock.run_until(1)
 
 
@@ -421,7 +421,7 @@ class TestHangTruth:
         truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
         clock.run_until(known_at_ms)
         truth.opens(manager, Hello("job", "a:1", 1, "a:1"))
-        with pytest.raises(InvariantBroken, match="H2: a:1/0 hangs still, and a newer session of it is opened"):
+        with pytest.raises(InvariantError, match="H2: a:1/0 hangs still, and a newer session of it is opened"):
             truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
 
     def test_a_beat_about_what_was_before_tells_nothing_of_a_hang(self) -> None:
@@ -455,7 +455,7 @@ class TestInvariants:
         looking = Invariants()
         for call in calls[:-1]:
             call(looking)
-        with pytest.raises(InvariantBroken, match=f"^{number}: ") as caught:
+        with pytest.raises(InvariantError, match=f"^{number}: ") as caught:
             calls[-1](looking)
         assert caught.value.invariant == number
 
@@ -523,7 +523,7 @@ class TestInvariants:
             return looking
 
         lighthouse("3").formed(Quorum(KEY, (Member("a", session=1),)), None)
-        with pytest.raises(InvariantBroken, match=r"1 of 2 that live"):
+        with pytest.raises(InvariantError, match=r"1 of 2 that live"):
             lighthouse("2").formed(Quorum(KEY, (Member("a", session=1),)), None)
 
     @pytest.mark.parametrize("in_newer", [False, True])
@@ -542,7 +542,7 @@ class TestInvariants:
         if not in_newer:
             looking.formed(formed, newer)
             return
-        with pytest.raises(InvariantBroken, match=r"1 of 2 that live"):
+        with pytest.raises(InvariantError, match=r"1 of 2 that live"):
             looking.formed(formed, newer)
 
     @pytest.mark.parametrize("is_refused", [False, True])
@@ -559,7 +559,7 @@ class TestInvariants:
         if is_refused:
             looking.formed(formed, None)
             return
-        with pytest.raises(InvariantBroken, match=r"1 of 3 that live"):
+        with pytest.raises(InvariantError, match=r"1 of 3 that live"):
             looking.formed(formed, None)
 
     def test_one_mean_is_of_one_state(self) -> None:

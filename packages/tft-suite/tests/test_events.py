@@ -26,7 +26,7 @@ from tft_suite.errors import MessageError
 SAID: list[ReplicaEvent] = [
     HealingStarted(at_s=1.5, replica=2),
     StepCommitted(at_s=1.5, replica=2, step=7, participants=3, took_part=True, loss=0.25),
-    StepDiscarded(at_s=1.5, replica=2, step=7, reason="PeerFailed: gone"),
+    StepDiscarded(at_s=1.5, replica=2, step=7, reason="PeerDisconnectedError: gone"),
     TrainingEnded(at_s=1.5, replica=2, step=7, digest="ab", test_accuracy=0.5),
     ReplicaFailed(at_s=1.5, replica=2, error="ValueError: no"),
 ]

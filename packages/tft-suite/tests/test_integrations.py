@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tft_algos import SettingError
+from tft_algos import ConfigError
 from tft_suite.integrations import data
 
 
@@ -62,5 +62,5 @@ def test_without_a_seed_two_starts_differ() -> None:
 
 
 def test_an_empty_data_set_is_refused() -> None:
-    with pytest.raises(SettingError, match="empty"):
+    with pytest.raises(ConfigError, match="empty"):
         data.endless([])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tft_suite.demo.schedule import Kill, draw_kills, kill_window
 from tft_suite.demo.settings import DemoSettings
-from tft_suite.errors import SettingError
+from tft_suite.errors import ConfigError
 
 
 def test_the_same_seed_asks_for_the_same_faults() -> None:
@@ -60,7 +60,7 @@ def test_the_default_settings_are_valid() -> None:
     ],
 )
 def test_a_wrong_setting_is_refused_in_one_sentence(wrong: dict[str, int], named: str) -> None:
-    with pytest.raises(SettingError) as refused:
+    with pytest.raises(ConfigError) as refused:
         DemoSettings(**wrong)  # type: ignore[arg-type]
     assert str(refused.value).startswith(named)
     assert "\n" not in str(refused.value)

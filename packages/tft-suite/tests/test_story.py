@@ -59,14 +59,14 @@ def test_the_notes_tell_the_run_with_times() -> None:
 def test_what_went_wrong_is_told_too() -> None:
     story = story_of(
         started(0),
-        StepDiscarded(at_s=1.0, replica=0, step=3, reason="PeerFailed: gone"),
-        StepDiscarded(at_s=1.1, replica=0, step=3, reason="PeerFailed: gone"),
+        StepDiscarded(at_s=1.0, replica=0, step=3, reason="PeerDisconnectedError: gone"),
+        StepDiscarded(at_s=1.1, replica=0, step=3, reason="PeerDisconnectedError: gone"),
         ReplicaFailed(at_s=2.0, replica=0, error="ValueError: no"),
         ended(0, 2.1, 1),
         ended(1, 2.2, -SIGSEGV),
     )
     assert [note.text for note in story.notes if note.is_bad] == [
-        "replica 0 discards the step after 3: PeerFailed: gone",
+        "replica 0 discards the step after 3: PeerDisconnectedError: gone",
         "replica 0 failed: ValueError: no",
         "replica 0 ended: exit code 1",
         "replica 1 ended: by SIGSEGV",

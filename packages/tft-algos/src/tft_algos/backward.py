@@ -19,9 +19,9 @@ from typing import Protocol, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import SettingError, Unsupported, UsageError
+from tft_algos.errors import ConfigError, UnsupportedFeatureError, UsageError
 from tft_algos.manager import Manager
-from tft_coord.errors import GroupLost
+from tft_coord.errors import ReplicaGroupLostError
 from tft_pg import DummyWork
 
 Done = Callable[[bool], None]
@@ -72,29 +72,31 @@ def check_model(manager: object, module: object, strategy: str) -> None:
         manager: an object with an allreduce. A strategy of the user may have its own class.
         module: the model.
         strategy: the name of the strategy, for messages.
-    Raises: SettingError: `manager` is not a Manager, `module` is not a module, a parameter is on the meta device, or a
-        part is sharded by fully_shard. Unsupported: a part of the module makes sparse gradients.
+    Raises: ConfigError: `manager` is not a Manager, `module` is not a module, a parameter is on the meta device, or a
+        part is sharded by fully_shard. UnsupportedFeatureError: a part of the module makes sparse gradients.
     """
     if not callable(getattr(manager, "allreduce", None)) or not isinstance(module, torch.nn.Module):
-        raise SettingError(
+        raise ConfigError(
             f"{strategy} was given a {type(manager).__name__} and a {type(module).__name__}; give a Manager, and the "
             "module after it"
         )
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
-            raise SettingError(
+            raise ConfigError(
                 f"parameter {name} is on the meta device and has no gradients to reduce; materialize the module before "
                 f"it is given to {strategy}, because that makes new parameters"
             )
     fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, nothing is sharded
     if any(isinstance(part, getattr(fsdp, "FSDPModule", ())) for part in module.modules()):
-        raise SettingError(
+        raise ConfigError(
             f"the module is sharded by fully_shard, which reduces its gradients where {strategy} sees none of them; "
             "call reduce_across(manager, module) in its place, or shard over a mesh from extend_mesh"
         )
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     if any(isinstance(part, embeddings) and part.sparse for part in module.modules()):
-        raise Unsupported("sparse gradients are not reduced across replicas; make the Embedding with sparse=False")
+        raise UnsupportedFeatureError(
+            "sparse gradients are not reduced across replicas; make the Embedding with sparse=False"
+        )
 
 
 @final
@@ -248,7 +250,7 @@ class BackwardReductions:
             inside.wait()
         except RuntimeError as error:
             # Torch's own groups can't be rebuilt, so this replica is lost, and should_commit raises this error.
-            lost = GroupLost(
+            lost = ReplicaGroupLostError(
                 f"a reduction among the processes of this replica failed ({error}); end this process and start the "
                 "group again"
             )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.utils.data
 from torch.utils.data import Dataset
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 
 
 @final
@@ -49,7 +49,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     Attributes:
         global_rank: group_rank + num_replicas * replica_rank.
         global_world_size: num_replicas * num_replica_groups.
-    Raises: SettingError: a rank is out of range, or this replica group has several processes and torch's default group
+    Raises: ConfigError: a rank is out of range, or this replica group has several processes and torch's default group
         does not exist yet.
     """
 
@@ -71,7 +71,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
             ("group_rank", group_rank, num_replicas),
         ):
             if not 0 <= rank < limit:
-                raise SettingError(f"{name} is {rank} of {limit}; ranks count from 0 and stay below their number")
+                raise ConfigError(f"{name} is {rank} of {limit}; ranks count from 0 and stay below their number")
         self.global_rank = group_rank + num_replicas * replica_rank
         self.global_world_size = num_replicas * num_replica_groups
         super().__init__(dataset, num_replicas=self.global_world_size, rank=self.global_rank, **kwargs)
@@ -82,7 +82,7 @@ def _place_in_group() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise SettingError(
+        raise ConfigError(
             f"this replica group has {os.environ['WORLD_SIZE']} processes and torch's default process group does not "
             "exist yet; call init_group first, or pass group_rank and num_replicas"
         )

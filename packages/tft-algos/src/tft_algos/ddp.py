@@ -25,7 +25,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel.distributed import _find_tensors
 
 from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
-from tft_algos.errors import SettingError, Unsupported, UsageError
+from tft_algos.errors import ConfigError, UnsupportedFeatureError, UsageError
 from tft_algos.manager import Manager
 from tft_algos.manager.fingerprint import strides_of
 from tft_algos.manager.island import refuse_strategy
@@ -52,7 +52,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     After `backward` the gradients are averages over the participants. A failed reduction never raises: the step is
     voted down. A failure among the processes of this group is fatal to the group, and `should_commit` then raises
-    GroupLost.
+    ReplicaGroupLostError.
 
     A backward pass may raise by itself (out of memory, for example). In a replica group of one process, this ends the
     step but not the training. Report the error to `Manager.report_error` or ignore it, and continue with the next
@@ -84,9 +84,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             first, then across groups. None, or a group of one process: this process is the group.
         kwargs: arguments of torch's class. `gradient_as_bucket_view` defaults to True, which saves a copy of every
             gradient.
-    Raises: Unsupported: mixed_precision, delay_all_reduce_named_params, skip_all_reduce_unused_params, device_mesh, an
-        Embedding with sparse gradients, or torch's reducer in Python. None of these is supported.
-        SettingError: this release of torch can't keep one layout of buckets, `manager` is not a Manager or has
+    Raises: UnsupportedFeatureError: mixed_precision, delay_all_reduce_named_params, skip_all_reduce_unused_params,
+        device_mesh, an Embedding with sparse gradients, or torch's reducer in Python. None of these is supported.
+        ConfigError: this release of torch can't keep one layout of buckets, `manager` is not a Manager or has
             rank0_synchronization_only, or a parameter is on the meta device. RuntimeError: no parameter requires a
             gradient. UsageError, from `forward`: a first pass with static_graph under `no_sync()`, or a parameter was
             unfrozen after the module was wrapped.
@@ -101,14 +101,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     ) -> None:
         for name, instead in _REFUSED.items():
             if kwargs.get(name) not in (None, False):
-                raise Unsupported(f"{name} does not exist here: {instead}")
+                raise UnsupportedFeatureError(f"{name} does not exist here: {instead}")
         check_model(manager, module, "DistributedDataParallel")
         refuse_strategy(manager, "DistributedDataParallel")
         kwargs.setdefault("gradient_as_bucket_view", True)
         static = bool(kwargs.get("static_graph"))
         if static and not kwargs["gradient_as_bucket_view"]:
             # Torch then copies the first step's gradients out of the buckets before their reductions have ended.
-            raise Unsupported("static_graph needs gradient_as_bucket_view here; leave gradient_as_bucket_view out")
+            raise UnsupportedFeatureError(
+                "static_graph needs gradient_as_bucket_view here; leave gradient_as_bucket_view out"
+            )
         if process_group is not None and process_group.size() == 1:
             process_group = None  # a group of one has nothing to reduce
         group: dist.ProcessGroup = process_group if process_group is not None else ProcessGroupDummy(0, 1)
@@ -126,7 +128,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._awaited: _AwaitedPass | None = None  # None: torch reduces nothing in the next backward pass
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
-            raise Unsupported(
+            raise UnsupportedFeatureError(
                 "torch's reducer in Python asks for a process group that does not change; set "
                 "torch._dynamo.config.optimize_ddp to another mode than 'python_reducer'"
             )
@@ -166,7 +168,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             return
         self.reducer._push_all_rebuilt_params()
         if not self.reducer._rebuild_buckets():
-            raise SettingError(
+            raise ConfigError(
                 f"torch {torch.__version__} did not lay out its gradient buckets at the start, so that replicas which "
                 "join later would have others; use torch 2.11 to 2.15"
             )
@@ -295,9 +297,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
         """Refuse the hook, because the hook that reduces across replicas already uses this place.
 
-        Raises: Unsupported: always.
+        Raises: UnsupportedFeatureError: always.
         """
-        raise Unsupported(
+        raise UnsupportedFeatureError(
             f"the gradients are reduced across replicas by the Manager, in the place of a communication hook, so "
             f"{getattr(hook, '__qualname__', hook)} can't be registered"
         )
@@ -305,33 +307,35 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _setup_in_backward_optimizers(self) -> None:
         # Torch takes a stream for them before it registers its hook, which fails without an accelerator.
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
-            raise Unsupported(
+            raise UnsupportedFeatureError(
                 "optimizers that step in the backward pass can't be used: they would step before the vote; give their "
                 "parameters to one that does not, and wrap it in Optimizer"
             )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
-        raise Unsupported(
+        raise UnsupportedFeatureError(
             f"the gradients are reduced across replicas by the Manager, in the place of a communication hook, so "
             f"{comm_hook_type} can't be registered"
         )
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> NoReturn:
-        raise Unsupported(f"{optim.__name__} would step in the backward pass, before the vote; wrap it in Optimizer")
+        raise UnsupportedFeatureError(
+            f"{optim.__name__} would step in the backward pass, before the vote; wrap it in Optimizer"
+        )
 
     def join(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to join. A replica without data leaves the job instead, which costs the others nothing.
 
-        Raises: Unsupported: always.
+        Raises: UnsupportedFeatureError: always.
         """
-        raise Unsupported(
+        raise UnsupportedFeatureError(
             "join does not exist here: a replica whose data has ended shuts its Manager down, and the others go on"
         )
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
         """Refuse to join, as `join` does.
 
-        Raises: Unsupported: always.
+        Raises: UnsupportedFeatureError: always.
         """
         self.join()
 
@@ -449,16 +453,16 @@ class _UsedMaps(ProcessGroup):
     # The Manager and the other group control its life. Torch never calls these.
 
     def configure(self, store_addr: str, rank: int, world_size: int, **identity: Any) -> NoReturn:
-        raise Unsupported("the group of a DistributedDataParallel is configured by its Manager")
+        raise UnsupportedFeatureError("the group of a DistributedDataParallel is configured by its Manager")
 
     def abort(self) -> NoReturn:
-        raise Unsupported("the group of a DistributedDataParallel is aborted by its Manager")
+        raise UnsupportedFeatureError("the group of a DistributedDataParallel is aborted by its Manager")
 
     def errored(self) -> None:
         return None
 
     def set_timeout(self, timeout: timedelta) -> NoReturn:
-        raise Unsupported("the time-out of a DistributedDataParallel's reductions is its Manager's")
+        raise UnsupportedFeatureError("the time-out of a DistributedDataParallel's reductions is its Manager's")
 
     def shutdown(self) -> None:
         """Do nothing, because this group owns nothing."""

@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tft_algos.errors import CheckpointFailed, SettingError
+from tft_algos.errors import ConfigError, DurableCheckpointError
 from tft_algos.manager import Manager
 from tft_algos.optim import Optimizer
 from tft_algos.rank_files import (
@@ -78,7 +78,7 @@ _NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,13})(?:\.([1-9][0-9]{0,3}))?")
 _TAKEN: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
-class _Unfit(Exception):
+class _DamagedError(Exception):
     """A directory is not a complete checkpoint. The message says what is wrong."""
 
 
@@ -115,7 +115,7 @@ class DurableCheckpoint:
         keep: number of complete checkpoints to keep. Older ones are removed.
         process_group: torch's group of this replica group's ranks. None: the default group. A group of one does not use
             it.
-    Raises: SettingError: an argument can't work.
+    Raises: ConfigError: an argument can't work.
     """
 
     def __init__(
@@ -131,28 +131,28 @@ class DurableCheckpoint:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not callable(getattr(manager, "participating_rank", None)):
-            raise SettingError(f"the manager is a {type(manager).__name__}; give a Manager, and a directory after it")
+            raise ConfigError(f"the manager is a {type(manager).__name__}; give a Manager, and a directory after it")
         if not isinstance(directory, str | os.PathLike):
-            raise SettingError(f"directory is {directory!r}; give a path")
+            raise ConfigError(f"directory is {directory!r}; give a path")
         for name, value in (("every", every), ("keep", keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingError(f"{name} is {value!r}; give a whole number, at least 1")
+                raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
         if not isinstance(model, torch.nn.Module):
-            raise SettingError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+            raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module")
         if not isinstance(optimizers, torch.optim.Optimizer | Sequence):
-            raise SettingError(f"optimizers is a {type(optimizers).__name__}; give torch.optim.Optimizers")
+            raise ConfigError(f"optimizers is a {type(optimizers).__name__}; give torch.optim.Optimizers")
         listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         for each in listed:
             if not isinstance(each, torch.optim.Optimizer):
-                raise SettingError(f"optimizers holds a {type(each).__name__}; give torch.optim.Optimizers")
+                raise ConfigError(f"optimizers holds a {type(each).__name__}; give torch.optim.Optimizers")
         others = {} if others is None else others
         if not isinstance(others, Mapping):
-            raise SettingError(f"others is a {type(others).__name__}; give a mapping of names to what is saved")
+            raise ConfigError(f"others is a {type(others).__name__}; give a mapping of names to what is saved")
         for key, other in others.items():
             if not isinstance(key, str):
-                raise SettingError(f"others has the key {key!r}; give texts")
+                raise ConfigError(f"others has the key {key!r}; give texts")
             if not isinstance(other, Stateful):
-                raise SettingError(
+                raise ConfigError(
                     f"others has a {type(other).__name__} under {key!r}, whose state can't be saved; give what has "
                     "state_dict and load_state_dict"
                 )
@@ -170,7 +170,7 @@ class DurableCheckpoint:
             group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
             if group is None or group.size() != self._world_size:
                 has = "there is none" if group is None else f"this one has {group.size()}"
-                raise SettingError(
+                raise ConfigError(
                     f"a checkpoint of a replica group with {self._world_size} ranks needs a process group of them, and "
                     f"{has}; call torch.distributed.init_process_group, or give process_group"
                 )
@@ -191,7 +191,7 @@ class DurableCheckpoint:
             return None
         try:
             return self.save()
-        except CheckpointFailed as error:
+        except DurableCheckpointError as error:
             logger.error("[%s/%d] %s", self._manager.replica_id, self._rank, error)
             return None
 
@@ -203,7 +203,7 @@ class DurableCheckpoint:
 
         Returns: the path of the checkpoint, complete and on the disk. None: another group writes it, or the last step
             was not committed.
-        Raises: CheckpointFailed: on every rank. The failed checkpoint is removed, and earlier ones are unchanged.
+        Raises: DurableCheckpointError: on every rank. The failed checkpoint is removed, and earlier ones are unchanged.
         """
         manager, status = self._manager, self._manager.status()
         if not status.committed or status.participating_rank != 0:
@@ -256,12 +256,12 @@ class DurableCheckpoint:
             step: load the checkpoint of this step. None: the newest one. Newer checkpoints are kept, and the next load
                 without `step` would take them.
         Returns: the committed steps of the checkpoint. None: the directory has no checkpoint.
-        Raises: CheckpointFailed: checkpoints exist and none is complete, the given step has none, or the checkpoint
-            does not fit this model (for example, it belongs to a larger model). SettingError: step is not a whole
-            number.
+        Raises: DurableCheckpointError: checkpoints exist and none is complete, the given step has none, or the
+            checkpoint does not fit this model (for example, it belongs to a larger model). ConfigError: step is not a
+            whole number.
         """
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-            raise SettingError(f"step is {step!r}; give a whole number, or None for the newest checkpoint")
+            raise ConfigError(f"step is {step!r}; give a whole number, or None for the newest checkpoint")
         with contextlib.ExitStack() as reading:
             return self._load(step, reading)
 
@@ -363,17 +363,17 @@ class DurableCheckpoint:
     def _taken(self, step: int) -> dict[str, Any]:
         """Return the state to save.
 
-        Raises: CheckpointFailed: on every rank, if one rank can't give its state.
+        Raises: DurableCheckpointError: on every rank, if one rank can't give its state.
         """
-        error: CheckpointFailed | None = None
+        error: DurableCheckpointError | None = None
         state: dict[str, Any] = {}
         try:
             with self._explaining(step, "take"):
                 state = self._state()
-        except CheckpointFailed as failure:
+        except DurableCheckpointError as failure:
             error = failure
         if not self._all_say(error is None) and error is None:
-            error = CheckpointFailed(
+            error = DurableCheckpointError(
                 f"another rank of replica {self._manager.replica_id} could not give its state of step {step} for the "
                 "checkpoint; its own error says why, and the earlier checkpoints are as they were",
                 path=str(self._directory),
@@ -387,7 +387,7 @@ class DurableCheckpoint:
     def _together(self, step: int | None, verb: str, path: Path | None = None) -> Iterator[None]:
         """Make a step succeed on all ranks or raise on all ranks.
 
-        Raises: CheckpointFailed: another rank failed. An error of this rank is raised as it is.
+        Raises: DurableCheckpointError: another rank failed. An error of this rank is raised as it is.
         """
         error: BaseException | None = None
         try:
@@ -398,7 +398,7 @@ class DurableCheckpoint:
             return
         if error is not None:
             raise error
-        raise CheckpointFailed(
+        raise DurableCheckpointError(
             f"another rank of replica {self._manager.replica_id} could not {verb} its part of the checkpoint of step "
             f"{step} in {path or self._directory}; its own error says why",
             path=str(path or self._directory),
@@ -421,7 +421,7 @@ class DurableCheckpoint:
     def _on_rank_0(self, act: Any, step: int | None) -> int:
         """Call `act` on rank 0, and return its number on all ranks.
 
-        Raises: on rank 0 the error of `act`. On the other ranks CheckpointFailed.
+        Raises: on rank 0 the error of `act`. On the other ranks DurableCheckpointError.
         """
         error: Exception | None = None
         told = torch.full((1,), -2, dtype=torch.int64)
@@ -436,7 +436,7 @@ class DurableCheckpoint:
         if error is not None:
             raise error
         if told.item() == -2:
-            raise CheckpointFailed(
+            raise DurableCheckpointError(
                 f"rank 0 of replica {self._manager.replica_id} could not use {self._directory}; its own error says why",
                 path=str(self._directory),
                 step=step,
@@ -445,10 +445,10 @@ class DurableCheckpoint:
 
     @contextlib.contextmanager
     def _explaining(self, step: int | None, verb: str, path: Path | None = None) -> Iterator[None]:
-        """Convert any error inside to a CheckpointFailed that names the place and the step."""
+        """Convert any error inside to a DurableCheckpointError that names the place and the step."""
         try:
             yield
-        except CheckpointFailed:
+        except DurableCheckpointError:
             raise
         except (Exception, CheckpointException) as error:
             where = path or self._directory
@@ -463,7 +463,7 @@ class DurableCheckpoint:
                 "read": "mend the permissions, or give another directory",
                 "load": "give the model, the optimizers and the others that were saved",
             }[verb]
-            raise CheckpointFailed(
+            raise DurableCheckpointError(
                 f"replica {self._manager.replica_id} could not {verb} the checkpoint{of_step} in {where}: "
                 f"{type(cause).__name__}: {cause}; {advice}",
                 path=str(where),
@@ -542,7 +542,7 @@ class _Writer:
             # An existing checkpoint is never replaced, so a complete checkpoint exists at every moment.
             path = self._directory / (f"step-{self._step}.{number}" if number else f"step-{self._step}")
             if os.path.lexists(path):  # a broken link also uses the name
-                with contextlib.suppress(_Unfit):
+                with contextlib.suppress(_DamagedError):
                     if _verify(path).manager.get("lineage") == manager.get("lineage"):
                         shutil.rmtree(self.place)  # another writer has already written this step
                         return number
@@ -623,7 +623,7 @@ def _retire(directory: Path, newest: Path, keep: int) -> None:
         return
     for path in found:
         if _place_of(path) < _place_of(newest):
-            with contextlib.suppress(_Unfit, OSError):
+            with contextlib.suppress(_DamagedError, OSError):
                 _read_manifest(path)
                 older.append(path)
     for path in older[keep - 1 :]:
@@ -688,7 +688,7 @@ def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) ->
     The checkpoint is not removed before `reading` ends.
 
     Returns: path and manifest. (None, None): no step is given, and the directory has no checkpoint at all.
-    Raises: CheckpointFailed: checkpoints exist and none is complete, or the given step has none.
+    Raises: DurableCheckpointError: checkpoints exist and none is complete, or the given step has none.
     """
     unfit: dict[str, str] = {}
     for _ in range(LOOKS):  # a running job may remove old checkpoints during the search
@@ -703,7 +703,7 @@ def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) ->
                 looking.enter_context(_kept_for_reading(path))
                 try:
                     manifest = _verify(path)
-                except _Unfit as error:
+                except _DamagedError as error:
                     unfit[path.name] = str(error)
                     logger.warning("%s is no whole checkpoint and is not taken: %s", path, error)
                     continue
@@ -712,7 +712,7 @@ def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) ->
         if not unfit and step is None:
             return None, None
     told = "; ".join(f"{name}: {reason}" for name, reason in unfit.items()) or "there is none of that step"
-    raise CheckpointFailed(
+    raise DurableCheckpointError(
         f"no checkpoint in {directory} is whole ({told}); give another directory, or an empty one to begin anew",
         path=str(directory),
         step=step,
@@ -722,53 +722,53 @@ def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) ->
 def _verify(path: Path) -> _Manifest:
     """Check every byte of a checkpoint, and return its manifest.
 
-    Raises: _Unfit: the checkpoint is incomplete or damaged.
+    Raises: _DamagedError: the checkpoint is incomplete or damaged.
     """
     manifest = _read_manifest(path)
     try:
         there = {entry.name for entry in path.iterdir()} - {MANIFEST}
         if there != set(manifest.files):
-            raise _Unfit(f"its files are not those of its manifest: {sorted(there ^ set(manifest.files))[:4]}")
+            raise _DamagedError(f"its files are not those of its manifest: {sorted(there ^ set(manifest.files))[:4]}")
         for name, (size, digest) in manifest.files.items():
             if not (path / name).is_file():
-                raise _Unfit(f"{name} is no file")
+                raise _DamagedError(f"{name} is no file")
             if (path / name).stat().st_size != size:
-                raise _Unfit(f"{name} has {(path / name).stat().st_size} bytes, and had {size}")
+                raise _DamagedError(f"{name} has {(path / name).stat().st_size} bytes, and had {size}")
             if _digest_of(path / name) != digest:
-                raise _Unfit(f"{name} was changed")
+                raise _DamagedError(f"{name} was changed")
     except OSError as error:
-        raise _Unfit(f"it can't be read: {error}") from error
+        raise _DamagedError(f"it can't be read: {error}") from error
     return manifest
 
 
 def _read_manifest(path: Path) -> _Manifest:
     """Read the manifest of a checkpoint.
 
-    Raises: _Unfit: there is no manifest, or its format or digest is wrong.
+    Raises: _DamagedError: there is no manifest, or its format or digest is wrong.
     """
     try:
         if not (path / MANIFEST).is_file():
-            raise _Unfit("it has no manifest")
+            raise _DamagedError("it has no manifest")
         with (path / MANIFEST).open("rb") as stream:
             digest, _, body = stream.read(MOST_MANIFEST_BYTES).partition(b"\n")
     except OSError as error:
-        raise _Unfit(f"its manifest can't be read: {error}") from error
+        raise _DamagedError(f"its manifest can't be read: {error}") from error
     if hashlib.blake2b(body, digest_size=32).hexdigest().encode() != digest:
-        raise _Unfit("its manifest was changed")
+        raise _DamagedError("its manifest was changed")
     try:
         said = json.loads(body)
         if said["format"] != FORMAT:
-            raise _Unfit(f"its format is {said['format']}, and this release reads {FORMAT}")
+            raise _DamagedError(f"its format is {said['format']}, and this release reads {FORMAT}")
         if said["step"] != _place_of(path)[0]:
-            raise _Unfit(f"it is one of step {said['step']}")
+            raise _DamagedError(f"it is one of step {said['step']}")
         files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
         if said["manager"]["step"] != said["step"]:
-            raise _Unfit(f"it has the state of a Manager at step {said['manager']['step']}")
+            raise _DamagedError(f"it has the state of a Manager at step {said['manager']['step']}")
         if any(type(said["manager"][name]) is not int for name in ("step", "batches_committed")):
-            raise _Unfit("the state of its Manager is not of whole numbers")
+            raise _DamagedError("the state of its Manager is not of whole numbers")
         return _Manifest(int(said["step"]), dict(said["manager"]), files)
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise _Unfit(f"its manifest is none of ours: {error!r}") from error
+        raise _DamagedError(f"its manifest is none of ours: {error!r}") from error
 
 
 def _digest_of(path: Path) -> str:

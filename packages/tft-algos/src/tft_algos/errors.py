@@ -1,7 +1,7 @@
 """The errors of training, one class for each action that a caller can take next.
 
 Errors of the packages below (tft_coord, tft_pg, tft_ckpt) reach the caller unchanged if their names already say what to
-do. A lost group stays `tft_coord.errors.GroupLost`. Errors that the step core decides on are defined in
+do. A lost group stays `tft_coord.errors.ReplicaGroupLostError`. Errors that the step core decides on are defined in
 `tft_coord.core.step.errors`.
 
 Law of this file: error classes only. Each class carries its facts as fields, and a message of one sentence that says
@@ -14,43 +14,44 @@ import traceback
 
 from tft_coord.core.names import shorten
 from tft_coord.core.step.errors import (
-    HealingFailed,
-    QuorumBroken,
-    StateUnavailable,
-    StepAbandoned,
-    SyncAbandoned,
+    HealingError,
+    QuorumBrokenError,
+    StepAbandonedError,
+    SyncAbandonedError,
     TrainingError,
     UsageError,
+    UserStateError,
 )
 
 __all__ = [
-    "CheckpointFailed",
-    "Closed",
+    "ConfigError",
+    "DurableCheckpointError",
     "ExceptionWithTraceback",
-    "HealingFailed",
+    "HealingError",
     "LeftJob",
-    "LoadFailed",
-    "NoWeight",
-    "QuorumBroken",
-    "SettingError",
-    "StateDiverged",
-    "StateUnavailable",
-    "StepAbandoned",
-    "SyncAbandoned",
-    "TooManyFailures",
+    "ManagerClosedError",
+    "QuorumBrokenError",
+    "ServerRestartedError",
+    "StateDivergedError",
+    "StateLoadError",
+    "StepAbandonedError",
+    "SyncAbandonedError",
+    "TooManyFailuresError",
     "TrainingError",
-    "UnknownSetting",
-    "Unsupported",
+    "UnknownSettingError",
+    "UnsupportedFeatureError",
     "UsageError",
+    "UserStateError",
+    "ZeroWeightError",
 ]
 
 
-class SettingError(TrainingError, ValueError):
-    """A setting is wrong. Change the argument or the environment variable that the message names."""
+class ConfigError(TrainingError, ValueError):
+    """A setting is wrong. Next: change the argument or the environment variable that the message names."""
 
 
-class UnknownSetting(SettingError, TypeError):
-    """A setting of that name does not exist. The message names the nearest one."""
+class UnknownSettingError(ConfigError, TypeError):
+    """A setting of that name does not exist. Next: use the nearest one, which the message names."""
 
     def __init__(self, message: str, *, name: str, nearest: str | None) -> None:
         super().__init__(message)
@@ -58,16 +59,25 @@ class UnknownSetting(SettingError, TypeError):
         self.nearest = nearest
 
 
-class Unsupported(TrainingError, NotImplementedError):
-    """The requested feature does not exist here, and nothing was done in its place. Use another feature."""
+class UnsupportedFeatureError(TrainingError, NotImplementedError):
+    """The requested feature does not exist here, and nothing was done. Next: use another feature."""
 
 
-class Closed(TrainingError, RuntimeError):
-    """The Manager was shut down. Make a new one."""
+class ManagerClosedError(TrainingError, RuntimeError):
+    """The Manager was used after its shutdown. Next: make a new one."""
+
+
+class ServerRestartedError(TrainingError):
+    """The manager server of this group of one ended, and a new one runs. Next: request again, without a held quorum.
+
+    A Coordinator raises this to the Manager.
+
+    Calls that were open at the old server count as a no.
+    """
 
 
 class LeftJob(SystemExit):
-    """This replica has left the job, and no step begins any more.
+    """This replica has left the job, and no step begins any more. Next: let the process end.
 
     A training loop that does not check `manager.left` ends with this SystemExit, whose exit code is 0. It is a request
     to end the process, not a failure, and need not be caught. An uncaught LeftJob passes an `except Exception` and ends
@@ -82,25 +92,23 @@ class LeftJob(SystemExit):
         self.code = 0  # with a message as its code, a SystemExit would print the message and exit with 1
 
 
-class NoWeight(TrainingError, ArithmeticError):
-    """The weights of all contributions sum to zero, or to no finite number, so there is no mean.
-
-    Give other weights in the next step.
-    """
+class ZeroWeightError(TrainingError, ArithmeticError):
+    """The weights of all contributions sum to zero or to no finite number. Next: give other weights in the next
+    step."""
 
 
-class LoadFailed(HealingFailed):
-    """A fetched state can't be loaded here. Fix what the message names. The next quorum tries once more.
+class StateLoadError(HealingError):
+    """A fetched state can't be loaded here. Next: fix what the message names; the next quorum tries once more.
 
     If a load function of the user raised, its error is the cause. Without a cause, the state does not fit what is
     registered here.
     """
 
 
-class StateDiverged(TrainingError, RuntimeError):
-    """The state of this replica differs from the others, and healing is disabled or did not cure it.
+class StateDivergedError(TrainingError, RuntimeError):
+    """This replica's state differs from the others'. Next: fix what the message names, and start the replica again.
 
-    Fix what the message names, and start this replica again.
+    Healing is disabled, or did not cure it.
 
     Args:
         message: one sentence.
@@ -118,8 +126,8 @@ class StateDiverged(TrainingError, RuntimeError):
         self.paths = paths
 
 
-class CheckpointFailed(TrainingError, RuntimeError):
-    """A durable checkpoint could not be written, or none can be read. Make room, or fix what the message names.
+class DurableCheckpointError(TrainingError, RuntimeError):
+    """A durable checkpoint can't be written or read. Next: make room, or fix what the message names.
 
     Args:
         message: one sentence.
@@ -133,8 +141,8 @@ class CheckpointFailed(TrainingError, RuntimeError):
         self.step = step
 
 
-class TooManyFailures(TrainingError, RuntimeError):
-    """More steps in a row failed than `max_retries` allows. Look at the attached error, then start again.
+class TooManyFailuresError(TrainingError, RuntimeError):
+    """More steps in a row failed than `max_retries` allows. Next: look at the attached error, then start again.
 
     Args:
         message: one sentence.
@@ -146,8 +154,8 @@ class TooManyFailures(TrainingError, RuntimeError):
         self.failures = failures
 
 
-class ExceptionWithTraceback(TrainingError):
-    """An error that was recorded for a step instead of being raised, with its traceback.
+class ExceptionWithTraceback(TrainingError):  # noqa: N818 - torchft's users know this name
+    """An error that was recorded for a step, with its traceback. Next: read `original_exception`.
 
     Args:
         original_exception: the error.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tft_algos.backward import reductions_of, tell_parameters
-from tft_algos.errors import SettingError, Unsupported
+from tft_algos.errors import ConfigError, UnsupportedFeatureError
 from tft_algos.manager import Manager
 from tft_algos.manager.island import refuse_strategy
 from tft_pg import ManagedProcessGroup, ProcessGroup, extend_device_mesh
@@ -48,8 +48,8 @@ def extend_mesh(manager: Manager, mesh: DeviceMesh, name: str = "dp", dim: int =
         dim: the position of the new dimension. At 0, the first, FSDP2 expects the replicas of hybrid sharding.
     Returns: a mesh whose size in the new dimension is 1. Its group there (`mesh.get_group(name)`) is a
         ManagedProcessGroup, registered as `name`.
-    Raises: SettingError: `manager` is not a Manager, or has rank0_synchronization_only. tft_pg.errors.InvalidSetting,
-        tft_pg.errors.Unsupported: as `tft_pg.extend_device_mesh`, which describes such a mesh.
+    Raises: ConfigError: `manager` is not a Manager, or has rank0_synchronization_only. tft_pg.errors.ConfigError,
+        UnsupportedOperationError: as `tft_pg.extend_device_mesh`, which describes such a mesh.
     """
     return extend_device_mesh(mesh, ManagedProcessGroup(_InOrder(_checked(manager))), name, dim)
 
@@ -69,13 +69,14 @@ def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
     Args:
         manager: averages over its participants. A replica group alone has no extra cost.
         models: modules that fully_shard has sharded, each over its own mesh of this replica group's processes.
-    Raises: SettingError: no model is given; nothing in a model is sharded; a trainable parameter is in no sharded part,
+    Raises: ConfigError: no model is given; nothing in a model is sharded; a trainable parameter is in no sharded part,
         so each replica would keep its own; a mesh already replicates, across groups or inside; or a hook is set
-        already. Nothing has changed then. Unsupported: this release of torch stores its sharded parts in another way.
+        already. Nothing has changed then. UnsupportedFeatureError: this release of torch stores its sharded parts in
+        another way.
     """
     _checked(manager)
     if not models:
-        raise SettingError("reduce_across was given no model; give those that fully_shard has sharded")
+        raise ConfigError("reduce_across was given no model; give those that fully_shard has sharded")
     parts: dict[int, _Part] = {}
     for model in models:
         found = list(_parts_of(model))
@@ -106,7 +107,7 @@ class _InOrder:
 
 def _checked(manager: Manager) -> Manager:
     if not callable(getattr(manager, "allreduce", None)):  # the user may have a Manager class of their own
-        raise SettingError(f"the manager is a {type(manager).__name__}; give a Manager, and models or a mesh after it")
+        raise ConfigError(f"the manager is a {type(manager).__name__}; give a Manager, and models or a mesh after it")
     refuse_strategy(manager, "hybrid sharding across replica groups")
     return manager
 
@@ -180,7 +181,7 @@ class _Part:
 
 def _parts_of(model: torch.nn.Module) -> Iterator[_Part]:
     if not isinstance(model, torch.nn.Module):
-        raise SettingError(f"reduce_across was given a {type(model).__name__}; give modules")
+        raise ConfigError(f"reduce_across was given a {type(model).__name__}; give modules")
     # The import takes half a second, which only jobs that shard should pay.
     from torch.distributed.fsdp import FSDPModule
 
@@ -194,7 +195,7 @@ def _parts_of(model: torch.nn.Module) -> Iterator[_Part]:
                 _ = part.has_hook, part.replicates_over, part.parameters, [*part.places], part.sums_only
                 yield part
         except AttributeError as error:
-            raise Unsupported(
+            raise UnsupportedFeatureError(
                 f"torch {torch.__version__} keeps what fully_shard made otherwise than 2.11 to 2.15 ({error}); use one "
                 "of these, or extend_mesh"
             ) from error
@@ -213,11 +214,11 @@ def _groups_of(module: FSDPModule) -> Sequence[Any]:
 def _check(model: torch.nn.Module, parts: list[_Part]) -> None:
     """Check that the sharded parts can be reduced across replica groups, and cover every trainable parameter.
 
-    Raises: SettingError: a part can't be reduced, or a trainable parameter is in no part.
+    Raises: ConfigError: a part can't be reduced, or a trainable parameter is in no part.
     """
     what = type(model).__name__
     if not parts:
-        raise SettingError(
+        raise ConfigError(
             f"nothing in this {what} is sharded by fully_shard; shard it first, or use DistributedDataParallel of "
             "tft-algos"
         )
@@ -225,17 +226,17 @@ def _check(model: torch.nn.Module, parts: list[_Part]) -> None:
         where = f"the part {part.name!r} of this {what}" if part.name else f"this {what}"
         group = part.replicates_over
         if isinstance(group, ProcessGroup):
-            raise SettingError(
+            raise ConfigError(
                 f"{where} is sharded over an extended mesh, so that FSDP2 reduces it across replica groups already; "
                 "leave reduce_across out, or shard over the mesh that was extended"
             )
         if group is not None:
-            raise SettingError(
+            raise ConfigError(
                 f"{where} is replicated inside the replica group; shard it over one dimension of the mesh, or make "
                 "each of these replicas a replica group of its own"
             )
         if part.has_hook:
-            raise SettingError(
+            raise ConfigError(
                 f"{where} has an all-reduce hook already; call reduce_across once for each model, and set no hook of "
                 "your own"
             )
@@ -246,7 +247,7 @@ def _check(model: torch.nn.Module, parts: list[_Part]) -> None:
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.requires_grad and (id(module), name) not in reduced
     ]:
-        raise SettingError(
+        raise ConfigError(
             f"fully_shard has not sharded {', '.join(left[:3])}{f' and {len(left) - 3} more' if left[3:] else ''} of "
             f"this {what}, so that each replica would train on with its own: call fully_shard on the whole model too, "
             "or freeze them with requires_grad_(False), or give reduce_across the sharded modules alone and reduce "

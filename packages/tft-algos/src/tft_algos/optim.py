@@ -21,7 +21,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tft_algos.backward import reductions_of
-from tft_algos.errors import SettingError, Unsupported, UsageError
+from tft_algos.errors import ConfigError, UnsupportedFeatureError, UsageError
 from tft_algos.manager import Manager
 
 _FRAMES_BETWEEN = 4  # maximum number of frames of a scheduler and a profiler between torch's function and this module
@@ -60,8 +60,8 @@ class Optimizer(torch.optim.Optimizer):
         optim: performs the step. Its hooks run when it steps, so not for a rejected step. It may be a container of
             optimizers whose own `zero_grad` and `step` call this wrapper's methods. The container must call its parts
             when the wrapper calls it in turn.
-    Raises: SettingError: `manager` is not a Manager, or `optim` is not an optimizer. Unsupported: `optim` can't step
-        without a closure, for example LBFGS.
+    Raises: ConfigError: `manager` is not a Manager, or `optim` is not an optimizer. UnsupportedFeatureError: `optim`
+        can't step without a closure, for example LBFGS.
     """
 
     def __init__(self, manager: Manager, optim: torch.optim.Optimizer) -> None:
@@ -70,13 +70,13 @@ class Optimizer(torch.optim.Optimizer):
         is_manager = callable(getattr(manager, "should_commit", None))  # the user may have a Manager class of their own
         if not is_manager or not isinstance(optim, torch.optim.Optimizer):
             given = optim.__name__ if isinstance(optim, type) else type(optim).__name__
-            raise SettingError(
+            raise ConfigError(
                 f"Optimizer was given a {type(manager).__name__} and {given}; give a Manager, and after it the "
                 "torch.optim.Optimizer that is to step"
             )
         closure = inspect.signature(optim.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise Unsupported(
+            raise UnsupportedFeatureError(
                 f"{type(optim).__name__} evaluates the model again through a closure, outside the step that is "
                 "committed; use an optimizer that steps without one"
             )

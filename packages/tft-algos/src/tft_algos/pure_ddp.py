@@ -34,7 +34,7 @@ class PureDistributedDataParallel(torch.nn.Module):
         manager: averages over its participants.
         module: the module to train. Every replica gives the same parameters in the same order. Only for replica groups
             of one process, because nothing is reduced inside a group.
-    Raises: Unsupported: an Embedding with sparse gradients. SettingError: `manager` is not a Manager or has
+    Raises: UnsupportedFeatureError: an Embedding with sparse gradients. ConfigError: `manager` is not a Manager or has
         rank0_synchronization_only, or a parameter is on the meta device. UsageError, from `forward`: a parameter was
         unfrozen after the module was wrapped. UsageError, from `backward`: a parameter got gradients twice in one pass,
         as with re-entrant activation checkpointing, or the step was voted on already.

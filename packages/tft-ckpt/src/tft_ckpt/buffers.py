@@ -19,7 +19,7 @@ from typing import final
 
 import torch
 
-from tft_ckpt.errors import StateUnavailable
+from tft_ckpt.errors import StateUnavailableError
 
 __all__ = ["Buffer", "BufferPool"]
 
@@ -37,7 +37,7 @@ class Buffer:
         view: all of it, writable.
         tensor: uint8 (capacity_bytes,), the same memory.
 
-    Raises: StateUnavailable: the system lacks this amount of memory.
+    Raises: StateUnavailableError: the system lacks this amount of memory.
     """
 
     __slots__ = ("_pinned", "capacity_bytes", "tensor", "view")
@@ -48,7 +48,7 @@ class Buffer:
         try:
             memory = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
-            raise StateUnavailable(
+            raise StateUnavailableError(
                 f"this process got no {capacity_bytes} bytes of memory for a state: {error}; free some, or lower the "
                 "limit on data_bytes"
             ) from error

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
-    "Closed",
-    "DeadlinePassed",
-    "StateCorrupt",
-    "StateDiffers",
-    "StateMismatch",
-    "StateUnavailable",
-    "StateUnsupported",
-    "WrongSetting",
+    "ConfigError",
+    "StateCorruptError",
+    "StateLayoutError",
+    "StateMismatchError",
+    "StateUnavailableError",
+    "StateUnsupportedError",
+    "TransferTimeoutError",
+    "TransportClosedError",
 ]
 
 
@@ -37,7 +37,7 @@ _REPLICA_ID: Final = re.compile(
 
 
 class CheckpointError(Exception):
-    """Base of all deliberate errors of this package.
+    """Base of every error that tft-ckpt raises on purpose.
 
     Its text has short replica ids, its `args` have whole ones.
     """
@@ -47,11 +47,11 @@ class CheckpointError(Exception):
         return _REPLICA_ID.sub(r"\1", super().__str__())
 
 
-class WrongSetting(CheckpointError, ValueError):
+class ConfigError(CheckpointError, ValueError):
     """An argument is invalid. Next: change it and call again. Nothing has been done."""
 
 
-class StateUnavailable(CheckpointError):
+class StateUnavailableError(CheckpointError):
     """No source can give the state. Next: ask another source, or wait for the next quorum.
 
     Fields:
@@ -65,7 +65,7 @@ class StateUnavailable(CheckpointError):
         self.key = key
 
 
-class StateCorrupt(CheckpointError):
+class StateCorruptError(CheckpointError):
     """The received bytes differ from the source's manifest. Next: suspect that source, its host or its network.
 
     Fields:
@@ -79,7 +79,7 @@ class StateCorrupt(CheckpointError):
         self.part = part
 
 
-class StateUnsupported(CheckpointError):
+class StateUnsupportedError(CheckpointError):
     """A leaf of the state can't be transferred. Next: use plain data or a plain tensor, or register its type.
 
     Fields:
@@ -91,7 +91,7 @@ class StateUnsupported(CheckpointError):
         self.path = path
 
 
-class StateDiffers(CheckpointError):
+class StateLayoutError(CheckpointError):
     """The received state does not fit the state in `into`. Next: receive it without `into`.
 
     Nothing of it was written. If data of another source's state was written before, the message says so.
@@ -105,8 +105,8 @@ class StateDiffers(CheckpointError):
         self.path = path
 
 
-class StateMismatch(CheckpointError):
-    """The source has a state of another quorum, step or lineage, and will not have the requested one.
+class StateMismatchError(CheckpointError):
+    """The source has another state than the requested one, and keeps it. Next: ask for a new quorum.
 
     Fields:
         source: the requested address.
@@ -123,7 +123,7 @@ class StateMismatch(CheckpointError):
         self.offered = offered
 
 
-class DeadlinePassed(CheckpointError, TimeoutError):
+class TransferTimeoutError(CheckpointError, TimeoutError):
     """The caller's timeout expired. Next: allow more time, or check whether the source still runs.
 
     Fields:
@@ -135,5 +135,5 @@ class DeadlinePassed(CheckpointError, TimeoutError):
         self.timeout_s = timeout_s
 
 
-class Closed(CheckpointError):
-    """This side aborted, cancelled or shut down the transport. Nothing is wrong with the peer."""
+class TransportClosedError(CheckpointError):
+    """This side aborted, cancelled or shut down the transport. Next: make a new one, if it was a shutdown."""

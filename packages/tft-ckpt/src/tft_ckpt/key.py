@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tft_ckpt.errors import WrongSetting
+from tft_ckpt.errors import ConfigError
 
 __all__ = ["StateKey"]
 
@@ -30,7 +30,7 @@ class StateKey:
         step: committed steps, 0 to 2^63 - 1.
         lineage: digest of the previous commits, 64 bits unsigned.
 
-    Raises: WrongSetting: a field is no integer or out of its range.
+    Raises: ConfigError: a field is no integer or out of its range.
     """
 
     quorum_id: int
@@ -48,7 +48,7 @@ class StateKey:
         for name, limit in limits.items():
             value = getattr(self, name)
             if type(value) is not int or not 0 <= value <= limit:
-                raise WrongSetting(f"StateKey.{name} is {value!r}; give an integer from 0 to {limit}")
+                raise ConfigError(f"StateKey.{name} is {value!r}; give an integer from 0 to {limit}")
 
     def __str__(self) -> str:
         """Return the key as used in addresses, for example ``7.00000000000000ab.120.0123456789abcdef``."""
@@ -58,11 +58,11 @@ class StateKey:
     def parse(cls, text: str) -> StateKey:
         """Parse the output of ``str(key)``.
 
-        Raises: WrongSetting: the text is no key.
+        Raises: ConfigError: the text is no key.
         """
         match = _SPELLING.fullmatch(text)
         if match is None:
-            raise WrongSetting(f"{text[:80]!r} is no state key; write quorum_id.nonce.step.lineage")
+            raise ConfigError(f"{text[:80]!r} is no state key; write quorum_id.nonce.step.lineage")
         quorum_id, nonce, step, lineage = match.groups()
         return cls(quorum_id=int(quorum_id), nonce=int(nonce, 16), step=int(step), lineage=int(lineage, 16))
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, final
 import torch
 import xxhash
 
-from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
+from tft_ckpt.errors import ConfigError, StateCorruptError, StateUnsupportedError
 from tft_ckpt.key import StateKey
 from tft_ckpt.sharding import MAX_DIMENSIONS, MAX_ELEMENTS, MAX_SIZE, LocalShard, Sharding
 from tft_ckpt.tree import DTYPE_NAMES, DTYPES, Limits, Node, TensorSubclass, TreeReader, TreeWriter
@@ -236,9 +236,9 @@ def _aligned(offset: int) -> int:
 
 
 def check_chunk_bytes(chunk_bytes: int) -> None:
-    """Check the length of a chunk. Raises: WrongSetting: it is out of range."""
+    """Check the length of a chunk. Raises: ConfigError: it is out of range."""
     if type(chunk_bytes) is not int or not CHUNK_BYTES_MIN <= chunk_bytes <= CHUNK_BYTES_MAX:
-        raise WrongSetting(f"chunk_bytes is {chunk_bytes!r}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
+        raise ConfigError(f"chunk_bytes is {chunk_bytes!r}; give {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}")
 
 
 def describe(
@@ -248,8 +248,8 @@ def describe(
 
     Returns: the layout, and for each of its segments the memory to copy from.
     Raises:
-        StateUnsupported: a leaf can't be transferred, or the state is larger than the limits.
-        WrongSetting: chunk_bytes is out of its range.
+        StateUnsupportedError: a leaf can't be transferred, or the state is larger than the limits.
+        ConfigError: chunk_bytes is out of its range.
     """
     check_chunk_bytes(chunk_bytes)
     plan = _SegmentPlan(limits)
@@ -257,7 +257,7 @@ def describe(
     segments, sources = plan.finish()
     layout = Layout(key=key, chunk_bytes=chunk_bytes, segments=segments, root=root)
     if layout.data_bytes > limits.data_bytes:
-        raise StateUnsupported(
+        raise StateUnsupportedError(
             f"the state's tensors have {layout.data_bytes} bytes, above the limit of {limits.data_bytes}", path="state"
         )
     return layout, sources
@@ -266,7 +266,7 @@ def describe(
 def check_state(state: object, *, chunk_bytes: int, limits: Limits) -> None:
     """Check that a state can be transferred, without reading or copying its bytes.
 
-    Raises: StateUnsupported: a leaf can't be transferred, or the state is larger than the limits.
+    Raises: StateUnsupportedError: a leaf can't be transferred, or the state is larger than the limits.
     """
     key = StateKey(quorum_id=0, nonce=0, step=0, lineage=0)
     layout, _ = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
@@ -288,7 +288,9 @@ class _SegmentPlan:
         tensor = _plain(path, tensor)
         shape, stride = list(tensor.shape), list(tensor.stride())
         if len(shape) > MAX_DIMENSIONS or max(shape + stride, default=0) > MAX_SIZE:
-            raise StateUnsupported(f"{path} has a shape or stride beyond what travels: {shape}, {stride}", path=path)
+            raise StateUnsupportedError(
+                f"{path} has a shape or stride beyond what travels: {shape}, {stride}", path=path
+            )
         node = [
             "tensor",
             DTYPE_NAMES[tensor.dtype],
@@ -304,13 +306,13 @@ class _SegmentPlan:
         extent = _extent(shape, stride)
         end = start + extent * tensor.dtype.itemsize
         if tensor.numel() > extent and tensor.numel() * tensor.dtype.itemsize > self._limits.data_bytes:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} has {tensor.numel()} elements, many in one place, and a copy of it would be above the limit "
                 f"of {self._limits.data_bytes} bytes; send what it was expanded from",
                 path=path,
             )
         if end > storage.nbytes():
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} needs {end} bytes of a storage that has {storage.nbytes()}; its memory was freed, so take "
                 "the state when the parameters are whole",
                 path=path,
@@ -345,15 +347,15 @@ def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in a form whose storage holds its values. Otherwise raise a refusal with its path."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-        raise StateUnsupported(
+        raise StateUnsupportedError(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't travel; register "
             "it on both sides with tft_ckpt.register_tensor_subclass, or send the plain tensors that it is made of",
             path=path,
         )
     if tensor.is_meta:
-        raise StateUnsupported(f"{path} is on the meta device and has no values; materialize it first", path=path)
+        raise StateUnsupportedError(f"{path} is on the meta device and has no values; materialize it first", path=path)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in DTYPE_NAMES:
-        raise StateUnsupported(
+        raise StateUnsupportedError(
             f"{path} is a {tensor.layout} tensor of {tensor.dtype}, which can't travel; make it a dense one", path=path
         )
     return tensor.detach().resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
@@ -362,7 +364,7 @@ def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
 def encode_layout(layout: Layout, *, limits: Limits) -> bytes:
     """Return the manifest's body up to the checksums, which are known last.
 
-    Raises: StateUnsupported: with the checksums the body exceeds the limits.
+    Raises: StateUnsupportedError: with the checksums the body exceeds the limits.
     """
     fields = {
         "key": str(layout.key),
@@ -373,7 +375,7 @@ def encode_layout(layout: Layout, *, limits: Limits) -> bytes:
     body = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode("ascii")[:-1] + b',"sums":"'
     length = HEADER_BYTES + len(body) + 16 * layout.num_chunks + 2
     if length > limits.manifest_bytes:
-        raise StateUnsupported(
+        raise StateUnsupportedError(
             f"the state's plain data and names take {length} bytes, above the limit of {limits.manifest_bytes}; "
             "hold large data in tensors",
             path="state",
@@ -401,13 +403,13 @@ def decode(data: bytes, *, limits: Limits, source: str = "") -> Manifest:
         source: the source's address, for the errors.
 
     Raises:
-        StateCorrupt: it is damaged, or no honest source would send it.
-        StateUnsupported: it has another version, or holds a named tuple or a tensor subclass that is not registered
-            here.
+        StateCorruptError: it is damaged, or no honest source would send it.
+        StateUnsupportedError: it has another version, or holds a named tuple or a tensor subclass that is not
+            registered here.
     """
 
     def fail(sentence: str) -> NoReturn:
-        raise StateCorrupt(
+        raise StateCorruptError(
             f"the manifest{f' from {source}' if source else ''} is damaged: {sentence}", part="manifest", source=source
         )
 
@@ -422,7 +424,7 @@ def decode(data: bytes, *, limits: Limits, source: str = "") -> Manifest:
     if checksum(_SUMMED.pack(version, length) + body) != expected:
         fail("its checksum does not match")
     if version != VERSION:
-        raise StateUnsupported(
+        raise StateUnsupportedError(
             f"{source or 'the source'} sends manifests of version {version}, this process reads {VERSION}; "
             "install one release of tft-ckpt everywhere",
             path="state",
@@ -538,7 +540,7 @@ class _Reader:
         if sharding is not None:
             try:
                 sharding.check_part(shape)
-            except WrongSetting as error:
+            except ConfigError as error:
                 raise reader.corrupt(path, str(error)[:300]) from None
         length = _extent(shape, stride) * dtype.itemsize
         if length == 0:

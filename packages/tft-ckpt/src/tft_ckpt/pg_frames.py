@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final, final
 
-from tft_ckpt.errors import CheckpointError, StateCorrupt, StateUnsupported
+from tft_ckpt.errors import CheckpointError, StateCorruptError, StateUnsupportedError
 from tft_ckpt.key import StateKey
 from tft_ckpt.manifest import checksum
 
@@ -87,19 +87,19 @@ class Offer:
             bytes_max: longest manifest.
 
         Raises:
-            StateCorrupt: the offer is damaged, or announces too much.
-            StateUnsupported: the offer has another version.
+            StateCorruptError: the offer is damaged, or announces too much.
+            StateUnsupportedError: the offer has another version.
         """
         version, kind, key, length = _opened(_OFFER, _OFFER_MAGIC, data, b"", source=source, part="header")
         if version != VERSION:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{source} offers states in version {version}, this process reads {VERSION}; install one release of "
                 "tft-ckpt everywhere",
                 path="state",
             )
         most = SENTENCE_BYTES if kind == 2 else bytes_max
         if kind not in (1, 2) or not 1 <= length <= most:
-            raise StateCorrupt(
+            raise StateCorruptError(
                 f"the header from {source} is damaged: it announces {length} bytes of kind {kind}, and the limit is "
                 f"{most}",
                 part="header",
@@ -132,11 +132,11 @@ class Answer:
 
     @classmethod
     def decode(cls, data: bytes, *, receiver: str) -> Answer:
-        """Parse ANSWER_BYTES untrusted bytes. Raises: StateCorrupt: they are not an answer."""
+        """Parse ANSWER_BYTES untrusted bytes. Raises: StateCorruptError: they are not an answer."""
         padded = data[-SENTENCE_BYTES:]
         version, code, key, length = _opened(_ANSWER, _ANSWER_MAGIC, data, padded, source=receiver, part="answer")
         if version != VERSION or code not in set(Code) or length > SENTENCE_BYTES:
-            raise StateCorrupt(
+            raise StateCorruptError(
                 f"the answer from {receiver} is damaged, or of another release: version {version}, code {code}",
                 part="answer",
                 source=receiver,
@@ -166,7 +166,7 @@ def _words(key: StateKey) -> tuple[int, int, int, int]:
 def _opened(
     form: struct.Struct, magic: bytes, data: bytes, summed_too: bytes, *, source: str, part: str
 ) -> tuple[int, int, StateKey, int]:
-    """Check and parse a form. Returns: version, kind, key and length. Raises: StateCorrupt."""
+    """Check and parse a form. Returns: version, kind, key and length. Raises: StateCorruptError."""
     problem = "its checksum does not match"
     (expected,) = _SUM.unpack_from(data, form.size)
     if checksum(data[: form.size] + summed_too) == expected:
@@ -178,4 +178,4 @@ def _opened(
             problem = "it is of another kind"
         except CheckpointError:
             problem = "its key can't be one"
-    raise StateCorrupt(f"the {part} from {source} is damaged: {problem}", part=part, source=source)
+    raise StateCorruptError(f"the {part} from {source} is damaged: {problem}", part=part, source=source)

@@ -21,7 +21,13 @@ from typing import Any, Protocol, final
 
 import torch
 
-from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, StateUnavailable, WrongSetting
+from tft_ckpt.errors import (
+    CheckpointError,
+    ConfigError,
+    StateUnavailableError,
+    TransferTimeoutError,
+    TransportClosedError,
+)
 from tft_ckpt.live import bytes_of
 
 __all__ = ["Call", "Group", "Link"]
@@ -61,7 +67,7 @@ class Call:
         timeout_s: for the whole call, from now.
         silence_s: for each wait for a member that has begun to talk.
 
-    Raises: WrongSetting: the group is known to lack these members.
+    Raises: ConfigError: the group is known to lack these members.
     """
 
     def __init__(self, group: Group, *, ranks: Sequence[int], timeout_s: float, silence_s: float) -> None:
@@ -83,7 +89,7 @@ class Call:
             return
         for rank in self._ranks:
             if rank == own() or rank >= size():
-                raise WrongSetting(
+                raise ConfigError(
                     f"rank {rank} can't be asked from rank {own()} of a process group of {size()}; give another one"
                 )
 
@@ -97,11 +103,11 @@ class Call:
         return max(0.0, self._deadline - time.monotonic())
 
     def check(self) -> None:
-        """Check that the call goes on. Raises: Closed, DeadlinePassed."""
+        """Check that the call goes on. Raises: TransportClosedError, TransferTimeoutError."""
         if self._reason is not None:
-            raise Closed(self._reason)
+            raise TransportClosedError(self._reason)
         if not self.remaining_s():
-            raise DeadlinePassed(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
+            raise TransferTimeoutError(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
 
     def pause(self, seconds: float) -> None:
         """Wait until the time, the deadline or a stop request. Raises: as check."""
@@ -126,7 +132,8 @@ class Call:
             return self._on_their_way > 0
 
     def stop(self, reason: str) -> None:
-        """Make every wait raise Closed with this sentence. Any thread may call this. Only the first reason counts."""
+        """Make every wait raise TransportClosedError with this sentence. Any thread may call this. Only the first
+        reason counts."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -217,9 +224,9 @@ class Link:
         """Wait until a message has been sent or received.
 
         Raises:
-            StateUnavailable: the group, or the connection to the member, is unusable.
-            DeadlinePassed: it took too long.
-            Closed: the call was stopped.
+            StateUnavailableError: the group, or the connection to the member, is unusable.
+            TransferTimeoutError: it took too long.
+            TransportClosedError: the call was stopped.
         """
         limit_s = min(self.call.silence_s if patience_s is None else patience_s, self.call.remaining_s())
         started = time.monotonic()
@@ -232,7 +239,7 @@ class Link:
             if time.monotonic() - started >= limit_s:
                 # The message stays in flight.
                 self.call.check()
-                raise DeadlinePassed(
+                raise TransferTimeoutError(
                     f"{self.name} said and took nothing for {limit_s:g} s; ask whether it lives, or give more time",
                     timeout_s=limit_s,
                 ) from error
@@ -252,4 +259,4 @@ class Link:
         except CheckpointError as ended:
             return ended
         reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        return StateUnavailable(f"the transfer with {self.name} broke off: {reason}", source=self.name)
+        return StateUnavailableError(f"the transfer with {self.name} broke off: {reason}", source=self.name)

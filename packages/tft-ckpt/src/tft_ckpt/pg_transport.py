@@ -29,13 +29,13 @@ from tft_ckpt.arguments import key_of, positive_seconds
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.errors import (
     CheckpointError,
-    Closed,
-    DeadlinePassed,
-    StateCorrupt,
-    StateMismatch,
-    StateUnavailable,
-    StateUnsupported,
-    WrongSetting,
+    ConfigError,
+    StateCorruptError,
+    StateMismatchError,
+    StateUnavailableError,
+    StateUnsupportedError,
+    TransferTimeoutError,
+    TransportClosedError,
 )
 from tft_ckpt.key import StateKey
 from tft_ckpt.live import LiveRun, bytes_of
@@ -93,7 +93,7 @@ class PGTransport(CheckpointTransport[T]):
         chunk_bytes: length of a checked chunk, and of a message, when this process sends, 4 KiB to 1 GiB.
         limits: the largest state that is sent or received.
 
-    Raises: WrongSetting.
+    Raises: ConfigError.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class PGTransport(CheckpointTransport[T]):
         limits: Limits | None = None,
     ) -> None:
         if not (callable(getattr(pg, "send", None)) and callable(getattr(pg, "recv", None))):
-            raise WrongSetting(f"pg is a {type(pg).__name__}; give a process group, which has send and recv")
+            raise ConfigError(f"pg is a {type(pg).__name__}; give a process group, which has send and recv")
         if not isinstance(device, torch.device):
-            raise WrongSetting(f"device is {device!r}; give a torch.device")
+            raise ConfigError(f"device is {device!r}; give a torch.device")
         if state_dict is not None and not callable(state_dict):
-            raise WrongSetting(f"state_dict is a {type(state_dict).__name__}; give a function that returns the state")
+            raise ConfigError(f"state_dict is a {type(state_dict).__name__}; give a function that returns the state")
         check_chunk_bytes(chunk_bytes)
         self._group = pg
         self._silence_s = positive_seconds(timeout)
@@ -141,10 +141,11 @@ class PGTransport(CheckpointTransport[T]):
 
         Raises: see `CheckpointTransport.send_checkpoint`. Of several failures the first one is raised, when all
             transfers have ended.
-            StateMismatch: a rank requests another state. StateUnavailable: a rank did not take the state, or is gone.
-            StateCorrupt: the state arrived damaged.
-            DeadlinePassed: a receiver did not request the state within the constructor's timeout, or `timeout`. The
-                group ends too.
+            StateMismatchError: a rank requests another state. StateUnavailableError: a rank did not take the state, or
+            is gone.
+            StateCorruptError: the state arrived damaged.
+            TransferTimeoutError: a receiver did not request the state within the constructor's timeout, or `timeout`.
+                The group ends too.
         """
         key = key_of(key, step)
         ranks = _ranks(dst_ranks)
@@ -165,7 +166,7 @@ class PGTransport(CheckpointTransport[T]):
                     device=self._device,
                     check=call.check,
                 )
-            except StateUnsupported as error:
+            except StateUnsupportedError as error:
                 sentence = f"the source can't give it: {error}"
                 self._answered = key
                 _to_all(links, lambda link: _refuse(link, key, sentence))
@@ -224,7 +225,7 @@ class PGTransport(CheckpointTransport[T]):
         """
         key = key_of(key, step)
         if type(src_rank) is not int or src_rank < 0:
-            raise WrongSetting(f"src_rank is {src_rank!r}; give a rank in the group, 0 or more")
+            raise ConfigError(f"src_rank is {src_rank!r}; give a rank in the group, 0 or more")
         timeout_s = positive_seconds(timeout)
         if into is None and self._state_dict is not None:
             into = self._state_dict()
@@ -238,7 +239,8 @@ class PGTransport(CheckpointTransport[T]):
         """Return at once, because nothing is in flight after send_checkpoint."""
 
     def abort(self) -> None:
-        """End running receives and sends at once with Closed, from any thread, and the group with them."""
+        """End running receives and sends at once with TransportClosedError, from any thread, and the group with
+        them."""
         self._stop("the transfer was aborted on this side")
 
     def shutdown(self, wait: bool = True) -> None:
@@ -251,7 +253,7 @@ class PGTransport(CheckpointTransport[T]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise Closed("the transport was shut down, so it moves no state; make a new one")
+            raise TransportClosedError("the transport was shut down, so it moves no state; make a new one")
 
     def _stop(self, reason: str) -> None:
         with self._lock:
@@ -265,7 +267,7 @@ class PGTransport(CheckpointTransport[T]):
         with self._lock:
             self._check_open()
             if what in self._running:
-                raise WrongSetting(f"a {what} runs already on this transport; wait for its end")
+                raise ConfigError(f"a {what} runs already on this transport; wait for its end")
             self._running[what] = call
         try:
             yield call
@@ -402,13 +404,13 @@ def _failure(link: Link, key: StateKey, answer: Answer) -> CheckpointError | Non
     if answer.code is Code.TAKE:
         return None
     if answer.code is Code.MISMATCH:
-        return StateMismatch(
+        return StateMismatchError(
             f"{link.name} asks for state {answer.key} and was offered {key}; it must go by the same quorum",
             wanted=answer.key,
             offered=key,
             source=link.name,
         )
-    return StateUnavailable(
+    return StateUnavailableError(
         f"{link.name} did not take state {key}: {answer.sentence or 'it did not say why'}", source=link.name, key=key
     )
 
@@ -476,9 +478,9 @@ class _Receive:
     def _talk(self) -> None:
         try:
             self._error = self._receive()
-        except DeadlinePassed as error:
+        except TransferTimeoutError as error:
             self._break_off()
-            self._error = DeadlinePassed(
+            self._error = TransferTimeoutError(
                 f"state {self._wanted} did not arrive from {self._link.name} in {self._call.timeout_s:g} s, "
                 f"{self._good_bytes} of its bytes did: {error}",
                 timeout_s=error.timeout_s,
@@ -513,7 +515,7 @@ class _Receive:
                 break
             if not self._wanted.comes_after(offer.key):
                 self._answer(Code.MISMATCH)
-                return StateMismatch(
+                return StateMismatchError(
                     f"{link.name} offers state {offer.key}, and {self._wanted} is wanted; the next quorum says anew "
                     "who has what",
                     wanted=self._wanted,
@@ -526,13 +528,13 @@ class _Receive:
         following = link.hear(offer.following_bytes)
         if offer.is_refusal:
             sentence = printable(following)
-            return StateUnavailable(
+            return StateUnavailableError(
                 f"{link.name} has no state {self._wanted}: {sentence}", source=link.name, key=self._wanted
             )
         try:
             manifest = decode(following, limits=self._limits, source=link.name)
             if manifest.layout.key != self._wanted:
-                raise StateCorrupt(
+                raise StateCorruptError(
                     f"{link.name} offered state {self._wanted} and sent the manifest of {manifest.layout.key}",
                     part="manifest",
                     source=link.name,
@@ -545,7 +547,7 @@ class _Receive:
         damaged = self._receive_chunks(manifest, target)
         if damaged is not None:
             return self._decline(
-                StateCorrupt(
+                StateCorruptError(
                     f"chunk {damaged} of state {self._wanted} arrived damaged from {link.name}; suspect its memory or "
                     "the network, or that its trainer wrote to the state while it was sent",
                     part=f"chunk {damaged}",
@@ -569,12 +571,12 @@ class _Receive:
                 if why:
                     self._call.pause(_TRY_AGAIN_S)
                 return self._link.hear(OFFER_BYTES, patience_s=self._call.remaining_s())
-            except StateUnavailable as error:
+            except StateUnavailableError as error:
                 if not self._call.may_be_configured_again:
                     raise
                 why = f"; the last try: {error}"
-            except DeadlinePassed as error:
-                raise DeadlinePassed(f"{error}{why}", timeout_s=error.timeout_s) from error
+            except TransferTimeoutError as error:
+                raise TransferTimeoutError(f"{error}{why}", timeout_s=error.timeout_s) from error
 
     def _receive_chunks(self, manifest: Manifest, target: Target) -> int | None:
         """Receive every chunk. Returns: the first damaged chunk, or None. Raises: the conversation was interrupted."""
@@ -629,7 +631,8 @@ class _Scratch:
         self._used: dict[int, int] = {}
 
     def take(self, chunk: int, num_bytes: int) -> torch.Tensor:
-        """Return uint8 (num_bytes,), valid until the window has passed. Raises: StateUnavailable: not enough memory."""
+        """Return uint8 (num_bytes,), valid until the window has passed. Raises: StateUnavailableError: not enough
+        memory."""
         place = chunk % _WINDOW
         if place not in self._places:
             if self._device.type == "cpu":
@@ -638,7 +641,7 @@ class _Scratch:
                 try:
                     self._places[place] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
                 except RuntimeError as error:
-                    raise StateUnavailable(
+                    raise StateUnavailableError(
                         f"{self._device} has no {self._num_bytes} bytes of memory for a chunk; free some, or have the "
                         "source send smaller chunks"
                     ) from error
@@ -659,5 +662,5 @@ def _spread(message: torch.Tensor, pieces: Sequence[memoryview]) -> None:
 
 def _ranks(dst_ranks: Sequence[int]) -> list[int]:
     if any(type(rank) is not int or rank < 0 for rank in dst_ranks):
-        raise WrongSetting(f"dst_ranks is {dst_ranks!r}; give replica ranks, 0 or more")
+        raise ConfigError(f"dst_ranks is {dst_ranks!r}; give replica ranks, 0 or more")
     return list(dict.fromkeys(dst_ranks))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
-from tft_ckpt.errors import StateUnsupported, WrongSetting
+from tft_ckpt.errors import ConfigError, StateUnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -65,7 +65,7 @@ class Sharding:
         mesh_dim_names: the names of the mesh dimensions, or None.
         coordinate: this process's place in the mesh, or None if it is outside and has nothing of the tensor.
 
-    Raises: WrongSetting: the sharding is impossible; one sentence names the fault.
+    Raises: ConfigError: the sharding is impossible; one sentence names the fault.
     """
 
     shape: tuple[int, ...]
@@ -79,12 +79,12 @@ class Sharding:
         for name, most in (("shape", MAX_DIMENSIONS), ("stride", MAX_DIMENSIONS), ("mesh_shape", MAX_MESH_DIMENSIONS)):
             _check_sizes(name, getattr(self, name), most)
         if len(self.stride) != len(self.shape):
-            raise WrongSetting(f"a sharded tensor has {len(self.shape)} dimensions and {len(self.stride)} strides")
+            raise ConfigError(f"a sharded tensor has {len(self.shape)} dimensions and {len(self.stride)} strides")
         if _product(self.shape) > MAX_ELEMENTS or _product(self.mesh_shape) > MAX_SIZE or 0 in self.mesh_shape:
-            raise WrongSetting(f"a tensor of shape {self.shape} on a mesh of shape {self.mesh_shape} can't be")
+            raise ConfigError(f"a tensor of shape {self.shape} on a mesh of shape {self.mesh_shape} can't be")
         self._check_mesh()
         if type(self.placements) is not tuple or len(self.placements) != len(self.mesh_shape):
-            raise WrongSetting(f"a mesh of {len(self.mesh_shape)} dimensions needs as many placements")
+            raise ConfigError(f"a mesh of {len(self.mesh_shape)} dimensions needs as many placements")
         for placement in self.placements:
             self._check_placement(placement)
 
@@ -95,35 +95,35 @@ class Sharding:
             or len(names) != len(self.mesh_shape)
             or any(type(name) is not str or len(name) > MAX_NAME_LENGTH for name in names)
         ):
-            raise WrongSetting(f"a mesh of {len(self.mesh_shape)} dimensions needs as many names, and short ones")
+            raise ConfigError(f"a mesh of {len(self.mesh_shape)} dimensions needs as many names, and short ones")
         if coordinate is not None:
             _check_sizes("coordinate", coordinate, MAX_MESH_DIMENSIONS)
             if len(coordinate) != len(self.mesh_shape) or any(
                 place >= size for place, size in zip(coordinate, self.mesh_shape, strict=True)
             ):
-                raise WrongSetting(f"{coordinate} is no place in a mesh of shape {self.mesh_shape}")
+                raise ConfigError(f"{coordinate} is no place in a mesh of shape {self.mesh_shape}")
 
     def _check_placement(self, placement: Placement) -> None:
         if type(placement) is not Placement:
-            raise WrongSetting(f"a placement is a {type(placement).__name__}; give a Placement")
+            raise ConfigError(f"a placement is a {type(placement).__name__}; give a Placement")
         dim, factor = placement.dim, placement.split_factor
         if dim is not None and (type(dim) is not int or not 0 <= dim < len(self.shape)):
-            raise WrongSetting(f"dimension {dim!r} is cut of a tensor that has {len(self.shape)}")
+            raise ConfigError(f"dimension {dim!r} is cut of a tensor that has {len(self.shape)}")
         if factor is not None and (dim is None or type(factor) is not int or not 1 <= factor <= MAX_SIZE):
-            raise WrongSetting(f"a split factor is {factor!r} where dimension {dim!r} is cut")
+            raise ConfigError(f"a split factor is {factor!r} where dimension {dim!r} is cut")
 
     def check_part(self, shape: Sequence[int]) -> None:
-        """Check that a part of this shape can be this process's. Raises: WrongSetting: it can't."""
+        """Check that a part of this shape can be this process's. Raises: ConfigError: it can't."""
         if self.coordinate is None:
             if 0 not in shape:
-                raise WrongSetting(f"a process outside of the mesh has a part of shape {tuple(shape)}")
+                raise ConfigError(f"a process outside of the mesh has a part of shape {tuple(shape)}")
             return
         cut = {placement.dim for placement in self.placements}
         if len(shape) != len(self.shape) or any(
             part > whole or (part < whole and dim not in cut)
             for dim, (part, whole) in enumerate(zip(shape, self.shape, strict=True))
         ):
-            raise WrongSetting(f"a part of shape {tuple(shape)} can't be of {self}")
+            raise ConfigError(f"a part of shape {tuple(shape)} can't be of {self}")
 
     def fits(self, mesh: DeviceMesh) -> bool:
         """Return whether a mesh has the same form, and this process the same place in it."""
@@ -146,7 +146,7 @@ class LocalShard:
         local: the part, a plain tensor.
         sharding: the sharding of the whole tensor.
 
-    Raises: WrongSetting: the part does not fit the sharding.
+    Raises: ConfigError: the part does not fit the sharding.
     """
 
     local: torch.Tensor
@@ -159,7 +159,7 @@ class LocalShard:
     def of(cls, tensor: DTensor) -> LocalShard:
         """Return this process's part of a DTensor, without a copy and without communication.
 
-        Raises: StateUnsupported: it holds an unreduced sum, or has a sharding that can't be described.
+        Raises: StateUnsupportedError: it holds an unreduced sum, or has a sharding that can't be described.
         """
         return _part_of(tensor, "the DTensor")
 
@@ -170,13 +170,13 @@ class LocalShard:
         Args:
             mesh: a mesh of the form in `sharding`, with this process at the same place.
 
-        Raises: WrongSetting: the mesh has another form, or this process has another place in it.
+        Raises: ConfigError: the mesh has another form, or this process has another place in it.
         """
         from torch.distributed import tensor as dtensor
 
         sharding = self.sharding
         if not sharding.fits(mesh):
-            raise WrongSetting(f"the part is of {sharding}, and this mesh has the form {form_of(mesh)}")
+            raise ConfigError(f"the part is of {sharding}, and this mesh has the form {form_of(mesh)}")
         placements: list[dtensor.Placement] = []
         for placement in sharding.placements:
             if placement.dim is None:
@@ -210,7 +210,7 @@ def form_of(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[str, ...] | None, 
 def part_of(value: object, path: str) -> LocalShard | None:
     """Return this process's part if the value is a DTensor or a LocalShard; else None.
 
-    Raises: StateUnsupported: it can't be transferred.
+    Raises: StateUnsupportedError: it can't be transferred.
     """
     if type(value) is LocalShard:
         return value
@@ -230,7 +230,7 @@ def _part_of(tensor: Any, path: str) -> LocalShard:
         elif type(placement) is types._StridedShard:
             placements.append(Placement(placement.dim % tensor.ndim, int(placement.split_factor)))
         else:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} is a DTensor with the placement {placement!r}, which can't travel; reduce it first, with "
                 "redistribute() or full_tensor()",
                 path=path,
@@ -238,7 +238,7 @@ def _part_of(tensor: Any, path: str) -> LocalShard:
     # Several mesh dimensions may shard one tensor dimension, and torch supports any order.
     order = getattr(tensor._spec, "shard_order", None) or ()
     if any(later < earlier for entry in order for earlier, later in itertools.pairwise(entry.mesh_dims)):
-        raise StateUnsupported(
+        raise StateUnsupportedError(
             f"{path} is a DTensor that was cut in the order {order}, which can't travel; redistribute() it to the "
             "order of the mesh's dimensions",
             path=path,
@@ -258,15 +258,15 @@ def _part_of(tensor: Any, path: str) -> LocalShard:
             if type(local).__name__ == "AsyncCollectiveTensor":
                 local = local.wait()
         return LocalShard(local, sharding)
-    except WrongSetting as error:
-        raise StateUnsupported(f"{path} is a DTensor that can't travel: {error}", path=path) from error
+    except ConfigError as error:
+        raise StateUnsupportedError(f"{path} is a DTensor that can't travel: {error}", path=path) from error
 
 
 def _check_sizes(name: str, sizes: object, most: int) -> None:
     if type(sizes) is not tuple or len(sizes) > most:
-        raise WrongSetting(f"the {name} of a sharded tensor is no tuple of at most {most} numbers")
+        raise ConfigError(f"the {name} of a sharded tensor is no tuple of at most {most} numbers")
     if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in sizes):
-        raise WrongSetting(f"the {name} of a sharded tensor has a bad number")
+        raise ConfigError(f"the {name} of a sharded tensor has a bad number")
 
 
 def _product(sizes: Sequence[int]) -> int:

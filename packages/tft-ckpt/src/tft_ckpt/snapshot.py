@@ -80,9 +80,9 @@ class Snapshot:
             allocate: called once, with a number of bytes, for a buffer that belongs to the snapshot from then on.
 
         Raises:
-            StateUnsupported: a leaf can't be transferred. Nothing has been allocated or copied then.
-            StateUnavailable: not enough memory.
-            WrongSetting: chunk_bytes is out of range.
+            StateUnsupportedError: a leaf can't be transferred. Nothing has been allocated or copied then.
+            StateUnavailableError: not enough memory.
+            ConfigError: chunk_bytes is out of range.
         """
         layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
         body = encode_layout(layout, limits=limits)
@@ -95,7 +95,7 @@ class Snapshot:
     def live(cls, state: object, *, key: StateKey, chunk_bytes: int, limits: Limits) -> Snapshot:
         """Describe a state without a copy. No code may change the state until `end`.
 
-        Raises: StateUnsupported, WrongSetting: as `take`.
+        Raises: StateUnsupportedError, ConfigError: as `take`.
         """
         layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
         run = LiveRun(layout, spans)

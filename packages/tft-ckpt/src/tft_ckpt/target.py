@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from tft_ckpt.buffers import Buffer
-from tft_ckpt.errors import CheckpointError, StateDiffers, StateUnsupported
+from tft_ckpt.errors import CheckpointError, StateLayoutError, StateUnsupportedError
 from tft_ckpt.manifest import ALIGNMENT_BYTES, Layout, TensorLeaf, checksum
 from tft_ckpt.sharding import LocalShard, part_of
 from tft_ckpt.tree import TensorSubclass, tensor_subclass_of
@@ -75,9 +75,9 @@ class Target:
             allocate: called once at most, with a number of bytes, for the data that can't be written in place.
 
         Raises:
-            StateDiffers: a tensor has another dtype, shape or sharding than its counterpart. Or an existing tensor gets
-                no data or can't be written to. Nothing has been written or allocated then.
-            StateUnavailable: not enough memory.
+            StateLayoutError: a tensor has another dtype, shape or sharding than its counterpart. Or an existing tensor
+                gets no data or can't be written to. Nothing has been written or allocated then.
+            StateUnavailableError: not enough memory.
         """
         places = _Matching(layout, state).places()
         staged = _staged_segments(layout, places)
@@ -189,13 +189,17 @@ class _Matching:
 
     def _match(self, arriving: object, here: object, path: str, depth: int = 0) -> None:
         if depth > DEPTH_MAX:
-            raise StateDiffers(f"{path[:200]} is nested deeper than {DEPTH_MAX} here; is it its own member?", path=path)
+            raise StateLayoutError(
+                f"{path[:200]} is nested deeper than {DEPTH_MAX} here; is it its own member?", path=path
+            )
         if type(arriving) is _Slot:
             arriving.place = _place(arriving.leaf, here)
         elif type(arriving) is _Parts and type(here) is arriving.subclass.cls:
             self._match(arriving.parts, arriving.subclass.parts(here, path), f"{path}.parts", depth + 1)
         elif isinstance(here, torch.Tensor | LocalShard):
-            raise StateDiffers(f"{path} is a tensor here, and none comes for it from the source; {_ADVICE}", path=path)
+            raise StateLayoutError(
+                f"{path} is a tensor here, and none comes for it from the source; {_ADVICE}", path=path
+            )
         elif isinstance(here, dict):
             pairs = arriving if isinstance(arriving, dict) else {}
             for key, value in here.items():
@@ -205,7 +209,7 @@ class _Matching:
             for index, value in enumerate(here):
                 self._match(items[index] if index < len(items) else None, value, f"{path}[{index}]", depth + 1)
         elif not isinstance(here, _PLAIN) and tensor_subclass_of(here) is None:
-            raise StateDiffers(
+            raise StateLayoutError(
                 f"{path} is a {type(here).__module__}.{type(here).__qualname__} here, of which it can't be told what "
                 "could be received into it; give dicts, lists and tensors",
                 path=path,
@@ -226,25 +230,25 @@ def _place(leaf: TensorLeaf, here: object) -> _Place:
     path = leaf.path
     try:
         part = part_of(here, path)
-    except StateUnsupported as error:
-        raise StateDiffers(f"{error}; so nothing can be received into it", path=path) from error
+    except StateUnsupportedError as error:
+        raise StateLayoutError(f"{error}; so nothing can be received into it", path=path) from error
     tensor = here if part is None else part.local
     if not isinstance(tensor, torch.Tensor):
         return _Place(leaf)
     if leaf.sharding != (None if part is None else part.sharding):
-        raise StateDiffers(
+        raise StateLayoutError(
             f"{path} comes as {leaf.sharding or 'a whole tensor'}, and is "
             f"{'a whole tensor' if part is None else part.sharding} here; {_ADVICE}",
             path=path,
         )
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
-        raise StateDiffers(
+        raise StateLayoutError(
             f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout} on device {tensor.device} here, which "
             f"can't be received into; {_ADVICE}",
             path=path,
         )
     if tensor.dtype != leaf.dtype or tuple(tensor.shape) != leaf.shape:
-        raise StateDiffers(
+        raise StateLayoutError(
             f"{path} comes as {leaf.dtype} of shape {leaf.shape}, and is {tensor.dtype} of shape {tuple(tensor.shape)} "
             f"here; {_ADVICE}",
             path=path,
@@ -254,11 +258,11 @@ def _place(leaf: TensorLeaf, here: object) -> _Place:
         return _Place(leaf, here, tensor)
     end = (int(tensor.storage_offset()) + _extent(tensor)) * tensor.dtype.itemsize
     if end > tensor.untyped_storage().nbytes():
-        raise StateDiffers(f"{path} has no memory here, for it was freed; {_ADVICE}", path=path)
+        raise StateLayoutError(f"{path} has no memory here, for it was freed; {_ADVICE}", path=path)
     is_alike = tensor.stride() == leaf.stride and not (tensor.is_conj() or tensor.is_neg())
     has_no_gap = tensor.is_contiguous() or _has_no_gap(tensor)
     if not (_is_spread(tensor) or (is_alike and has_no_gap)):
-        raise StateDiffers(
+        raise StateLayoutError(
             f"{path} has several elements in one place here (strides {tensor.stride()}), so that it can't hold what "
             f"comes; {_ADVICE}",
             path=path,
@@ -297,7 +301,7 @@ def _is_spread(tensor: torch.Tensor) -> bool:
 
 
 def _check_overlaps(places: Sequence[_Place]) -> None:
-    """Check that no memory receives two different tensors. Raises: StateDiffers."""
+    """Check that no memory receives two different tensors. Raises: StateLayoutError."""
     spans = []
     for place in places:
         tensor, leaf = place.tensor, place.leaf
@@ -312,7 +316,7 @@ def _check_overlaps(places: Sequence[_Place]) -> None:
     for span in spans:
         if last is not None and span[0] == last[0] and span[1] < last[2]:
             if span[3] != last[3]:
-                raise StateDiffers(
+                raise StateLayoutError(
                     f"{span[4]} and {last[4]} lie in one place here, and do not at the source; {_ADVICE}", path=span[4]
                 )
             if span[2] <= last[2]:

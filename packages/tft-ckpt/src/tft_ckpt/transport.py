@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
 
-from tft_ckpt.errors import WrongSetting
+from tft_ckpt.errors import ConfigError
 from tft_ckpt.key import StateKey
 
 __all__ = ["CheckpointTransport", "StagedCheckpoint"]
@@ -33,7 +33,7 @@ class StagedCheckpoint(ABC):
             dst_ranks: replica ranks that will request it; may be empty.
             key: the name of the state.
 
-        Raises: Closed.
+        Raises: TransportClosedError.
         """
 
     @abstractmethod
@@ -72,9 +72,9 @@ class CheckpointTransport(ABC, Generic[T]):
             key: the name of the state; its step equals `step`.
 
         Raises:
-            StateUnsupported: a leaf can't be transferred. Waiting receivers are told.
-            DeadlinePassed: the call took longer than `timeout`. Waiting receivers are told.
-            WrongSetting, Closed.
+            StateUnsupportedError: a leaf can't be transferred. Waiting receivers are told.
+            TransferTimeoutError: the call took longer than `timeout`. Waiting receivers are told.
+            ConfigError, TransportClosedError.
         """
 
     def refuse_checkpoint(
@@ -93,7 +93,7 @@ class CheckpointTransport(ABC, Generic[T]):
             key: the name of the state; its step equals `step`.
             dst_ranks: replica ranks that will request it. A transport that sends to its receivers informs only these.
 
-        Raises: WrongSetting, Closed.
+        Raises: ConfigError, TransportClosedError.
         """
 
     def check_state(self, state_dict: T) -> None:
@@ -101,7 +101,7 @@ class CheckpointTransport(ABC, Generic[T]):
 
         A transport without its own version of this method refuses such a state only when it sends.
 
-        Raises: StateUnsupported: a leaf can't be transferred, or the state is too large.
+        Raises: StateUnsupportedError: a leaf can't be transferred, or the state is too large.
         """
 
     def stage_checkpoint(self, state_dict: T, timeout: timedelta) -> StagedCheckpoint:
@@ -114,12 +114,12 @@ class CheckpointTransport(ABC, Generic[T]):
             timeout: for the call.
 
         Raises:
-            StateUnsupported: a leaf can't be transferred.
-            StateUnavailable: not enough memory.
-            DeadlinePassed: the call took longer than `timeout`.
-            WrongSetting: this transport can't stage. Closed.
+            StateUnsupportedError: a leaf can't be transferred.
+            StateUnavailableError: not enough memory.
+            TransferTimeoutError: the call took longer than `timeout`.
+            ConfigError: this transport can't stage. TransportClosedError.
         """
-        raise WrongSetting(f"a {type(self).__name__} stages nothing; look at its `stages` first")
+        raise ConfigError(f"a {type(self).__name__} stages nothing; look at its `stages` first")
 
     @abstractmethod
     def recv_checkpoint(
@@ -155,14 +155,14 @@ class CheckpointTransport(ABC, Generic[T]):
             cancelled: called several times a second, on the calling thread; True ends the call.
 
         Raises:
-            StateUnavailable: no source can give it.
-            StateMismatch: the sources have another state.
-            StateCorrupt: a source sends damaged data, and no other source helped.
-            StateUnsupported: it holds a value that this process can't rebuild.
-            StateDiffers: it does not fit `into`.
-            DeadlinePassed: the timeout expired.
-            Closed: abort or shutdown was called, or `cancelled` returned True.
-            WrongSetting.
+            StateUnavailableError: no source can give it.
+            StateMismatchError: the sources have another state.
+            StateCorruptError: a source sends damaged data, and no other source helped.
+            StateUnsupportedError: it holds a value that this process can't rebuild.
+            StateLayoutError: it does not fit `into`.
+            TransferTimeoutError: the timeout expired.
+            TransportClosedError: abort or shutdown was called, or `cancelled` returned True.
+            ConfigError.
         """
 
     def poor_sources(self) -> Mapping[str, str]:
@@ -188,7 +188,8 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @abstractmethod
     def abort(self) -> None:
-        """End the running receives at once with Closed, from any thread. Later receives are not affected."""
+        """End the running receives at once with TransportClosedError, from any thread. Later receives are not
+        affected."""
 
     @abstractmethod
     def shutdown(self, wait: bool = True) -> None:

@@ -35,7 +35,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from tft_ckpt import numpy_values
-from tft_ckpt.errors import StateCorrupt, StateUnsupported, WrongSetting
+from tft_ckpt.errors import ConfigError, StateCorruptError, StateUnsupportedError
 from tft_ckpt.sharding import MAX_MESH_DIMENSIONS, LocalShard, Placement, Sharding, part_of
 
 __all__ = [
@@ -100,13 +100,13 @@ def register_named_tuple(cls: C) -> C:
 
     Its module and name identify it, and its fields go by position.
 
-    Raises: WrongSetting: cls is not a named tuple, or another one has that name already.
+    Raises: ConfigError: cls is not a named tuple, or another one has that name already.
     """
     if not (isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")):
-        raise WrongSetting(f"{cls!r} is no named tuple, so it can't be registered as one")
+        raise ConfigError(f"{cls!r} is no named tuple, so it can't be registered as one")
     name = f"{cls.__module__}.{cls.__qualname__}"
     if _named_tuples.setdefault(name, cls) is not cls:
-        raise WrongSetting(f"another named tuple is registered as {name} already; rename one of the two")
+        raise ConfigError(f"another named tuple is registered as {name} already; rename one of the two")
     _named_tuple_names[cls] = name
     return cls
 
@@ -128,26 +128,26 @@ class TensorSubclass:
     unflatten: Callable[[Any], Any]
 
     def parts(self, value: object, path: str) -> object:
-        """Return the tensor's parts. Raises: StateUnsupported: the registered function fails."""
+        """Return the tensor's parts. Raises: StateUnsupportedError: the registered function fails."""
         try:
             return self.flatten(value)
         except Exception as error:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} is a {self.name}, and the function registered to take it apart failed: {error!r}; mend that",
                 path=path,
             ) from error
 
     def rebuild(self, path: str, parts: object) -> Any:
-        """Rebuild the tensor from its parts. Raises: StateUnsupported: the registered function fails."""
+        """Rebuild the tensor from its parts. Raises: StateUnsupportedError: the registered function fails."""
         try:
             value = self.unflatten(parts)
         except Exception as error:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} arrived, and the function registered to make a {self.name} of it failed: {error!r}; mend that",
                 path=path,
             ) from error
         if type(value) is not self.cls:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} arrived, and the function registered to make a {self.name} made a {type(value).__name__}; "
                 "mend that",
                 path=path,
@@ -172,19 +172,19 @@ def register_tensor_subclass(cls: type[Any], flatten: Callable[[Any], object], u
         unflatten: makes a tensor from such a state, without a copy. The state is well-formed but comes from the
             network, so the function must check it, and may raise any error.
 
-    Raises: WrongSetting: cls can't be registered, or another class has that name already.
+    Raises: ConfigError: cls can't be registered, or another class has that name already.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.Tensor)) or cls in (torch.Tensor, torch.nn.Parameter):
-        raise WrongSetting(f"{cls!r} is no subclass of torch.Tensor, so it can't be registered as one")
+        raise ConfigError(f"{cls!r} is no subclass of torch.Tensor, so it can't be registered as one")
     if cls.__module__.startswith("torch.distributed.tensor"):
-        raise WrongSetting(f"{cls.__qualname__} travels already, as a LocalShard, so don't register it")
+        raise ConfigError(f"{cls.__qualname__} travels already, as a LocalShard, so don't register it")
     for function in (flatten, unflatten):
         if not callable(function):
-            raise WrongSetting(f"{function!r} can't take a {cls.__qualname__} apart or make one; give two functions")
+            raise ConfigError(f"{function!r} can't take a {cls.__qualname__} apart or make one; give two functions")
     name = f"{cls.__module__}.{cls.__qualname__}"
     known = _tensor_subclasses.get(name)
     if known is not None and known.cls is not cls:
-        raise WrongSetting(f"another tensor subclass is registered as {name} already; rename one of the two")
+        raise ConfigError(f"another tensor subclass is registered as {name} already; rename one of the two")
     record = TensorSubclass(cls=cls, name=name, flatten=flatten, unflatten=unflatten)
     _tensor_subclasses[name] = _tensor_subclasses_by_type[cls] = record
 
@@ -222,9 +222,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("manifest_bytes", "depth", "nodes", "data_bytes"):
             if getattr(self, name) < 1:
-                raise WrongSetting(f"Limits.{name} is {getattr(self, name)}; give at least 1")
+                raise ConfigError(f"Limits.{name} is {getattr(self, name)}; give at least 1")
         if self.depth > 200:
-            raise WrongSetting(f"Limits.depth is {self.depth}; the interpreter's own stack allows at most 200")
+            raise ConfigError(f"Limits.depth is {self.depth}; the interpreter's own stack allows at most 200")
 
 
 def _float_bits(value: float) -> str:
@@ -254,17 +254,17 @@ class TreeWriter:
     def write(self, value: object, path: str = ROOT_PATH, depth: int = 0) -> Node:
         """Convert a value to a node.
 
-        Raises: StateUnsupported: a leaf can't be transferred, or the whole is larger than the limits allow.
+        Raises: StateUnsupportedError: a leaf can't be transferred, or the whole is larger than the limits allow.
         """
         self._num_nodes += 1
         if self._num_nodes > self._limits.nodes:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"the state has more than {self._limits.nodes} leaves and containers, the first too many at "
                 f"{path[:200]}; hold large data in tensors",
                 path=path,
             )
         if depth > self._limits.depth:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path[:200]} is nested deeper than {self._limits.depth}; is it its own member?", path=path
             )
         subclass = tensor_subclass_of(value)
@@ -331,7 +331,7 @@ class TreeWriter:
         if kind is defaultdict:
             factory = value.default_factory  # type: ignore[attr-defined]
             if factory not in _FACTORY_NAMES:
-                raise StateUnsupported(
+                raise StateUnsupportedError(
                     f"{path} is a defaultdict of {factory!r}, which can't travel; use one of "
                     f"{', '.join(_FACTORIES)}, or a dict",
                     path=path,
@@ -339,7 +339,7 @@ class TreeWriter:
             return ["ddict", _FACTORY_NAMES[factory], *self._pairs(value, path, depth)]
         if kind in _named_tuple_names:
             return ["named", _named_tuple_names[kind], *self._items(value, path, depth)]
-        raise StateUnsupported(
+        raise StateUnsupportedError(
             f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't travel; {_advice(value)}", path=path
         )
 
@@ -355,11 +355,11 @@ class TreeWriter:
     def _write_key(self, key: object, path: str, depth: int) -> Node:
         if type(key) is tuple:
             if depth > self._limits.depth:
-                raise StateUnsupported(f"a key of {path[:200]} is nested too deeply", path=path)
+                raise StateUnsupportedError(f"a key of {path[:200]} is nested too deeply", path=path)
             return ["tuple", *(self._write_key(part, path, depth + 1) for part in key)]
         node = self._write_leaf(key)
         if node is _NO_LEAF:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} has a key of type {type(key).__qualname__}; keys are numbers, strings, bytes, tuples",
                 path=path,
             )
@@ -435,8 +435,8 @@ class TreeReader:
         """Rebuild a value.
 
         Raises:
-            StateCorrupt: TreeWriter never writes such a node.
-            StateUnsupported: it names a named tuple or a tensor subclass that is not registered here.
+            StateCorruptError: TreeWriter never writes such a node.
+            StateUnsupportedError: it names a named tuple or a tensor subclass that is not registered here.
         """
         self._num_nodes += 1
         if self._num_nodes > self._limits.nodes:
@@ -485,13 +485,13 @@ class TreeReader:
                 mesh_dim_names=None if names is None else _as_tuple(names),
                 coordinate=None if coordinate is None else _as_tuple(coordinate),
             )
-        except (TypeError, WrongSetting) as error:
+        except (TypeError, ConfigError) as error:
             raise self.corrupt(path, f"there can't be such a shard ({str(error)[:300]})") from None
 
-    def corrupt(self, path: str, sentence: str) -> StateCorrupt:
+    def corrupt(self, path: str, sentence: str) -> StateCorruptError:
         """Return the error for a bad node."""
         source = f" from {self._source}" if self._source else ""
-        return StateCorrupt(
+        return StateCorruptError(
             f"the manifest{source} is damaged at {path[:200]}: {sentence}", part="manifest", source=self._source
         )
 
@@ -538,7 +538,7 @@ class TreeReader:
             raise self.corrupt(path, "its named tuple has no name")
         cls = _named_tuples.get(node[1])
         if cls is None:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} is a named tuple {node[1][:200]!r}, unknown here; register it with register_named_tuple",
                 path=path,
             )
@@ -554,7 +554,7 @@ class TreeReader:
         if subclass is None and node[1].startswith(numpy_values.PREFIX):
             subclass = self._numpy_kind(node[1], path)
         if subclass is None:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} is a tensor subclass {node[1][:200]!r}, unknown here; register it with "
                 "register_tensor_subclass",
                 path=path,
@@ -565,7 +565,7 @@ class TreeReader:
         try:
             return _of_numpy().get(name)
         except ImportError as error:
-            raise StateUnsupported(
+            raise StateUnsupportedError(
                 f"{path} is a {name[:200]} at the source, and numpy is not installed here ({error}); install it, or "
                 "hold plain numbers and tensors in the state",
                 path=path,

@@ -19,49 +19,47 @@ class CoordinationError(Exception):
         return shorten(super().__str__())
 
 
-class SettingError(CoordinationError, ValueError):
-    """A setting is wrong: change the argument, flag or environment variable that the message names."""
+class ConfigError(CoordinationError, ValueError):
+    """A setting is wrong. Next: change the argument, flag or environment variable that the message names."""
 
 
 class ProtocolError(CoordinationError, ValueError):
-    """A peer sent a message that the protocol does not allow: it speaks another version, or its frame was damaged."""
+    """A peer sent a message that the protocol does not allow. Next: check the version of the peer that it names."""
 
 
-class UnknownCall(ProtocolError):
-    """The server does not know this call, as torchft's lighthouse knows none of this project's: do without it, or start
+class UnknownCallError(ProtocolError):
+    """The server does not know this call, for example because it is torchft's lighthouse. Next: start
     tft-lighthouse."""
 
 
-class DeadlinePassed(CoordinationError, TimeoutError):
-    """No answer came in time: ask again, or look at what the message says it waited for."""
+class RequestTimeoutError(CoordinationError, TimeoutError):
+    """A request was not answered in time. Next: look at what the message says it waited for, or ask again."""
 
 
-class Unreachable(CoordinationError, ConnectionError):
-    """The peer can't be reached: check its address, that it runs, and the network between."""
+class UnreachableError(CoordinationError, ConnectionError):
+    """A server can't be reached. Next: check its address, that it runs, and the network to it."""
 
 
-class Closed(CoordinationError, RuntimeError):
-    """This object was shut down: make a new one."""
+class CoordinationClosedError(CoordinationError, RuntimeError):
+    """A client or server was used after it was shut down. Next: make a new one."""
 
 
-class Refused(CoordinationError, RuntimeError):
-    """The lighthouse or the manager server refused by name: the message says why and what to change."""
+class RefusedError(CoordinationError, RuntimeError):
+    """The lighthouse or the manager server refused a request. Next: change what the message names."""
 
     def __init__(self, message: str, *, code: str = "") -> None:
         super().__init__(message)
         self.code = code
 
 
-class JobOver(Refused):
-    """The job has ended at a later step than this replica's, and no replica is left from which it could heal.
-
-    Use the result of that step, or start a new run.
-    """
+class JobOverError(RefusedError):
+    """The job has ended at a later step, and no replica is left to heal from. Next: use the result of that step."""
 
 
-class StaleQuorum(CoordinationError, RuntimeError):
-    """The call belongs to a quorum or step that is over: drop its result and start the next quorum."""
+class StaleQuorumError(CoordinationError, RuntimeError):
+    """A call belongs to a quorum or a step that is over. Next: drop its result, and ask for a new quorum."""
 
 
-class GroupLost(CoordinationError, RuntimeError):
-    """A rank of this replica group, or its manager server, is lost: end this process; a new group heals from a peer."""
+class ReplicaGroupLostError(CoordinationError, RuntimeError):
+    """A rank of this replica group, or its manager server, is lost. Next: end this process and start the group
+    again."""

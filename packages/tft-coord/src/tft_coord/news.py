@@ -9,8 +9,16 @@ from typing import TypeAlias
 
 from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, QuorumNews, Released, WaitsFor
-from tft_coord.errors import GroupLost
+from tft_coord.errors import ReplicaGroupLostError
 
 News: TypeAlias = (
-    LossNotice | NewcomerAsks | GroupLost | LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews | QuorumNews
+    LossNotice
+    | NewcomerAsks
+    | ReplicaGroupLostError
+    | LeaveRequest
+    | Released
+    | KillOrder
+    | WaitsFor
+    | StragglerNews
+    | QuorumNews
 )

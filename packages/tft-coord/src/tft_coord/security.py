@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 
-from tft_coord.errors import SettingError
+from tft_coord.errors import ConfigError
 from tft_coord.transport.address import interface_of, is_loopback
 
 MAX_TOKEN_BYTES = 4096
@@ -33,26 +33,26 @@ def read_token(environment: Mapping[str, str]) -> str | None:
 
     Args:
         environment: TFT_TOKEN is the secret itself, TFT_TOKEN_FILE the file that holds it.
-    Raises: SettingError: both are set, the file can't be read, or the secret is no secret.
+    Raises: ConfigError: both are set, the file can't be read, or the secret is no secret.
     """
     token, path = environment.get("TFT_TOKEN"), environment.get("TFT_TOKEN_FILE")
     if token is not None and path is not None:
-        raise SettingError("TFT_TOKEN and TFT_TOKEN_FILE are both set; unset one of them")
+        raise ConfigError("TFT_TOKEN and TFT_TOKEN_FILE are both set; unset one of them")
     if path is not None:
         if not path:
-            raise SettingError("TFT_TOKEN_FILE is empty; give the path of a file, or unset it")
+            raise ConfigError("TFT_TOKEN_FILE is empty; give the path of a file, or unset it")
         try:
             token = _read_file(path).decode().rstrip("\r\n")
         except (OSError, ValueError) as error:
-            raise SettingError(f"TFT_TOKEN_FILE names {path}, which can't be read: {error}") from error
+            raise ConfigError(f"TFT_TOKEN_FILE names {path}, which can't be read: {error}") from error
     if token is None:
         return None
     try:
         return check_token(token)
-    except SettingError as error:
+    except ConfigError as error:
         if path is not None:
-            raise SettingError(f"TFT_TOKEN_FILE names {path}, which holds no secret: {error}") from None
-        raise SettingError(f"TFT_TOKEN is {'no secret' if token else 'empty; set it, or unset it'}: {error}") from None
+            raise ConfigError(f"TFT_TOKEN_FILE names {path}, which holds no secret: {error}") from None
+        raise ConfigError(f"TFT_TOKEN is {'no secret' if token else 'empty; set it, or unset it'}: {error}") from None
 
 
 def _read_file(path: str) -> bytes:
@@ -68,11 +68,11 @@ def _read_file(path: str) -> bytes:
 
 
 def read_insecure(environment: Mapping[str, str]) -> bool:
-    """Return whether TFT_INSECURE asks to serve everybody without a secret. Raises: SettingError: it is neither 0 nor
+    """Return whether TFT_INSECURE asks to serve everybody without a secret. Raises: ConfigError: it is neither 0 nor
     1."""
     text = environment.get(INSECURE) or "0"
     if text not in ("0", "1"):
-        raise SettingError(f"{INSECURE} is {text[:64]!r}; give 0 or 1")
+        raise ConfigError(f"{INSECURE} is {text[:64]!r}; give 0 or 1")
     return text == "1"
 
 
@@ -81,13 +81,13 @@ def bind_without_secret(bind: str) -> str:
 
     Args:
         bind: the requested `host:port`. All interfaces become `localhost`.
-    Raises: SettingError: it names an interface that other machines reach.
+    Raises: ConfigError: it names an interface that other machines reach.
     """
     host = interface_of(bind)
     if not host:
         return f"localhost:{bind.rpartition(':')[2]}"
     if not is_loopback(host):
-        raise SettingError(f"bind is {bind!r} and no shared secret is set; {HOW_TO_SERVE_OTHERS}")
+        raise ConfigError(f"bind is {bind!r} and no shared secret is set; {HOW_TO_SERVE_OTHERS}")
     return bind
 
 
@@ -97,10 +97,10 @@ def check_host_without_secret(name: str, host: str) -> None:
     Args:
         name: of the setting.
         host: a name or an address.
-    Raises: SettingError: it means another machine to others.
+    Raises: ConfigError: it means another machine to others.
     """
     if not is_loopback(host):
-        raise SettingError(
+        raise ConfigError(
             f"{name} is {host!r} and no shared secret is set, so that only this machine is served, as localhost; "
             f"{HOW_TO_SERVE_OTHERS}"
         )
@@ -109,10 +109,10 @@ def check_host_without_secret(name: str, host: str) -> None:
 def check_token(token: str) -> str:
     """Return the token if it is valid.
 
-    Raises: SettingError: it is empty, too long, or has characters that a header can't carry.
+    Raises: ConfigError: it is empty, too long, or has characters that a header can't carry.
     """
     if not 0 < len(token) <= MAX_TOKEN_BYTES or not all("!" <= character <= "~" for character in token):
-        raise SettingError(
+        raise ConfigError(
             f"the shared secret must be 1 to {MAX_TOKEN_BYTES} printable ASCII characters without spaces; "
             "make one with `openssl rand -hex 32`"
         )

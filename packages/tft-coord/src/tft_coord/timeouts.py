@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from tft_coord.errors import SettingError
+from tft_coord.errors import ConfigError
 
 _DERIVED: Final[Any] = None  # the default of a number that follows from the others
 ROUND_TRIPS_TO_BE_BACK: Final = 3
@@ -44,7 +44,7 @@ class Timeouts:
         lease_ms: how long a replica that exchanges the word of a round goes on in a standing quorum without hearing
             from the lighthouse. 0: it asks in every step. The smallest of a quorum's members counts. Default: a minute,
             or four times `beat_interval_ms` if that is longer.
-    Raises: SettingError: a number is out of its range, or two of them clash; both are named.
+    Raises: ConfigError: a number is out of its range, or two of them clash; both are named.
     """
 
     timeout_ms: int = 60_000
@@ -104,15 +104,15 @@ class Timeouts:
     def _check_range(self, name: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise SettingError(f"{name} is {value!r}; give whole milliseconds")
+            raise ConfigError(f"{name} is {value!r}; give whole milliseconds")
         least = {"join_timeout_ms": 0, "heartbeat_timeout_ms": 2, "slowest_step_ms": 0, "lease_ms": 0}.get(name, 1)
         if not least <= value <= LONGEST_MS:
-            raise SettingError(f"{name} is {value}; give {least} to {LONGEST_MS} milliseconds (a week)")
+            raise ConfigError(f"{name} is {value}; give {least} to {LONGEST_MS} milliseconds (a week)")
 
     def _check(self, small: str, factor: int, large: str) -> None:
         if getattr(self, small) * factor > getattr(self, large):
             times = f"{factor} x {small}" if factor > 1 else small
-            raise SettingError(
+            raise ConfigError(
                 f"{times} ({getattr(self, small) * factor} ms) exceeds {large} ({getattr(self, large)} ms); "
                 f"lower {small} or raise {large}"
             )

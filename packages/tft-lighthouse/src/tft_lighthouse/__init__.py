@@ -8,20 +8,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tft_coord.errors import ConfigError, CoordinationClosedError, CoordinationError
     from tft_lighthouse.server import LighthouseServer
 
 __version__ = "0.1.0"
 
-__all__ = ["LighthouseServer"]
+__all__ = ["ConfigError", "CoordinationClosedError", "CoordinationError", "LighthouseServer"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "LighthouseServer":
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tft_lighthouse.server import LighthouseServer
-
-    globals()[name] = LighthouseServer
-    return LighthouseServer
+    if name == "LighthouseServer":
+        from tft_lighthouse import server as home
+    else:
+        from tft_coord import errors as home  # type: ignore[no-redef]
+    value = globals()[name] = getattr(home, name)
+    return value
 
 
 def __dir__() -> list[str]:

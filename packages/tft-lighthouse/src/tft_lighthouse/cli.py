@@ -49,7 +49,7 @@ def _serve(settings: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
     from tft_coord.descriptors import raise_limit
-    from tft_coord.errors import SettingError
+    from tft_coord.errors import ConfigError
     from tft_coord.logs import configure_process
     from tft_coord.security import read_insecure, read_token
     from tft_lighthouse.server import LighthouseServer
@@ -58,7 +58,7 @@ def _serve(settings: argparse.Namespace) -> int:
     descriptors = raise_limit()
     try:
         if settings.stragglers == "off" and settings.straggler_ratio != defaults.STRAGGLER_RATIO:
-            raise SettingError(
+            raise ConfigError(
                 f"--straggler_ratio {settings.straggler_ratio:g} says who is a straggler, and --stragglers off judges "
                 "nobody; leave one of the two out"
             )
@@ -75,7 +75,7 @@ def _serve(settings: argparse.Namespace) -> int:
             token=read_token(os.environ),
             insecure=settings.insecure or read_insecure(os.environ),
         )
-    except SettingError as error:
+    except ConfigError as error:
         print(f"tft-lighthouse: {error}", file=sys.stderr)
         return USAGE_ERROR
     if descriptors < FEW_DESCRIPTORS:

@@ -12,7 +12,7 @@ from typing import final
 
 from tft_coord.core.lighthouse import LighthouseConfig
 from tft_coord.core.stragglers import StragglerPolicy
-from tft_coord.errors import Closed, SettingError
+from tft_coord.errors import ConfigError, CoordinationClosedError
 from tft_coord.security import HOW_TO_SERVE_OTHERS, bind_without_secret, check_host_without_secret, check_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import check_host, interface_of, join_host_port
@@ -59,7 +59,7 @@ class LighthouseServer:
             served: `[::]` means loopback then.
         insecure: serve everybody without a secret.
         stragglers: the policy for a replica that slows the others down; None: a warning.
-    Raises: SettingError: an argument is invalid, two of them clash, or the address can't be bound.
+    Raises: ConfigError: an argument is invalid, two of them clash, or the address can't be bound.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class LighthouseServer:
         if hostname is not None:
             check_host("hostname", hostname)
         if min_replicas > MAX_MEMBERS:
-            raise SettingError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
+            raise ConfigError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
         timeouts = Timeouts(
             join_timeout_ms=join_timeout_ms,
             quorum_tick_ms=quorum_tick_ms,
             heartbeat_timeout_ms=heartbeat_timeout_ms,
         )
         if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
-            raise SettingError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
+            raise ConfigError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
         if on_lost_state not in defaults.LOST_STATE_CHOICES:
             choices = " or ".join(defaults.LOST_STATE_CHOICES)
-            raise SettingError(f"on_lost_state is {on_lost_state!r}; give {choices}")
+            raise ConfigError(f"on_lost_state is {on_lost_state!r}; give {choices}")
         if stragglers is not None and not isinstance(stragglers, StragglerPolicy):
-            raise SettingError(
+            raise ConfigError(
                 f"stragglers is {stragglers!r}; give a StragglerPolicy, such as "
                 "StragglerPolicy(action=StragglerAction.LEAVE_OUT)"
             )
         if on_lost_state != "wait" and lost_state_timeout_ms != defaults.LOST_STATE_TIMEOUT_MS:
-            raise SettingError(
+            raise ConfigError(
                 f"on_lost_state is {on_lost_state!r} and lost_state_timeout_ms is {lost_state_timeout_ms}, which "
                 "belongs to 'wait': leave one of them out (a restart waits for heartbeat_timeout_ms)"
             )
@@ -154,7 +154,7 @@ class LighthouseServer:
 
     def __enter__(self) -> LighthouseServer:
         if self._shell is None:
-            raise Closed("this lighthouse was shut down; make a new one")
+            raise CoordinationClosedError("this lighthouse was shut down; make a new one")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -169,12 +169,12 @@ class LighthouseServer:
 
 
 def _host_of(bind: str) -> str:
-    """Return the host that `bind` names, or "" for all interfaces. Raises: SettingError: it is no `host:port`."""
+    """Return the host that `bind` names, or "" for all interfaces. Raises: ConfigError: it is no `host:port`."""
     host, colon, port = bind.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise SettingError(f"bind is {bind!r}; give host:port, such as [::]:29510")
+        raise ConfigError(f"bind is {bind!r}; give host:port, such as [::]:29510")
     if not host.isprintable() or " " in host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
-        raise SettingError(f"bind is {bind!r}; give host:port, an IPv6 address in brackets, such as [::1]:29510")
+        raise ConfigError(f"bind is {bind!r}; give host:port, an IPv6 address in brackets, such as [::1]:29510")
     return host if interface_of(bind) else ""
 
 

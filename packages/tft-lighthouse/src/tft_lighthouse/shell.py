@@ -23,7 +23,7 @@ from tft_coord.core.kinds import TORCHFT_JOB, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, QuorumNews, Refusal
-from tft_coord.errors import ProtocolError, SettingError
+from tft_coord.errors import ConfigError, ProtocolError
 from tft_coord.rpc import grpc
 from tft_coord.transport.address import peer_address
 from tft_coord.transport.outbox import Outbox
@@ -115,11 +115,11 @@ class LighthouseShell:
         )
 
     async def start(self, bind: str) -> int:
-        """Listen. Returns: the port. Raises: SettingError: the address can't be bound."""
+        """Listen. Returns: the port. Raises: ConfigError: the address can't be bound."""
         try:
             port = self._server.bind(bind)
         except RuntimeError as error:
-            raise SettingError(
+            raise ConfigError(
                 f"the lighthouse can't listen at {bind}: the port is in use or the address is not of this machine; "
                 "end the other process, or give another --bind"
             ) from error

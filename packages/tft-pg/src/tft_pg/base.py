@@ -9,14 +9,15 @@ The contract, which `tft_pg.testing.check_process_group` checks:
 
 - `configure` blocks until the group is built, or raises and leaves no group. The caller may call it at any time, each
   time with an unused store prefix. It ends every operation of the previous configuration.
-- Any thread may call `abort` at any time, also before and during `configure`. Running operations raise `Aborted` on
-  this rank and fail on the peers. `errored()` returns an error until the next `configure`.
-- A collective raises `NotConfigured` before `configure`, `Aborted` after `abort` and `Closed` after `shutdown`.
+- Any thread may call `abort` at any time, also before and during `configure`. Running operations raise `AbortedError`
+  on this rank and fail on the peers. `errored()` returns an error until the next `configure`.
+- A collective raises `NotConfiguredError` before `configure`, `AbortedError` after `abort` and
+`ProcessGroupClosedError` after `shutdown`.
 - A Work has failed when its `wait` has raised or its future holds an error. A failed operation writes into no tensor.
   No operation writes into a tensor after the next `configure` or `shutdown` has returned.
 - The exception is a `wait(timeout)` whose own timeout expires. The operation keeps running: it may still write, and may
-  still succeed. `errored()` stays `DeadlinePassed` nevertheless, because the ranks may disagree about the result. The
-  group must be configured again.
+  still succeed. `errored()` stays `CollectiveTimeoutError` nevertheless, because the ranks may disagree about the
+  result. The group must be configured again.
 - `shutdown` is permanent, may be repeated, and leaves no thread and no descriptor.
 - `exchange_word` gives the same sum to every rank whose exchange succeeds. The sum never contains a word of another
   round, of another configuration, or of a disconnected rank.
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
 from tft_pg import registry
-from tft_pg.errors import InvalidSetting
+from tft_pg.errors import ConfigError
 from tft_pg.forwarding import forward_collectives
 from tft_pg.ops import Collective
 from tft_pg.word import LINGER, WordExchange, exchange_word_by_allreduce
@@ -47,9 +48,9 @@ __all__ = ["ProcessGroup", "check_name"]
 
 
 def check_name(name: object) -> None:
-    """Check that a group can be registered under this name. Raises: InvalidSetting: the name is invalid."""
+    """Check that a group can be registered under this name. Raises: ConfigError: the name is invalid."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise InvalidSetting(f"{name!r} can't be a group's name; use letters, digits, '_', '-' and '.'")
+        raise ConfigError(f"{name!r} can't be a group's name; use letters, digits, '_', '-' and '.'")
 
 
 class _Abstract(abc.ABCMeta, type(dist.ProcessGroup)):  # type: ignore[misc]
@@ -115,11 +116,11 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
                 first allows only seconds for each of the store, the other ranks and the connections.
 
         Raises:
-            ConfigureFailed: the group was not built in time, or can't be built. Nothing remains of the group. The error
-                names the ranks that did not join and the unreachable ranks. StoreUnreachable names the store.
-            Aborted: `abort` was called during `configure`.
-            Closed: the group was shut down.
-            InvalidSetting: an argument is invalid (StoreAddressError for the address).
+            ConfigureError: the group was not built in time, or can't be built. Nothing remains of the group. The error
+                names the ranks that did not join and the unreachable ranks. StoreUnreachableError names the store.
+            AbortedError: `abort` was called during `configure`.
+            ProcessGroupClosedError: the group was shut down.
+            ConfigError: an argument is invalid (StoreAddressError for the address).
         """
 
     @abc.abstractmethod
@@ -154,7 +155,7 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
         Returns: the exchange. The method `wait` returns the sums. After a failed exchange, abort the group and
             configure it again.
-        Raises: InvalidSetting: an argument is invalid; nothing was sent. The errors of `wait`, if they are already
+        Raises: ConfigError: an argument is invalid; nothing was sent. The errors of `wait`, if they are already
             known.
         """
         return exchange_word_by_allreduce(self, words, round_number=round_number, timeout=timeout)
@@ -183,16 +184,16 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
         A running operation keeps its timeout. `abort` ends a running operation.
 
-        Raises: InvalidSetting: the timeout is not above zero.
+        Raises: ConfigError: the timeout is not above zero.
         """
 
     @abc.abstractmethod
     def size(self) -> int:
-        """Return the number of ranks. Raises: NotConfigured, Closed."""
+        """Return the number of ranks. Raises: NotConfiguredError, ProcessGroupClosedError."""
 
     @abc.abstractmethod
     def rank(self) -> int:
-        """Return this process's rank. Raises: NotConfigured, Closed."""
+        """Return this process's rank. Raises: NotConfiguredError, ProcessGroupClosedError."""
 
     @abc.abstractmethod
     def getBackendName(self) -> str:
@@ -218,16 +219,16 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
             name: the purpose of the group, for messages and torch's logs: letters, digits, `_`, `-` and `.`.
 
         Returns: this group.
-        Raises: InvalidSetting: torch's default group is not initialized, the name is invalid, or this group is already
+        Raises: ConfigError: torch's default group is not initialized, the name is invalid, or this group is already
             registered.
         """
         check_name(name)
         if not dist.is_initialized():
-            raise InvalidSetting(
+            raise ConfigError(
                 f"group {name!r} can't be registered without torch's default group; call init_process_group first"
             )
         if self._registered_as is not None and registry.is_entered(self):
-            raise InvalidSetting(
+            raise ConfigError(
                 f"group {name!r} is registered already, as {self._registered_as!r}; unregister it first, or use it so"
             )
         registry.enter(self, kind=self.getBackendName(), description=name)
@@ -237,10 +238,10 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
     def unregister(self) -> None:
         """Remove this group from torch's tables. The group keeps working, but torch can no longer find it by name.
 
-        Raises: InvalidSetting: the group is not registered.
+        Raises: ConfigError: the group is not registered.
         """
         if self._registered_as is None:
-            raise InvalidSetting(f"{self!r} is not registered; call register first")
+            raise ConfigError(f"{self!r} is not registered; call register first")
         self._registered_as = None
         if not registry.is_entered(self):
             return  # torch has forgotten all groups together with its default group
@@ -257,13 +258,13 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
 
     @property
     def group_name(self) -> GroupName:
-        """Return this group's name in torch's tables. Raises: InvalidSetting: the group is not registered there."""
+        """Return this group's name in torch's tables. Raises: ConfigError: the group is not registered there."""
         known = self._group_name is not None and (
             # Before torch 2.13, the compiler traces this code and can't trace torch's tables.
             torch.compiler.is_compiling() or registry.is_known_as(self, self._group_name)
         )
         if not known or self._group_name is None:
-            raise InvalidSetting(f"{self!r} has no name, because it is not registered; call register first")
+            raise ConfigError(f"{self!r} has no name, because it is not registered; call register first")
         return self._group_name
 
     def _set_group_name(self, name: GroupName) -> None:

@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from typing import Final
 
 __all__ = [
-    "Aborted",
-    "Closed",
-    "ConfigureFailed",
-    "DeadlinePassed",
-    "InvalidSetting",
-    "NotConfigured",
-    "OperationRefused",
-    "PeerFailed",
+    "AbortedError",
+    "CollectiveTimeoutError",
+    "ConfigError",
+    "ConfigureError",
+    "NotConfiguredError",
+    "OperationRefusedError",
+    "PeerDisconnectedError",
+    "ProcessGroupClosedError",
     "ProcessGroupError",
     "StoreAddressError",
-    "StoreUnreachable",
-    "Unsupported",
+    "StoreUnreachableError",
+    "UnsupportedOperationError",
     "Where",
 ]
 
@@ -69,7 +69,7 @@ _REPLICA_ID: Final = re.compile(
 
 
 class ProcessGroupError(RuntimeError):
-    """The base of all errors of this package.
+    """Base of every error that tft-pg raises on purpose.
 
     Args:
         message: one sentence: what, where, what to do next.
@@ -85,11 +85,11 @@ class ProcessGroupError(RuntimeError):
         return _REPLICA_ID.sub(r"\1", super().__str__())
 
 
-class InvalidSetting(ProcessGroupError, ValueError):
+class ConfigError(ProcessGroupError, ValueError):
     """An argument is invalid regardless of the other ranks. Next: fix the program."""
 
 
-class StoreAddressError(InvalidSetting):
+class StoreAddressError(ConfigError):
     """A store address is not `host:port/prefix`. Next: fix the address, which `address` holds."""
 
     def __init__(self, message: str, *, address: str = "") -> None:
@@ -97,23 +97,23 @@ class StoreAddressError(InvalidSetting):
         self.address = address
 
 
-class Unsupported(ProcessGroupError):
+class UnsupportedOperationError(ProcessGroupError):
     """This kind of group never supports this operation. Next: use another group."""
 
 
-class NotConfigured(ProcessGroupError):
+class NotConfiguredError(ProcessGroupError):
     """The group was used before its first `configure`. Next: configure the group."""
 
 
-class Closed(ProcessGroupError):
+class ProcessGroupClosedError(ProcessGroupError):
     """The group was used after `shutdown()`. Next: create a new group, because this one stays closed."""
 
 
-class Aborted(ProcessGroupError):
+class AbortedError(ProcessGroupError):
     """This rank's `abort()`, new `configure` or `shutdown()` ended the operation. Next: configure."""
 
 
-class ConfigureFailed(ProcessGroupError):
+class ConfigureError(ProcessGroupError):
     """A `configure` failed, and nothing remains of the group. Next: configure again under a fresh prefix.
 
     Args:
@@ -137,7 +137,7 @@ class ConfigureFailed(ProcessGroupError):
         self.is_own = is_own
 
 
-class StoreUnreachable(ConfigureFailed):
+class StoreUnreachableError(ConfigureError):
     """The store did not answer within the deadline. Next: ask for a new quorum, which names another store.
 
     Args:
@@ -154,7 +154,7 @@ class StoreUnreachable(ConfigureFailed):
         self.why = why
 
 
-class PeerFailed(ProcessGroupError):
+class PeerDisconnectedError(ProcessGroupError):
     """A connection to another rank ended during an operation (cause attached). Next: configure without that rank.
 
     Args:
@@ -175,11 +175,11 @@ class PeerFailed(ProcessGroupError):
         self.rank = rank
 
 
-class DeadlinePassed(ProcessGroupError, TimeoutError):
+class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
     """An operation exceeded its timeout (cause attached). Next: abort, then configure."""
 
 
-class OperationRefused(ProcessGroupError):
+class OperationRefusedError(ProcessGroupError):
     """The backend refused the operation, for example its dtype (cause attached). Next: fix the call.
 
     The ranks exchanged no data, and the group keeps working.

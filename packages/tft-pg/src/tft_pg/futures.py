@@ -36,7 +36,7 @@ from typing import TypeVar, final
 import torch
 from torch.futures import Future
 
-from tft_pg.errors import DeadlinePassed, InvalidSetting
+from tft_pg.errors import CollectiveTimeoutError, ConfigError
 
 __all__ = [
     "Deadlines",
@@ -67,7 +67,7 @@ _LONGEST_LOOK_S = 1.0
 def watchdog_timeout() -> timedelta | None:
     """Return after how long the timer thread counts as stuck, from the environment. None: the watchdog is off.
 
-    Raises: InvalidSetting: the value is not a number of seconds, or is below one second.
+    Raises: ConfigError: the value is not a number of seconds, or is below one second.
     """
     for name in WATCHDOG_ENVS:
         value = os.environ.get(name, "").strip()
@@ -77,7 +77,7 @@ def watchdog_timeout() -> timedelta | None:
             seconds = float(value)
             if _LEAST_WATCHDOG_S <= seconds < math.inf:
                 return timedelta(seconds=seconds)
-        raise InvalidSetting(
+        raise ConfigError(
             f"{name} is a number of seconds, at least {_LEAST_WATCHDOG_S:g}, but it is set to {value!r}; "
             "mend or unset it"
         )
@@ -194,7 +194,7 @@ class Timer:
         The callback must not wait for anything. If the callback forks, the child must exit or start another program
         instead of returning from the callback.
 
-        Raises: InvalidSetting: the watchdog's setting is wrong; nothing is pending then.
+        Raises: ConfigError: the watchdog's setting is wrong; nothing is pending then.
         """
         return self.after_s(delay.total_seconds(), callback)
 
@@ -425,8 +425,8 @@ def future_timeout(fut: Future[_T], timeout: timedelta) -> Future[_T]:
             them. The tensors may then be used from any stream.
         timeout: from now on. Zero or less accepts only a result that exists already.
 
-    Returns: a future of the same value or error, or of a DeadlinePassed, which is a TimeoutError. The other future does
-        not change.
+    Returns: a future of the same value or error, or of a CollectiveTimeoutError, which is a TimeoutError. The other
+        future does not change.
     """
     delay_s = timeout.total_seconds()
     limited: Future[_T] = Future()
@@ -474,7 +474,7 @@ def future_wait(fut: Future[_T], timeout: timedelta) -> _T:
         timeout: the longest wait.
 
     Returns: the value of the future. Device tensors are ready on the current stream, as after `fut.wait()`.
-    Raises: the error of the future. DeadlinePassed, which is a TimeoutError: the future was not done in time.
+    Raises: the error of the future. CollectiveTimeoutError, which is a TimeoutError: the future was not done in time.
     """
     done = threading.Event()
     fut.add_done_callback(lambda _: done.set())
@@ -501,8 +501,8 @@ def _nothing() -> None:
     return None
 
 
-def _future_deadline_passed(timeout: timedelta) -> DeadlinePassed:
-    return DeadlinePassed(
+def _future_deadline_passed(timeout: timedelta) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
         f"a future was not done within {timeout.total_seconds():g} s; abort what it waits for, or allow more time"
     )
 

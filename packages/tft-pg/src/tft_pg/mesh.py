@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from tft_pg import registry
 from tft_pg.base import ProcessGroup, check_name
-from tft_pg.errors import Closed, InvalidSetting, Unsupported
+from tft_pg.errors import ConfigError, ProcessGroupClosedError, UnsupportedOperationError
 from tft_pg.forks import fork_safe_lock
 
 __all__ = ["extend_device_mesh"]
@@ -55,33 +55,33 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
 
     Returns: a mesh whose size in the new dimension is 1, with `pg` as its group. Slices share the group. Two such
         meshes are equal if torch knows their groups by the same name.
-    Raises: InvalidSetting: an argument is invalid; nothing is registered. Unsupported: this release of torch stores
-        meshes differently. Before 2.13, torch accepts the dimension only as the first one.
+    Raises: ConfigError: an argument is invalid; nothing is registered. UnsupportedOperationError: this release of
+        torch stores meshes differently. Before 2.13, torch accepts the dimension only as the first one.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise InvalidSetting(f"extend_device_mesh was given a {type(mesh).__name__}; give a DeviceMesh")
+        raise ConfigError(f"extend_device_mesh was given a {type(mesh).__name__}; give a DeviceMesh")
     if not isinstance(pg, ProcessGroup):
-        raise InvalidSetting(
+        raise ConfigError(
             f"extend_device_mesh was given a {type(pg).__name__} as group; give one of this package, such as a "
             "ManagedProcessGroup"
         )
     names = mesh.mesh_dim_names
     if names is None:
-        raise InvalidSetting(f"{mesh} has no names for its dimensions; give it mesh_dim_names")
+        raise ConfigError(f"{mesh} has no names for its dimensions; give it mesh_dim_names")
     if name in names:
-        raise InvalidSetting(f"{mesh} has a dimension {name!r} already; give the new one another name")
+        raise ConfigError(f"{mesh} has a dimension {name!r} already; give the new one another name")
     check_name(name)
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise InvalidSetting(f"the place of a dimension is a whole number, not {dim!r}")
+        raise ConfigError(f"the place of a dimension is a whole number, not {dim!r}")
     if not 0 <= dim <= mesh.ndim:
-        raise InvalidSetting(f"{mesh} has {mesh.ndim} dimensions, so that a new one can't be number {dim}")
+        raise ConfigError(f"{mesh} has {mesh.ndim} dimensions, so that a new one can't be number {dim}")
     if dim and hasattr(mesh._layout, "stride"):
-        raise Unsupported(
+        raise UnsupportedOperationError(
             f"torch {torch.__version__} takes no slice of a mesh whose strides don't fall from dimension to dimension, "
             f"so that {name!r} can be the first one only: leave out dim={dim}, or use torch 2.13 or later"
         )
-    if isinstance(error := pg.errored(), Closed):
-        raise InvalidSetting(f"the group for dimension {name!r} was shut down; make a new group") from error
+    if isinstance(error := pg.errored(), ProcessGroupClosedError):
+        raise ConfigError(f"the group for dimension {name!r} was shut down; make a new group") from error
     if not registry.is_entered(pg):
         pg.register(name)
     groups: list[dist.ProcessGroup] = mesh.get_all_groups()
@@ -117,7 +117,7 @@ def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number
         vars(axes[dim]).update(shape=(1,), stride=(number,))  # the constructor would normalise these values
         extended._layout = type(layout)(axes)
     if extended[name] == unnumbered:
-        raise Unsupported(
+        raise UnsupportedOperationError(
             f"torch {torch.__version__} keeps its meshes otherwise than 2.11 to 2.15, so that compiled code would take "
             "a mesh over one group for a mesh over another; use one of these"
         )
@@ -132,7 +132,7 @@ def _forbid_new_groups(mesh: DeviceMesh, name: str) -> None:
     """
     for table in ("_flatten_mapping", "_pg_registry"):
         if not isinstance(vars(mesh).get(table), dict):
-            raise Unsupported(
+            raise UnsupportedOperationError(
                 f"torch {torch.__version__} keeps its meshes otherwise than 2.11 to 2.15, so that a flattened mesh "
                 "would silently leave out the other replicas; use one of these"
             )
@@ -161,8 +161,8 @@ class _Closed(dict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         raise self._refusal()
 
-    def _refusal(self) -> Unsupported:
-        return Unsupported(
+    def _refusal(self) -> UnsupportedOperationError:
+        return UnsupportedOperationError(
             f"a mesh with the dimension {self._dimension!r} across replica groups can't be flattened or unflattened, "
             "because the new group would lack the other replicas; do so before you extend the mesh, and reduce over "
             f"{self._dimension!r} and over the others one after the other"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from tft_pg.errors import InvalidSetting
+from tft_pg.errors import ConfigError
 
 __all__ = ["COLLECTIVES", "Collective", "collective"]
 
@@ -66,14 +66,14 @@ class Collective:
     def copy_to_self(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Run the operation in a group of one: copy every input to its output.
 
-        Raises: InvalidSetting: the outputs and inputs don't form pairs of equal size.
+        Raises: ConfigError: the outputs and inputs don't form pairs of equal size.
         """
         if self.outputs is None or self.inputs is None:
             return
         outputs = self.results(args, kwargs)
         inputs = list(_tensors(self.argument(self.inputs, args, kwargs)))
         if [output.numel() for output in outputs] != [input_.numel() for input_ in inputs]:
-            raise InvalidSetting(
+            raise ConfigError(
                 f"{self.name} in a group of one needs outputs as large as its inputs, but got "
                 f"{[tuple(output.shape) for output in outputs]} for {[tuple(input_.shape) for input_ in inputs]}"
             )
@@ -199,9 +199,9 @@ _BY_NAME = {name: row for row in COLLECTIVES for name in (row.name, *row.aliases
 def collective(name: str) -> Collective:
     """Return the row of a collective, by any of its names.
 
-    Raises: InvalidSetting: no collective has that name.
+    Raises: ConfigError: no collective has that name.
     """
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise InvalidSetting(f"{name!r} is no collective; there are {', '.join(sorted(_BY_NAME))}") from None
+        raise ConfigError(f"{name!r} is no collective; there are {', '.join(sorted(_BY_NAME))}") from None

@@ -32,7 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     rendezvous,
 )
 
-from tft_pg.errors import ConfigureFailed, InvalidSetting, StoreUnreachable
+from tft_pg.errors import ConfigError, ConfigureError, StoreUnreachableError
 from tft_pg.settings import checked_timeout
 
 __all__ = ["init_group"]
@@ -68,15 +68,15 @@ def init_group(
         join_timeout: how long all ranks may take to start.
 
     Returns: the default group, also as `torch.distributed.group.WORLD`.
-    Raises: InvalidSetting: a variable is missing or wrong, the device does not exist, or a default group exists
-        already. StoreUnreachable: the store at MASTER_ADDR:MASTER_PORT does not answer. ConfigureFailed: ranks did not
-        start in time; `missing_ranks` holds them.
+    Raises: ConfigError: a variable is missing or wrong, the device does not exist, or a default group exists
+        already. StoreUnreachableError: the store at MASTER_ADDR:MASTER_PORT does not answer. ConfigureError: ranks did
+        not start in time; `missing_ranks` holds them.
     """
     checked_timeout(join_timeout)
     if timeout is not None:
         checked_timeout(timeout)
     if dist.is_initialized():
-        raise InvalidSetting(
+        raise ConfigError(
             "torch's default process group exists already; call init_group once, in place of init_process_group"
         )
     place = _place(os.environ)
@@ -103,17 +103,17 @@ class _Place:
 
 
 def _place(environ: Mapping[str, str]) -> _Place:
-    """Read the launcher's variables. Raises: InvalidSetting: one is missing or wrong."""
+    """Read the launcher's variables. Raises: ConfigError: one is missing or wrong."""
     world_size = _whole(environ, "WORLD_SIZE", "1")
     if world_size < 1:
-        raise InvalidSetting(f"WORLD_SIZE is {world_size}; set it to the number of processes of this replica group")
+        raise ConfigError(f"WORLD_SIZE is {world_size}; set it to the number of processes of this replica group")
     rank = _whole(environ, "RANK", "0" if world_size == 1 else "")
     if not 0 <= rank < world_size:
-        raise InvalidSetting(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0")
+        raise ConfigError(f"RANK is {rank} and WORLD_SIZE is {world_size}; ranks count from 0")
     if world_size == 1:
         return _Place(rank, world_size)
     if not environ.get("MASTER_ADDR"):
-        raise InvalidSetting(_missing("MASTER_ADDR"))
+        raise ConfigError(_missing("MASTER_ADDR"))
     port = _whole(environ, "MASTER_PORT", "")
     return _Place(rank, world_size, f"{environ['MASTER_ADDR']}:{port}")
 
@@ -121,11 +121,11 @@ def _place(environ: Mapping[str, str]) -> _Place:
 def _whole(environ: Mapping[str, str], name: str, default: str) -> int:
     text = environ.get(name) or default
     if not text:
-        raise InvalidSetting(_missing(name))
+        raise ConfigError(_missing(name))
     try:
         return int(text)
     except ValueError:
-        raise InvalidSetting(f"{name} is {text!r}; set it to a whole number") from None
+        raise ConfigError(f"{name} is {text!r}; set it to a whole number") from None
 
 
 def _missing(name: str) -> str:
@@ -139,12 +139,12 @@ def _select_device(device: torch.device | str | None, environ: Mapping[str, str]
         device = found.type if found is not None else "cpu"
     wanted = torch.device(device)
     if wanted.type not in _BACKENDS:
-        raise InvalidSetting(f"no backend is known for {wanted.type!r}; pass backend= and device='cpu'")
+        raise ConfigError(f"no backend is known for {wanted.type!r}; pass backend= and device='cpu'")
     if wanted.type != "cpu":
         index = wanted.index if wanted.index is not None else _whole(environ, "LOCAL_RANK", "0")
         available = torch.accelerator.device_count()
         if index >= available:
-            raise InvalidSetting(
+            raise ConfigError(
                 f"LOCAL_RANK {index} has no {wanted.type} device of its own, of {available} on this machine; start at "
                 "most one process for each device"
             )
@@ -157,7 +157,7 @@ def _open_store(place: _Place, timeout: timedelta) -> Store:
     try:
         store: Store = next(rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
     except (DistNetworkError, DistStoreError) as error:
-        raise StoreUnreachable(
+        raise StoreUnreachableError(
             f"rank {place.rank} of {place.world_size} can't reach the store of its replica group at {place.store} "
             f"within {timeout.total_seconds():g} s; check MASTER_ADDR and MASTER_PORT, and that rank 0 has started"
         ) from error
@@ -172,7 +172,7 @@ def _agree(store: Store, place: _Place, timeout: timedelta) -> str:
     try:
         return meet(PrefixStore(_PREFIX, store), place, deadline_s)
     except (DistNetworkError, DistStoreError) as error:
-        raise StoreUnreachable(
+        raise StoreUnreachableError(
             f"rank {place.rank} of {place.world_size} lost the store of its replica group at {place.store}; look "
             "whether torchrun, or rank 0, still runs"
         ) from error
@@ -215,7 +215,7 @@ def _ask(store: Store, place: _Place, deadline_s: float) -> str:
         start, _, world_size = _read(store, f"answered/{word}").partition(" ")
         if start != confirmed:
             if int(world_size) != place.world_size:
-                raise InvalidSetting(
+                raise ConfigError(
                     f"rank {place.rank} has a WORLD_SIZE of {place.world_size} and rank 0 one of {world_size}; give "
                     "every process of the replica group the same"
                 )
@@ -251,7 +251,7 @@ class _Wait:
         Args:
             find_missing: returns the ranks that have not started.
 
-        Raises: ConfigureFailed: the deadline has passed.
+        Raises: ConfigureError: the deadline has passed.
         """
         now_s = time.monotonic()
         if now_s > self._deadline_s:
@@ -263,9 +263,9 @@ class _Wait:
         time.sleep(_POLL_S)
 
 
-def _late(place: _Place, missing: set[int]) -> ConfigureFailed:
+def _late(place: _Place, missing: set[int]) -> ConfigureError:
     ranks = tuple(sorted(missing))
-    return ConfigureFailed(
+    return ConfigureError(
         f"rank {place.rank} of {place.world_size} timed out waiting for ranks {', '.join(map(str, ranks))} of its "
         "replica group to start; look at their logs, or raise join_timeout",
         missing_ranks=ranks,

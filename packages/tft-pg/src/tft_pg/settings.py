@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Concatenate, ParamSpec, TypeVar
 
-from tft_pg.errors import InvalidSetting
+from tft_pg.errors import ConfigError
 
 __all__ = ["always_leaves_an_error", "checked_timeout", "place_first"]
 
@@ -22,21 +22,21 @@ _Self = TypeVar("_Self")
 
 
 def checked_timeout(timeout: timedelta) -> timedelta:
-    """Return the timeout unchanged. Raises: InvalidSetting: it is not a timedelta, or not above zero."""
+    """Return the timeout unchanged. Raises: ConfigError: it is not a timedelta, or not above zero."""
     if not isinstance(timeout, timedelta):
-        raise InvalidSetting(f"a time-out is a timedelta, but this one is {timeout!r}; give timedelta(seconds=...)")
+        raise ConfigError(f"a time-out is a timedelta, but this one is {timeout!r}; give timedelta(seconds=...)")
     if timeout <= timedelta(0):
-        raise InvalidSetting(f"a time-out must be above zero, but this one is {timeout.total_seconds():g} s")
+        raise ConfigError(f"a time-out must be above zero, but this one is {timeout.total_seconds():g} s")
     return timeout
 
 
 def place_first(configure: Callable[Concatenate[_Self, _P], None]) -> Callable[Concatenate[_Self, _P], None]:
-    """Decorate a `configure` to refuse arguments in another order. Raises: InvalidSetting, from the method."""
+    """Decorate a `configure` to refuse arguments in another order. Raises: ConfigError, from the method."""
 
     @functools.wraps(configure)
     def ordered(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if len(args) > 3 or any(isinstance(place, str) for place in args[1:]):
-            raise InvalidSetting(
+            raise ConfigError(
                 "configure takes store_addr, rank and world_size in this order, and all else by keyword, "
                 f"as replica_id=...; but got {', '.join(map(repr, args))}"
             )
@@ -46,12 +46,12 @@ def place_first(configure: Callable[Concatenate[_Self, _P], None]) -> Callable[C
 
 
 def always_leaves_an_error(abort: Callable[[_Self], None]) -> Callable[[_Self], None]:
-    """Decorate an `abort` to refuse `errored=False`. Raises: InvalidSetting, from the decorated method."""
+    """Decorate an `abort` to refuse `errored=False`. Raises: ConfigError, from the decorated method."""
 
     @functools.wraps(abort)
     def marked(self: _Self, errored: bool = True) -> None:
         if not errored:
-            raise InvalidSetting(
+            raise ConfigError(
                 "abort leaves an error until the next configure, always; call abort() and configure, or shutdown()"
             )
         abort(self)

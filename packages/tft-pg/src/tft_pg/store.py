@@ -26,7 +26,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from tft_pg import sockets
 from tft_pg.calls import AGAIN_AFTER_S
-from tft_pg.errors import ProcessGroupError, StoreAddressError, StoreUnreachable
+from tft_pg.errors import ProcessGroupError, StoreAddressError, StoreUnreachableError
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.sockets import Endpoint
 
@@ -137,7 +137,7 @@ def create_store_client(store_addr: str, timeout: timedelta = timedelta(seconds=
         timeout: for the connection, and for each later operation on the store.
 
     Returns: the store under the prefix, or the bare store if there is no prefix.
-    Raises: StoreAddressError: the address is invalid. StoreUnreachable: the store did not answer in time.
+    Raises: StoreAddressError: the address is invalid. StoreUnreachableError: the store did not answer in time.
     """
     address = parse_store_addr(store_addr)
     client = StoreClient(address.host, address.port)
@@ -185,8 +185,8 @@ class StoreClient:
             refusal_counts: True if the store is known to have run, so two refused connections mean that it is gone.
                 False if the store may still start, so the client waits for it.
 
-        Raises: StoreUnreachable: the time is up, the host has no address, or the connection is refused and refusals
-            count.
+        Raises: StoreUnreachableError: the time is up, the host has no address, or the connection is refused and
+            refusals count.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
         places = self._look_up(deadline_s, keep_trying)
@@ -309,7 +309,7 @@ class StoreClient:
         self._silent_since_s = {inode: self._silent_since_s.get(inode, now_s) for inode in silent}
         return frozenset(inode for inode, since_s in self._silent_since_s.items() if now_s - since_s > _SILENT_S)
 
-    def silent(self) -> StoreUnreachable:
+    def silent(self) -> StoreUnreachableError:
         """Return the error for a store that does not answer a request or a connection."""
         if self._own:
             return self.unreachable("it does not answer any more; look whether its process is stopped")
@@ -317,9 +317,9 @@ class StoreClient:
             return self.unreachable("it takes connections and does not answer; look whether its process is stopped")
         return self.unreachable("no answer to a connection")
 
-    def unreachable(self, why: str) -> StoreUnreachable:
+    def unreachable(self, why: str) -> StoreUnreachableError:
         """Return the error for an unusable store."""
-        return StoreUnreachable(
+        return StoreUnreachableError(
             f"the store at {StoreAddress(self.host, self.port)} did not answer ({why}); ask for a new quorum",
             host=self.host,
             port=self.port,

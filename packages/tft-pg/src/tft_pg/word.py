@@ -25,7 +25,13 @@ from typing import Final, final
 import torch
 import torch.distributed as dist
 
-from tft_pg.errors import DeadlinePassed, InvalidSetting, OperationRefused, PeerFailed, ProcessGroupError
+from tft_pg.errors import (
+    CollectiveTimeoutError,
+    ConfigError,
+    OperationRefusedError,
+    PeerDisconnectedError,
+    ProcessGroupError,
+)
 from tft_pg.settings import checked_timeout
 
 __all__ = [
@@ -61,11 +67,12 @@ class WordExchange(abc.ABC):
 
         Returns: the sum of each value over all ranks, the same on every rank whose wait returns.
         Raises:
-            PeerFailed: the connection to a rank has ended, or a rank sent something other than its word of this round.
-                `rank` names it.
-            DeadlinePassed: a rank has not sent its word in time. The error names the rank. Abort the group.
-            Aborted, Closed: `abort`, `configure` or `shutdown` was called on this rank.
-            OperationRefused: a sum does not fit into 64 bits. Every rank gets this error, and the group keeps working.
+            PeerDisconnectedError: the connection to a rank has ended, or a rank sent something other than its word of
+                this round. `rank` names it.
+            CollectiveTimeoutError: a rank has not sent its word in time. The error names the rank. Abort the group.
+            AbortedError, ProcessGroupClosedError: `abort`, `configure` or `shutdown` was called on this rank.
+            OperationRefusedError: a sum does not fit into 64 bits. Every rank gets this error, and the group keeps
+            working.
         """
 
 
@@ -81,35 +88,35 @@ class EndedExchange(WordExchange):
 
 
 def checked_values(words: Sequence[int]) -> tuple[int, ...]:
-    """Return the values of a word. Raises: InvalidSetting: no value, too many values, or a value that is no
+    """Return the values of a word. Raises: ConfigError: no value, too many values, or a value that is no
     64-bit integer.
     """
     try:
         values = tuple(map(operator.index, words))
     except TypeError as error:
-        raise InvalidSetting(f"a word holds integers, but this one is {words!r} ({error})") from None
+        raise ConfigError(f"a word holds integers, but this one is {words!r} ({error})") from None
     if not 1 <= len(values) <= WORD_VALUES_MAX:
-        raise InvalidSetting(f"a word holds 1 to {WORD_VALUES_MAX} integers, but this one has {len(values)}")
+        raise ConfigError(f"a word holds 1 to {WORD_VALUES_MAX} integers, but this one has {len(values)}")
     if min(values) < _INT64_MIN or max(values) > _INT64_MAX:
-        raise InvalidSetting(f"a word holds signed 64-bit integers, but this one is {values}; use smaller values")
+        raise ConfigError(f"a word holds signed 64-bit integers, but this one is {values}; use smaller values")
     return values
 
 
 def check_round(round_number: int, last_round: int) -> None:
-    """Check the number of a round. Raises: InvalidSetting: it is out of range, or not above the last word's round."""
+    """Check the number of a round. Raises: ConfigError: it is out of range, or not above the last word's round."""
     if not 0 <= round_number <= _ROUND_MAX:
-        raise InvalidSetting(f"{round_number} is no round's number, which is 0 to 2**64 - 1")
+        raise ConfigError(f"{round_number} is no round's number, which is 0 to 2**64 - 1")
     if round_number <= last_round:
-        raise InvalidSetting(
+        raise ConfigError(
             f"the word of round {round_number} came after that of round {last_round}; a round has one word, and each "
             "word needs a higher number than the one before it, until the group is configured again"
         )
 
 
 def checked_sums(sums: tuple[int, ...], round_number: int) -> tuple[int, ...]:
-    """Return the sums unchanged. Raises: OperationRefused: a sum does not fit into 64 bits."""
+    """Return the sums unchanged. Raises: OperationRefusedError: a sum does not fit into 64 bits."""
     if min(sums) < _INT64_MIN or max(sums) > _INT64_MAX:
-        raise OperationRefused(
+        raise OperationRefusedError(
             f"exchange_word: a sum of round {round_number} does not fit into 64 bits ({sums}); use values below "
             "2**63 / world size"
         )
@@ -142,7 +149,7 @@ def exchange_word_by_allreduce(
         words, round_number, timeout: as for `ProcessGroup.exchange_word`.
 
     Returns: the exchange. Its `wait` raises the errors of the group's Works, converted to this package's errors.
-    Raises: InvalidSetting: an argument is invalid. ProcessGroupError, RuntimeError: raised by the group.
+    Raises: ConfigError: an argument is invalid. ProcessGroupError, RuntimeError: raised by the group.
     """
     values = checked_values(words)
     check_round(round_number, -1)
@@ -193,11 +200,11 @@ class _AllreduceExchange(WordExchange):
         except RuntimeError as error:  # raised by a group of another package
             reason = (str(error).splitlines() or [""])[0]
             if time.monotonic() >= self._deadline_s:
-                raise DeadlinePassed(
+                raise CollectiveTimeoutError(
                     f"exchange_word: round {self._round_number} was not reduced within "
                     f"{self._timeout.total_seconds():g} s ({reason}); abort the group and configure it again"
                 ) from error
-            raise PeerFailed(
+            raise PeerDisconnectedError(
                 f"exchange_word: the reduction of round {self._round_number} failed ({reason}); configure the group "
                 "without the rank that is gone"
             ) from error
@@ -218,8 +225,8 @@ class _AllreduceExchange(WordExchange):
         sums = tuple((high << _HALF_BITS) + low for high, low in zip(halves[::2], halves[1::2], strict=True))
         return checked_sums(sums, self._round_number)
 
-    def _disagreement(self, why: str) -> PeerFailed:
-        return PeerFailed(
+    def _disagreement(self, why: str) -> PeerDisconnectedError:
+        return PeerDisconnectedError(
             f"exchange_word: no sum of round {self._round_number}, because {why}; abort the group and configure it "
             "again"
         )

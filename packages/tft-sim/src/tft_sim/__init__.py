@@ -18,16 +18,16 @@ Law of this package: the standard library, and the parts of tft_coord that do no
 Only `many` and `explore` start processes.
 """
 
-from tft_sim.clock import EventBudgetExceeded, VirtualClock
+from tft_sim.clock import EventBudgetError, VirtualClock
 from tft_sim.cluster import Chance, Cluster, ClusterConfig
-from tft_sim.explore import ExplorationFailed, explore
-from tft_sim.invariants import InvariantBroken, Invariants
+from tft_sim.explore import ExplorationError, explore
+from tft_sim.invariants import InvariantError, Invariants
 from tft_sim.many import run_many, story
 from tft_sim.marks import SCENARIO_MARKS, STANDING_MARKS, Marks
 from tft_sim.network import Fate, Network, Rule, Stream
 from tft_sim.process import Process, State
 from tft_sim.scenario import Scenario, ScenarioError, play
-from tft_sim.simulator import Report, SimulationConfig, SimulationFailed, simulate
+from tft_sim.simulator import Report, SimulationConfig, SimulationError, simulate
 from tft_sim.worlds import GroupWorld, LighthouseWorld
 
 __version__ = "0.1.0"
@@ -38,11 +38,11 @@ __all__ = [
     "Chance",
     "Cluster",
     "ClusterConfig",
-    "EventBudgetExceeded",
-    "ExplorationFailed",
+    "EventBudgetError",
+    "ExplorationError",
     "Fate",
     "GroupWorld",
-    "InvariantBroken",
+    "InvariantError",
     "Invariants",
     "LighthouseWorld",
     "Marks",
@@ -53,7 +53,7 @@ __all__ = [
     "Scenario",
     "ScenarioError",
     "SimulationConfig",
-    "SimulationFailed",
+    "SimulationError",
     "State",
     "Stream",
     "VirtualClock",

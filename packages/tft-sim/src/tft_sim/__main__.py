@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final, NoReturn, final
 
-from tft_sim.explore import ExplorationFailed, Explored, explore
+from tft_sim.explore import ExplorationError, Explored, explore
 from tft_sim.many import run_many, story
-from tft_sim.simulator import STANDING, STRAGGLERS, SimulationConfig, SimulationFailed, simulate
+from tft_sim.simulator import STANDING, STRAGGLERS, SimulationConfig, SimulationError, simulate
 from tft_sim.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
 
 OF_SEEDS: Final = ("seeds", "seed", "trace", "story", "stragglers", "standing")
@@ -122,7 +122,7 @@ def _run(options: argparse.Namespace) -> int:
             seeds = range(options.seed, options.seed + options.seeds)
             marks = run_many(seeds, processes=processes, config=config)
             print(f"{options.seeds} seeds from {options.seed}: all invariants hold; they came by\n{marks}")
-    except SimulationFailed as failed:
+    except SimulationError as failed:
         if isinstance(failed.cause, BrokenPipeError):  # the pipe of the trace broke, and the seed is fine
             raise failed.cause from None
         told = story(failed.seed, config)
@@ -145,7 +145,7 @@ def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str]
 
         try:
             explore(world, num_events, kinds=kinds, on_length=tell, processes=processes)
-        except ExplorationFailed as failed:
+        except ExplorationError as failed:
             print(f"{what}: {failed}", file=sys.stderr)
             return 1
     return 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-class EventBudgetExceeded(AssertionError):
+class EventBudgetError(AssertionError):
     """An exceeded event budget: a process runs in circles (a livelock)."""
 
 
@@ -62,7 +62,7 @@ class VirtualClock:
             at_ms: the time afterwards, unless `stop` ended the run before.
             stop: called after every event. True ends the run there.
         Returns: whether `stop` ended the run.
-        Raises: EventBudgetExceeded.
+        Raises: EventBudgetError.
         """
         while self._queue and self._queue[0][0] <= at_ms:
             timer = heapq.heappop(self._queue)[2]
@@ -71,7 +71,7 @@ class VirtualClock:
             self.now_ms = timer.at_ms
             self.num_events += 1
             if self.num_events > self._budget_events:
-                raise EventBudgetExceeded(
+                raise EventBudgetError(
                     f"{self._budget_events} events have happened by {self.now_ms} ms; look for a loop in the last ones"
                 )
             timer.action()

@@ -38,7 +38,7 @@ from tft_sim.end_truth import EndTruth
 from tft_sim.foreign_process import ForeignLighthouseProcess
 from tft_sim.group import Group
 from tft_sim.hang_truth import HangTruth, Told
-from tft_sim.invariants import InvariantBroken, Invariants
+from tft_sim.invariants import InvariantError, Invariants
 from tft_sim.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
 from tft_sim.links import Links
 from tft_sim.loops import Loop
@@ -361,7 +361,7 @@ class Cluster:
             job = self._job_of(member.replica_id.split(":")[0])
             if job != order.job:
                 whose = f"quorum {order.quorum.key} of job {order.job}"
-                raise InvariantBroken("I2", f"{member.replica_id} of job {job} is in {whose}")
+                raise InvariantError("I2", f"{member.replica_id} of job {job} is in {whose}")
             if member.torn:
                 self.marks.hit("a torn group was in a quorum")
         highest = max(member.step for member in order.quorum.members)

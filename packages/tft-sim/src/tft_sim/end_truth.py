@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.lighthouse import CLOCKS_DIFFER_MOST_MS
 from tft_coord.core.types import Hello, Quorum, QuorumKey, RankRequest, Refusal
-from tft_sim.invariants import InvariantBroken
+from tft_sim.invariants import InvariantError
 from tft_sim.lighthouse_process import JOB
 from tft_sim.process import State
 from tft_sim.trainer import Trainer
@@ -69,7 +69,7 @@ class EndTruth:
         away = any(now_ms - since_ms >= grace_ms for since_ms in self._away_ms.get(manager, {}).values())
         gone = any(not trainer.alive or trainer.left for trainer in replica.trainers)
         if not (away or gone or replica.ended):
-            raise InvariantBroken("I8", f"the end of {replica.host} is reported ({reason}), and all of it lives")
+            raise InvariantError("I8", f"the end of {replica.host} is reported ({reason}), and all of it lives")
         self._deaths.add(replica.replica_id)
         self._lost.add(replica.host)
 
@@ -78,7 +78,7 @@ class EndTruth:
         if self._has_to(replica, answer.code):
             self._refused.add((trainer.name, answer.code))
         if answer.code == "deadline" and self._cluster.clock.now_ms < deadline_ms:
-            raise InvariantBroken("I8", f"{trainer.name} is told that it has no more time, until {deadline_ms} ms")
+            raise InvariantError("I8", f"{trainer.name} is told that it has no more time, until {deadline_ms} ms")
 
     def no_verdict(self, replica: Replica, trainer: Trainer, since_ms: int) -> None:
         """Check a rank that received no verdict in time, and ends with its group: its manager server was out of
@@ -88,7 +88,7 @@ class EndTruth:
             return
         felt_ms = self._cluster.network.calm_since_ms(trainer.name, manager.name)
         if max(felt_ms, manager.running_since_ms, trainer.running_since_ms) <= since_ms:
-            raise InvariantBroken("I5", f"{trainer.name} votes since {since_ms} ms, within reach, and gets no verdict")
+            raise InvariantError("I5", f"{trainer.name} votes since {since_ms} ms, within reach, and gets no verdict")
 
     def refused(self, hello: Hello, refusal: Refusal, message: str) -> None:
         """Check that a refused session has a sound reason. After some refusals the replica does not end yet."""
@@ -109,17 +109,17 @@ class EndTruth:
             case _:
                 sound = self._has_to(replica, refusal.value)
         if not sound:
-            raise InvariantBroken("I9", f"{replica.host} is refused ({refusal.value}), and nothing is wrong: {message}")
+            raise InvariantError("I9", f"{replica.host} is refused ({refusal.value}), and nothing is wrong: {message}")
 
     def ended(self, replica: Replica, trainer: Trainer, reason: str, answer: Refused) -> None:
         """Check that a trainer ends itself only for a reason, and that the answer names it."""
         # The training loop reaches its end a while after the answer.
         if (trainer.name, answer.code) not in self._refused and not self._has_to(replica, answer.code):
-            raise InvariantBroken("I8", f"{trainer.name} ends ({reason}), and has no reason to: {answer.message}")
+            raise InvariantError("I8", f"{trainer.name} ends ({reason}), and has no reason to: {answer.message}")
         keys = self._keys.get(replica.host, set())
         names = [replica.replica_id, *self._cluster.torchft, *map(str, keys)]
         if not reason.startswith("vote") and not any(name in answer.message for name in names):
-            raise InvariantBroken("I9", f"{trainer.name} ends ({reason}), and this names nobody: {answer.message!r}")
+            raise InvariantError("I9", f"{trainer.name} ends ({reason}), and this names nobody: {answer.message!r}")
 
     def _has_to(self, replica: Replica, code: str) -> bool:
         match code:

@@ -34,13 +34,13 @@ class World(Protocol):
         """Return the names of the events that can happen now. Equal worlds have equal ones."""
 
     def happen(self, choice: str) -> None:
-        """Let one event happen. Raises: InvariantBroken, or any error that a core raises by mistake."""
+        """Let one event happen. Raises: InvariantError, or any error that a core raises by mistake."""
 
     def state(self) -> object:
         """Return everything that the future depends on, as a hashable value."""
 
     def calm_down(self) -> None:
-        """Stop the faults. Raises: InvariantBroken: the world does not recover."""
+        """Stop the faults. Raises: InvariantError: the world does not recover."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Explored:
     num_events: int
 
 
-class ExplorationFailed(AssertionError):
+class ExplorationError(AssertionError):
     """A sequence of events that violates an invariant. The message shows it."""
 
     def __init__(self, path: Sequence[str], cause: Exception) -> None:
@@ -104,7 +104,7 @@ def explore(
         processes: number of processes, at least 1. More than one are forks of this one, which may then have no other
             thread.
     Returns: the extent of the search.
-    Raises: ExplorationFailed: a sequence fails, and no shorter one does.
+    Raises: ExplorationError: a sequence fails, and no shorter one does.
     """
     start = make()
     search = _Search(start, frozenset(kinds), {hash(start.state())})
@@ -130,7 +130,7 @@ def explore(
 
 
 def _replay(start: World, path: Path) -> None:
-    """Repeat a path. Raises: ExplorationFailed: it fails on the way, or when the faults stop at its end."""
+    """Repeat a path. Raises: ExplorationError: it fails on the way, or when the faults stop at its end."""
     world = copied(start)
     so_far: list[str] = []
     try:
@@ -140,7 +140,7 @@ def _replay(start: World, path: Path) -> None:
         so_far.append("calm")
         world.calm_down()
     except Exception as error:  # the message must name the path, whatever the error is
-        raise ExplorationFailed(so_far, error) from error
+        raise ExplorationError(so_far, error) from error
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Hello, Plan, QuorumKey
-from tft_sim.invariants import InvariantBroken
+from tft_sim.invariants import InvariantError
 from tft_sim.lighthouse_process import JOB
 from tft_sim.process import State
 from tft_sim.trainer import Trainer
@@ -82,7 +82,7 @@ class HangTruth:
         if any(self._may_be_unheard(each, trainer, now_ms - needed_ms) for each in lives for trainer in each.trainers):
             return
         if not any(self._busy_ms(trainer, now_ms) >= needed_ms for each in lives for trainer in each.trainers):
-            raise InvariantBroken("H1", f"{replica_id} is lost by a hang, and none of its trainers hangs")
+            raise InvariantError("H1", f"{replica_id} is lost by a hang, and none of its trainers hangs")
 
     def _busy_ms(self, trainer: Trainer, now_ms: int) -> int:
         """Return for how long the trainer was busy, as others can know.
@@ -130,7 +130,7 @@ class HangTruth:
                 for each in lives
             ]
             if idle and all(idle):  # of two processes with one replica id, the other one is no member
-                raise InvariantBroken("H1", f"quorum {key} is broken by a wait of all, and {idle[0]} waits not")
+                raise InvariantError("H1", f"quorum {key} is broken by a wait of all, and {idle[0]} waits not")
 
     def heard(self, trainer: Trainer, stream: int, told: Told) -> None:
         """Record that the manager server hears a beat of a trainer.
@@ -170,7 +170,7 @@ class HangTruth:
             since_ms = cluster.losses.reached_since_ms(replica, trainer, plan.key, stopped=stopped)
             if since_ms is None or since_ms > at_ms or any(loss_ms >= at_ms for loss_ms in self._losses_ms):
                 return  # only one replica at a time is lost
-            raise InvariantBroken("H2", f"{trainer.name} hangs since {at_ms} ms, within reach, and is not lost")
+            raise InvariantError("H2", f"{trainer.name} hangs since {at_ms} ms, within reach, and is not lost")
 
         cluster.clock.after(self._limit_ms + self._told_within_ms + silent_ms, look)
 
@@ -180,7 +180,7 @@ class HangTruth:
         for its, trainer, plan in hung if hello.session > before else ():
             hangs = trainer.hangs and trainer.plan is plan and self._known_ms(trainer) >= self._limit_ms
             if its is manager and hangs and manager.replica.alive:
-                raise InvariantBroken("H2", f"{trainer.name} hangs still, and a newer session of it is opened")
+                raise InvariantError("H2", f"{trainer.name} hangs still, and a newer session of it is opened")
 
     def welcomed(self, hello: Hello) -> None:
         """Record that a lighthouse accepts a session, so that loss is over.
@@ -208,6 +208,6 @@ class HangTruth:
                     waits = trainer.group is not None and trainer.phase == "reduction"
                     if since_ms is None or since_ms > at_ms or not waits or trainer.phase_since_ms > at_ms + 500:
                         return
-            raise InvariantBroken("H2", f"all of quorum {key} wait in one reduction since {at_ms} ms, and it stands")
+            raise InvariantError("H2", f"all of quorum {key} wait in one reduction since {at_ms} ms, and it stands")
 
         cluster.clock.after(within_ms + 500, look)

@@ -22,7 +22,7 @@ from tft_coord.timeouts import Timeouts
 from tft_sim.reach_truth import ReachTruth
 
 
-class InvariantBroken(AssertionError):
+class InvariantError(AssertionError):
     """A violated invariant. `invariant` is its code.
 
     - `I1` to `I9`: the number in design.md section 10.
@@ -175,11 +175,11 @@ class Attendance:
         if hello.replaces in self._lost and hello.replaces != replica_id:
             self._dead.add(hello.replaces)
         if replica_id in self._dead:
-            raise InvariantBroken("I2", f"{replica_id} was reported dead and is welcomed")
+            raise InvariantError("I2", f"{replica_id} was reported dead and is welcomed")
         if session <= self._lost.get(replica_id, session - 1):
-            raise InvariantBroken("I2", f"{replica_id} session {session} was lost and is welcomed")
+            raise InvariantError("I2", f"{replica_id} session {session} was lost and is welcomed")
         if session < self._sessions.get(replica_id, session):
-            raise InvariantBroken("I2", f"{replica_id} session {session} is older than another that stands")
+            raise InvariantError("I2", f"{replica_id} session {session} is older than another that stands")
         self._lost.pop(replica_id, None)
         if session > self._sessions.get(replica_id, -1):
             # A new session breaks the heal of the session before, and its byte count starts at zero.
@@ -200,7 +200,7 @@ class Attendance:
         lost."""
         if older.replica_id in self._sessions and newer.address != older.address:
             who, first = older.replica_id, older.address
-            raise InvariantBroken("I2", f"{who} lives at {first}, and another at {newer.address} takes its place")
+            raise InvariantError("I2", f"{who} lives at {first}, and another at {newer.address} takes its place")
 
     def left(self, stream: int) -> None:
         """Record that the replica on that stream has left: quorums stop waiting for it, and its own quorum runs to its
@@ -237,9 +237,9 @@ class Attendance:
         members = self._newest.replica_ids if self._newest is not None else ()
         trains = sorted(each for each in members if each in self._sessions or self._may_come_back(each, now_ms))
         if trains:
-            raise InvariantBroken("E1", f"the job is said to have ended at step {step}, and {trains} of it train")
+            raise InvariantError("E1", f"the job is said to have ended at step {step}, and {trains} of it train")
         if step != max((self._finished[each] for each in members if each in self._finished), default=None):
-            raise InvariantBroken(
+            raise InvariantError(
                 "E1", f"the job is said to have ended at step {step}, where none of {members} finished"
             )
         self._ended = step, self._knew, self._newest.key if self._newest is not None else None
@@ -266,7 +266,7 @@ class Attendance:
         old = [each for each in quorum.members if each.replica_id in known and (each.live or not next_run)]
         if old:
             late = [each.replica_id for each in old]
-            raise InvariantBroken("E1", f"the job has ended at step {step}, and {late} train on in {quorum.key}")
+            raise InvariantError("E1", f"the job has ended at step {step}, and {late} train on in {quorum.key}")
         self._ended = step, known.difference(quorum.replica_ids), last  # members of the next run belong to that run
 
     def released(self, stream: int) -> None:
@@ -366,7 +366,7 @@ class Attendance:
         """Check that no replica of this kind lives when torchft members are given a quorum."""
         ours = sorted(each for each in self._sessions if each in self._streams)
         if ours:
-            raise InvariantBroken("P6", f"{', '.join(quorum.replica_ids)} of torchft's train, and {ours} of ours live")
+            raise InvariantError("P6", f"{', '.join(quorum.replica_ids)} of torchft's train, and {ours} of ours live")
 
     def asks_no_more(self, stream: int) -> None:
         """Forget the request on that stream: it was answered or withdrawn, or its stream ended."""
@@ -400,11 +400,11 @@ class Attendance:
     def lost(self, replica_id: str, session: int, *, dead: bool, broke: bool = False, now_ms: int = 0) -> None:
         """Record that the lighthouse took a replica for lost, because its stream broke or for another reason."""
         if replica_id in self._released:
-            raise InvariantBroken(
+            raise InvariantError(
                 "L1", f"{replica_id} session {session} had left, nobody healed from it, and it is lost"
             )
         if broke and replica_id in self._streams:
-            raise InvariantBroken("I2", f"{replica_id} session {session} is lost by a stream that broke, and it stands")
+            raise InvariantError("I2", f"{replica_id} session {session} is lost by a stream that broke, and it stands")
         self._sessions.pop(replica_id, None)
         self._asking.pop(replica_id, None)
         self._heals_ms.pop(replica_id, None)
@@ -488,13 +488,13 @@ class Attendance:
             away = any(self._may_come_back(member.replica_id, now_ms) for member in before)
             if away and waits.startswith("the state of step"):
                 return  # `formed` checks that a quorum is not formed too early
-            raise InvariantBroken("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
+            raise InvariantError("I6", f"all that live have asked, {sorted(asking)}, and no quorum forms: {waits}")
         before_ids = {member.replica_id for member in self._newest.members} if self._newest is not None else set()
         before_ids -= self._gone.keys() | out
         able = asking - self._reach.excused(before_ids, now_ms)
         enough = len(able) >= self._min_replicas and not self._special & living
         if before_ids and before_ids <= asking and enough and not self._reach.is_torn_apart(before_ids):
-            raise InvariantBroken("P2", f"all of the last quorum have asked, {sorted(asking)}, and none forms: {waits}")
+            raise InvariantError("P2", f"all of the last quorum have asked, {sorted(asking)}, and none forms: {waits}")
 
     def tries(self, stream: int, number: int) -> None:
         """Record that the replica on that stream is asked to try its peers."""
@@ -526,14 +526,14 @@ class Attendance:
         names = [each.replica_id for each in before]
         wrong = self._reach.needless(ids, waiting, names, self._min_replicas, now_ms)
         if wrong is not None:
-            raise InvariantBroken("R2", f"quorum {quorum.key}: {wrong}")
+            raise InvariantError("R2", f"quorum {quorum.key}: {wrong}")
         step = max((each.step for each in quorum.members if not each.torn), default=0)
         away = living.difference(ids, waiting) & self._reach.excused(ids, now_ms)
         away = {each for each in away if not self._may_be_stalled(each, ids, now_ms)}
         hold = [each.replica_id for each in before if each.replica_id in away and each.step > step and not each.torn]
         waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in ids)
         if hold and waited_ms < self.timeouts.join_timeout_ms:
-            raise InvariantBroken("R2", f"quorum {quorum.key} goes on from step {step} without {hold}, which hold more")
+            raise InvariantError("R2", f"quorum {quorum.key} goes on from step {step} without {hold}, which hold more")
 
     def _may_come_back(self, replica_id: str, now_ms: int) -> bool:
         """Return whether the replica is lost, its death is not reported, and its absence is still short."""
@@ -554,7 +554,7 @@ class Attendance:
             return
         away = [member.replica_id for member in held if self._may_come_back(member.replica_id, now_ms)]
         if away:
-            raise InvariantBroken("I3", f"quorum {quorum.key} goes on from before step {step}, which {away} held")
+            raise InvariantError("I3", f"quorum {quorum.key} goes on from before step {step}, which {away} held")
 
     def _differs_from(self, replica_id: str, others: Collection[str]) -> bool:
         """Return whether the replica's fingerprint differs from that of one of the others."""
@@ -571,14 +571,12 @@ class Attendance:
             self._look_who_starts_over(quorum, previous, now_ms)
         ids = set(quorum.replica_ids)
         if len(ids) < self._min_replicas:
-            raise InvariantBroken(
-                "I2", f"quorum {quorum.key} has {len(ids)} members, min_replicas {self._min_replicas}"
-            )
+            raise InvariantError("I2", f"quorum {quorum.key} has {len(ids)} members, min_replicas {self._min_replicas}")
         if not ids <= self._asking.keys():
-            raise InvariantBroken("I2", f"{ids - self._asking.keys()} did not ask to be in quorum {quorum.key}")
+            raise InvariantError("I2", f"{ids - self._asking.keys()} did not ask to be in quorum {quorum.key}")
         for member in quorum.members:
             if self._sessions.get(member.replica_id) != member.session:
-                raise InvariantBroken("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
+                raise InvariantError("I2", f"{member.replica_id} is in quorum {quorum.key} and does not live")
         self._look_who_is_left_out(quorum, previous, now_ms)
         excused = self._reach.excused(ids, now_ms)
         self._reach.formed(ids)
@@ -589,14 +587,14 @@ class Attendance:
             return
         living = {each for each in self._sessions if each in self._ready}
         if before & living and not before & ids:
-            raise InvariantBroken("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
+            raise InvariantError("I2", f"quorum {quorum.key} leaves out all survivors of the last, {before & living}")
         # A replica that differs from the members does not count. It learns so when it asks, or if it asks just now.
         living = {each for each in living - excused - out if not self._differs_from(each, ids)}
         if self._special & living:
             return
         living = {each for each in living if each in ids or not self._may_be_stalled(each, ids, now_ms)}
         if 2 * len(ids) <= len(living) - self._reach.num_outside(living, ids, now_ms):
-            raise InvariantBroken("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
+            raise InvariantError("I2", f"quorum {quorum.key} has {len(ids)} of {len(living)} that live")
         if not skips_the_late:
             self._look_who_was_not_waited_for(quorum, living - ids, now_ms)
 
@@ -614,20 +612,20 @@ class Attendance:
         live = max((member.step for member in quorum.members if member.live), default=None)
         for member in quorum.members:
             if live is not None and member.step > live and not member.live:
-                raise InvariantBroken("I3", f"{member.replica_id} takes quorum {quorum.key} to a step from outside")
+                raise InvariantError("I3", f"{member.replica_id} takes quorum {quorum.key} to a step from outside")
 
     def _look_who_was_not_waited_for(self, quorum: Quorum, late: Collection[str], now_ms: int) -> None:
         """Check that live replicas are waited for until join_timeout, and healing replicas for as long as bytes
         arrive."""
         waited_ms = now_ms - min(self._asked_ms[replica_id] for replica_id in quorum.replica_ids)
         if late and waited_ms < self.timeouts.join_timeout_ms:
-            raise InvariantBroken("P2", f"quorum {quorum.key} has waited {waited_ms} ms at most for {sorted(late)}")
+            raise InvariantError("P2", f"quorum {quorum.key} has waited {waited_ms} ms at most for {sorted(late)}")
         for replica_id in late:
             since_ms = self._heals_ms.get(replica_id, now_ms - self.timeouts.heal_timeout_ms)
             _, healed_ms = self._healed.get(replica_id, (0, -1))
             arrive = healed_ms >= since_ms and now_ms - healed_ms < self.timeouts.heartbeat_timeout_ms
             if now_ms - since_ms < self.timeouts.heal_timeout_ms and arrive:
-                raise InvariantBroken("P2", f"quorum {quorum.key} leaves {replica_id} out, which heals")
+                raise InvariantError("P2", f"quorum {quorum.key} leaves {replica_id} out, which heals")
 
 
 class Attendances:
@@ -791,35 +789,35 @@ class Invariants:
         """Check a quorum that a lighthouse reports as formed."""
         kinds = {(each.world_size, *each.settings[1:-1]) for each in quorum.members}
         if len(kinds) > 1:
-            raise InvariantBroken("P6", f"quorum {quorum.key} has members of different settings: {kinds}")
+            raise InvariantError("P6", f"quorum {quorum.key} has members of different settings: {kinds}")
         # Two lighthouses don't know each other's quorums. A replica that moves between them still sees ids rise
         # (`received`).
         if quorum.key.quorum_id <= self._highest_id and not self._several_lighthouses:
-            raise InvariantBroken("I1", f"quorum {quorum.key} was formed after one with id {self._highest_id}")
+            raise InvariantError("I1", f"quorum {quorum.key} was formed after one with id {self._highest_id}")
         if quorum.key in self._formed:
-            raise InvariantBroken("I1", f"key {quorum.key} was given twice")
+            raise InvariantError("I1", f"key {quorum.key} was given twice")
         self._highest_id = quorum.key.quorum_id
         self._formed.add(quorum.key)
 
     def answered(self, replica_id: str, quorum: Quorum) -> None:
         """Check a quorum that a lighthouse gives to a replica."""
         if quorum.key not in self._formed:
-            raise InvariantBroken("I1", f"{replica_id} is given quorum {quorum.key}, which was never formed")
+            raise InvariantError("I1", f"{replica_id} is given quorum {quorum.key}, which was never formed")
         ids = quorum.replica_ids
         if list(ids) != sorted(set(ids)):
-            raise InvariantBroken("I2", f"quorum {quorum.key} is out of order or has a member twice: {ids}")
+            raise InvariantError("I2", f"quorum {quorum.key} is out of order or has a member twice: {ids}")
         if replica_id not in ids:
-            raise InvariantBroken("I2", f"{replica_id} is given quorum {quorum.key} without itself: {ids}")
+            raise InvariantError("I2", f"{replica_id} is given quorum {quorum.key} without itself: {ids}")
         known = self._members.setdefault(quorum.key, ids)
         if known != ids:
-            raise InvariantBroken("I2", f"quorum {quorum.key} has members {known} for one and {ids} for another")
+            raise InvariantError("I2", f"quorum {quorum.key} has members {known} for one and {ids} for another")
 
     def received(self, replica_id: str, key: QuorumKey) -> None:
         """Check an answer that has reached a replica. (An answer that was lost with its lighthouse reached no
         replica.)"""
         before = self._held_by.get(replica_id)
         if before is not None and key < before:
-            raise InvariantBroken("I1", f"{replica_id} is given quorum {key} after {before}")
+            raise InvariantError("I1", f"{replica_id} is given quorum {key} after {before}")
         self._held_by[replica_id] = key
 
     def started_anew(self, replica_id: str, held: QuorumKey | None) -> None:
@@ -833,7 +831,7 @@ class Invariants:
         """Check the plan that a manager server makes of a quorum: it starts at the highest step of a whole member."""
         highest = max(member.step for member in quorum.members if not member.torn)
         if plan.step != highest:
-            raise InvariantBroken("I3", f"{plan.replica_id} goes on from step {plan.step} in {plan.key}, not {highest}")
+            raise InvariantError("I3", f"{plan.replica_id} goes on from step {plan.step} in {plan.key}, not {highest}")
 
     def planned(self, plan: Plan, group_rank: int, in_flight: int = 0) -> None:
         """Check a plan that a rank is given: its common part is equal for all members.
@@ -843,11 +841,11 @@ class Invariants:
         common = (plan.replica_ids, plan.up_to_date, plan.participants, plan.min_replica_size)
         known = self._plans.setdefault((plan.key, plan.step, plan.lineage, in_flight), common)
         if known != common:
-            raise InvariantBroken(
+            raise InvariantError(
                 "I2", f"two plans of quorum {plan.key} at step {plan.step}: {known} and {common} (rank {group_rank})"
             )
         if plan.heal == (plan.replica_rank in plan.up_to_date):
-            raise InvariantBroken("I3", f"{plan.replica_id} in {plan.key} is told both to heal and to be the source")
+            raise InvariantError("I3", f"{plan.replica_id} in {plan.key} is told both to heal and to be the source")
 
     # --- I4 -------------------------------------------------------------------------------------------------------
 
@@ -857,10 +855,10 @@ class Invariants:
         claims = (plan.store_address, plan.replica_ids)
         known = self._groups.setdefault(place, claims)
         if known != claims:
-            raise InvariantBroken("I4", f"under key {plan.key} rank {group_rank}: {known} meets {claims}")
+            raise InvariantError("I4", f"under key {plan.key} rank {group_rank}: {known} meets {claims}")
         seat = (plan.key, group_rank, plan.replica_rank)
         if seat in self._places:
-            raise InvariantBroken(
+            raise InvariantError(
                 "I4", f"{plan.replica_id} takes place {plan.replica_rank} in {plan.key}, as {self._places[seat]} did"
             )
         self._places[seat] = plan.replica_id
@@ -873,11 +871,11 @@ class Invariants:
         states = {contribution.before for contribution in counted}
         if len(states) > 1:
             shown = ", ".join(f"{each.replica_id} at {each.before}" for each in counted)
-            raise InvariantBroken("I3", f"one mean in quorum {key}, rank {group_rank}, of different states: {shown}")
+            raise InvariantError("I3", f"one mean in quorum {key}, rank {group_rank}, of different states: {shown}")
 
         parts = {contribution.part for contribution in given.values()}
         if len(parts) > 1:
-            raise InvariantBroken("I3", f"one mean in quorum {key}, rank {group_rank}, of {sorted(parts)}")
+            raise InvariantError("I3", f"one mean in quorum {key}, rank {group_rank}, of {sorted(parts)}")
         self._look_at_mean(key, group_rank, given.values())
 
     @staticmethod
@@ -886,12 +884,12 @@ class Invariants:
         where = f"one mean in quorum {key}, rank {group_rank}"
         weights = [each.weight for each in given if each.weight is not None]
         if len(weights) not in (0, len(given)):
-            raise InvariantBroken("I4", f"{where}, is weighted by {len(weights)} of {len(given)} members")
+            raise InvariantError("I4", f"{where}, is weighted by {len(weights)} of {len(given)} members")
         total = sum(each.factor for each in given if each.gradient is not None)
         for each in given:
             divides = sum(weights) if weights else each.divide_by
             if total and abs(total / divides - 1.0) > 1e-9:
-                raise InvariantBroken("I3", f"{where}: {each.replica_id} divides {total:g} by {divides:g}")
+                raise InvariantError("I3", f"{where}: {each.replica_id} divides {total:g} by {divides:g}")
 
     def delivered(self, replica_id: str, reduced: Reduced) -> None:
         """Record that a rank has received the result of a reduction."""
@@ -906,7 +904,7 @@ class Invariants:
         self._lineages.setdefault((group_rank, held.step), set()).add(held.lineage)
         known = self._states.setdefault(name, held.weights)
         if known != held.weights:
-            raise InvariantBroken(
+            raise InvariantError(
                 "I3", f"{replica_id} rank {group_rank} holds {held.weights} at step {held.step}, others {known}"
             )
 
@@ -914,14 +912,14 @@ class Invariants:
         """Check and record that a rank's optimizer has stepped."""
         name = (replica_id, group_rank, vote)
         if name in self._committed:
-            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps twice for {vote}")
+            raise InvariantError("I5", f"{replica_id} rank {group_rank} steps twice for {vote}")
         self._committed.add(name)
         verdict = self._verdicts.get((replica_id, vote))
         if verdict is None or not verdict.yes:
-            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps without a yes ({verdict}) for {vote}")
+            raise InvariantError("I5", f"{replica_id} rank {group_rank} steps without a yes ({verdict}) for {vote}")
         known = self._after.setdefault((vote, group_rank), after)
         if known != after:
-            raise InvariantBroken("I3", f"{replica_id} has {after} after {vote}, others {known}")
+            raise InvariantError("I3", f"{replica_id} has {after} after {vote}, others {known}")
         self.holds(replica_id, group_rank, after)
         self.num_commits += 1
         newest = self._newest_committed
@@ -933,9 +931,9 @@ class Invariants:
         """Check the reductions that a rank's optimizer has stepped with."""
         known = [(replica_id, group_rank, reduced.key, number) in self._delivered for number in reduced.numbers]
         if (replica_id, group_rank, vote.key, vote.step) in self._without_word:
-            raise InvariantBroken("W1", f"{replica_id} rank {group_rank} commits {vote} without the word of the others")
+            raise InvariantError("W1", f"{replica_id} rank {group_rank} commits {vote} without the word of the others")
         if reduced.key != vote.key or not all(known):
-            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
+            raise InvariantError("I5", f"{replica_id} rank {group_rank} steps on a failed reduction in {vote}")
 
     def has_twin(self, replica_id: str) -> None:
         """Record that two processes run under that id by mistake.
@@ -974,7 +972,7 @@ class Invariants:
         self._without_word.discard((replica_id, group_rank, vote.key, vote.step))
         known = self._words.setdefault((vote.key, vote.step, group_rank), yes)
         if known != yes:
-            raise InvariantBroken("W1", f"the word of {vote} is a {yes} for {replica_id} and a {known} for others")
+            raise InvariantError("W1", f"the word of {vote} is a {yes} for {replica_id} and a {known} for others")
         newest = self._newest_committed
         if replica_id in self._twins:
             return
@@ -984,7 +982,7 @@ class Invariants:
             rounds = self._last_rounds.setdefault(vote.key, set())
             rounds.add(vote.step)
             if len(rounds) > 1:
-                raise InvariantBroken(
+                raise InvariantError(
                     "W2", f"{replica_id} agrees on steps {sorted(rounds)} of {vote.key}, and {newest} has committed"
                 )
 
@@ -994,7 +992,7 @@ class Invariants:
         """Record that a rank starts a sync of that fragment."""
         flight = self._flights.setdefault((host, group_rank), [])
         if (key, fragment) in flight:
-            raise InvariantBroken("F1", f"{host} rank {group_rank} has fragment {fragment} in flight twice in {key}")
+            raise InvariantError("F1", f"{host} rank {group_rank} has fragment {fragment} in flight twice in {key}")
         flight.append((key, fragment))
 
     def quorum_known(self, host: str, group_rank: int, key: QuorumKey) -> None:
@@ -1012,7 +1010,7 @@ class Invariants:
         """Check that a rank commits its oldest sync in flight."""
         flight = self._flights.get((host, group_rank), [])
         if flight[:1] != [(key, fragment)]:
-            raise InvariantBroken(
+            raise InvariantError(
                 "F1", f"{host} rank {group_rank} commits fragment {fragment} of {key}, and in flight are {flight}"
             )
         del flight[0]
@@ -1029,7 +1027,7 @@ class Invariants:
         """Check that a rank loads a fetched state only if all ranks of its group have fetched theirs."""
         verdict = self._verdicts.get((host, staged))
         if verdict is None or not verdict.yes:
-            raise InvariantBroken("P4", f"{host} rank {group_rank} loads a state that not all of its group have")
+            raise InvariantError("P4", f"{host} rank {group_rank} loads a state that not all of its group have")
 
     # --- I5 -------------------------------------------------------------------------------------------------------
 
@@ -1037,7 +1035,7 @@ class Invariants:
         """Check that a rank never changes its vote."""
         votes = self._votes.setdefault((replica_id, vote), {})
         if votes.setdefault(group_rank, yes) != yes:
-            raise InvariantBroken("I5", f"{replica_id} rank {group_rank} changes its vote for {vote}")
+            raise InvariantError("I5", f"{replica_id} rank {group_rank} changes its vote for {vote}")
 
     def left(self, replica_id: str, group_rank: int, held: Held, check: Check | None, *, torn: bool) -> None:
         """Check that all ranks of a group leave after the same step, unless their states are torn.
@@ -1050,12 +1048,12 @@ class Invariants:
         state = (held.step, check.before if check is not None and check.after == held.lineage else held.lineage)
         known = self._left_with.setdefault(replica_id, state)
         if known != state:
-            raise InvariantBroken("L1", f"{replica_id} rank {group_rank} leaves with {state}, others with {known}")
+            raise InvariantError("L1", f"{replica_id} rank {group_rank} leaves with {state}, others with {known}")
 
     def decided(self, replica_id: str, world_size: int, vote: Round, verdict: Verdict) -> None:
         """Check a verdict that a rank is given: yes only if all voted yes, and the same for all."""
         votes = self._votes.get((replica_id, vote), {})
         if verdict.yes and not (len(votes) == world_size and all(votes.values())):
-            raise InvariantBroken("I5", f"{replica_id} gets a yes of votes {votes} for {vote}")
+            raise InvariantError("I5", f"{replica_id} gets a yes of votes {votes} for {vote}")
         if self._verdicts.setdefault((replica_id, vote), verdict) != verdict:
-            raise InvariantBroken("I5", f"{replica_id} gets both verdicts for {vote}")
+            raise InvariantError("I5", f"{replica_id} gets both verdicts for {vote}")

@@ -12,7 +12,7 @@ from tft_coord.core.step import Phase
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
-from tft_sim.invariants import InvariantBroken, Reduced, Round
+from tft_sim.invariants import InvariantError, Reduced, Round
 from tft_sim.waiting import Life, UserError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class Loop:
         trainer = self.trainer
         if told.committed:
             if reduced is None or vote is None or told.plan is None:
-                raise InvariantBroken("I5", f"{trainer.name} commits step {trainer.step}, which was not reduced")
+                raise InvariantError("I5", f"{trainer.name} commits step {trainer.step}, which was not reduced")
             self.commit(told.plan, vote, reduced)
         elif vote is not None:
             self.not_committed(vote, told.plan.step if told.plan is not None else vote.step)

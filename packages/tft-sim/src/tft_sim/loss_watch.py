@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tft_coord.core.types import LossNotice, QuorumKey
-from tft_sim.invariants import InvariantBroken
+from tft_sim.invariants import InvariantError
 from tft_sim.process import State
 from tft_sim.trainer import Trainer
 
@@ -53,7 +53,7 @@ class LossWatch:
         """Check a loss notice to a rank: a lighthouse has decided it, unless it is of the rank's own replica."""
         known = self._left if notice.lives else self._decided
         if notice.replica_id != trainer.replica_id and (notice.key, notice.replica_id) not in known:
-            raise InvariantBroken("P3", f"{trainer.name} is told what no lighthouse has decided: {notice}")
+            raise InvariantError("P3", f"{trainer.name} is told what no lighthouse has decided: {notice}")
 
     def _look_later(self, lighthouse: LighthouseProcess, key: QuorumKey, at_ms: int, until_ms: int) -> None:
         cluster = self._cluster
@@ -78,7 +78,7 @@ class LossWatch:
             return
         for_ms = self._cluster.clock.now_ms - max(at_ms, since_ms, trainer.group_since_ms)
         if for_ms >= REACHED_MS:
-            raise InvariantBroken(
+            raise InvariantError(
                 "P3", f"{trainer.name} is still in quorum {key}, broken and within reach for {for_ms} ms"
             )
 

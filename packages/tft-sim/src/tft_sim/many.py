@@ -16,7 +16,7 @@ from itertools import islice
 
 from tft_sim.marks import Marks
 from tft_sim.scenario import Scenario
-from tft_sim.simulator import Simulation, SimulationConfig, SimulationFailed, simulate
+from tft_sim.simulator import Simulation, SimulationConfig, SimulationError, simulate
 
 HAND = 10  # seeds that a process runs before it reports
 
@@ -29,7 +29,7 @@ def run_many(seeds: range, *, processes: int = 1, config: SimulationConfig | Non
         processes: number of processes, at least 1. With 1, this process runs them.
         config: as in `simulate`.
     Returns: the marks that all of them hit.
-    Raises: SimulationFailed: of the first seed that was seen to fail.
+    Raises: SimulationError: of the first seed that was seen to fail.
     """
     marks = Marks()
     if processes == 1:
@@ -67,7 +67,7 @@ def _run_hand(seeds: range, config: SimulationConfig | None) -> tuple[int | None
     for seed in seeds:
         try:
             marks.add(simulate(seed, config).marks)
-        except SimulationFailed:
+        except SimulationError:
             return seed, marks
     return None, marks
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tft_coord.core.stragglers import PaceKind, StragglerAction, StragglerNews
 from tft_coord.core.types import Quorum
-from tft_sim.invariants import InvariantBroken
+from tft_sim.invariants import InvariantError
 
 if TYPE_CHECKING:
     from tft_sim.cluster import Cluster
@@ -85,7 +85,7 @@ class PaceTruth:
             return
         policy = cluster.config.stragglers
         if policy.action is StragglerAction.OFF:
-            raise InvariantBroken("S1", f"{news.replica_id} is judged, and no policy wants it: {news}")
+            raise InvariantError("S1", f"{news.replica_id} is judged, and no policy wants it: {news}")
         if news.kind in (PaceKind.SLOW, PaceKind.LEFT_OUT):
             self._look_whether_slow(news, quorum)
         if news.kind is PaceKind.LEFT_OUT:
@@ -94,7 +94,7 @@ class PaceTruth:
             since_ms, pause_ms = self._out.pop(news.replica_id, (0, 0))
             early = cluster.clock.now_ms - since_ms < pause_ms
             if early and "too few replicas" not in news.sentence:
-                raise InvariantBroken("S4", f"{news.replica_id} is let back before its pause of {pause_ms} ms is over")
+                raise InvariantError("S4", f"{news.replica_id} is let back before its pause of {pause_ms} ms is over")
 
     def _look_whether_slow(self, news: StragglerNews, quorum: Quorum | None) -> None:
         """Check that the replica's own time exceeds the fastest other member's by the ratio, as the trainers recorded
@@ -104,7 +104,7 @@ class PaceTruth:
         others = [self._fastest_ms(each) for each in members if each != news.replica_id]
         known = [each for each in others if each]
         if known and own_ms < self._cluster.config.stragglers.ratio * min(known):
-            raise InvariantBroken("S1", f"{news.replica_id} is taken for slow with {own_ms} ms, the others {others} ms")
+            raise InvariantError("S1", f"{news.replica_id} is taken for slow with {own_ms} ms, the others {others} ms")
 
     def _slowest_ms(self, replica_id: str) -> int:
         now_ms = self._cluster.clock.now_ms
@@ -120,12 +120,12 @@ class PaceTruth:
         self._out[news.replica_id] = self._cluster.clock.now_ms, news.pause_ms
         out = [name for name in self._out if self._cluster.our_lighthouse.attendance_of(job).lives(name)]
         if 2 * len(out) >= healthy:
-            raise InvariantBroken("S2", f"{out} are left out, {len(out)} of {healthy} healthy replicas")
+            raise InvariantError("S2", f"{out} are left out, {len(out)} of {healthy} healthy replicas")
         if healthy - len(out) < max(1, self._cluster.config.min_replicas):
-            raise InvariantBroken("S2", f"{healthy - len(out)} replicas stay, fewer than min_replicas")
+            raise InvariantError("S2", f"{healthy - len(out)} replicas stay, fewer than min_replicas")
         before_ms = self._pauses.get(news.replica_id, 0)
         if news.pause_ms < before_ms and news.pause_ms > self._cluster.config.stragglers.first_pause_ms:
-            raise InvariantBroken("S4", f"{news.replica_id} is left out for {news.pause_ms} ms after {before_ms} ms")
+            raise InvariantError("S4", f"{news.replica_id} is left out for {news.pause_ms} ms after {before_ms} ms")
         self._pauses[news.replica_id] = news.pause_ms
 
     def formed(self, job: str, quorum: Quorum, previous: Quorum | None) -> None:
@@ -139,7 +139,7 @@ class PaceTruth:
         needed = not any(attendance.lives(name) for name in before if name not in self._out)
         inside = [] if needed else sorted(self._out.keys() & set(quorum.replica_ids))
         if inside:
-            raise InvariantBroken("S3", f"{inside} are left out, and are in quorum {quorum.key} of job {job}")
+            raise InvariantError("S3", f"{inside} are left out, and are in quorum {quorum.key} of job {job}")
 
     def _look_who_is_ahead(self, job: str, quorum: Quorum) -> None:
         """Check that no quorum starts over while a replica that is left out holds the state."""
@@ -148,6 +148,6 @@ class PaceTruth:
         for life in [each for each in self._cluster.lives if each.replica_id in self._out and each.alive]:
             held = min(trainer.step for trainer in life.trainers)
             if attendance.lives(life.replica_id) and held > step:
-                raise InvariantBroken(
+                raise InvariantError(
                     "S5", f"quorum {quorum.key} starts over from step {step}, and {life.replica_id} holds step {held}"
                 )

@@ -15,7 +15,7 @@ from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED
 from tft_coord.core.types import Quorum
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
-from tft_sim.invariants import InvariantBroken
+from tft_sim.invariants import InvariantError
 
 SILENT_MS = 1_000
 UNANSWERED_MS = 500
@@ -110,7 +110,7 @@ class ProbeWatch:
             case effects.Probe():
                 name = self._streams[order.stream]
                 if not self._known[name].answers_probes:
-                    raise InvariantBroken("P5", f"{name} does not know probes, and is sent one")
+                    raise InvariantError("P5", f"{name} does not know probes, and is sent one")
                 self._probed(name, order.number, now_ms)
             case effects.QuorumFormed():
                 self._members[order.job] = frozenset(order.quorum.replica_ids), now_ms
@@ -127,17 +127,15 @@ class ProbeWatch:
                 if order.reason.startswith(LOST_SILENT):
                     self._lost(order.replica_id, now_ms)
                 if order.reason.startswith(LOST_STOPPED) and not self._is_stopped(order.replica_id, STOPPED_MS):
-                    raise InvariantBroken("P5", f"{order.replica_id} is lost by a stop, and runs")
+                    raise InvariantError("P5", f"{order.replica_id} is lost by a stop, and runs")
                 if order.reason.startswith(LOST_SILENT) and self._is_spared(order.job, order.replica_id):
-                    raise InvariantBroken(
-                        "P5", f"{order.replica_id} is lost by silence, and is the last with its state"
-                    )
+                    raise InvariantError("P5", f"{order.replica_id} is lost by silence, and is the last with its state")
                 self._known.pop(order.replica_id, None)
 
     def _probed(self, name: str, number: int, now_ms: int) -> None:
         known = self._known[name]
         if known.probed_ms is not None and now_ms - known.probed_ms < PROBE_EVERY_MS:
-            raise InvariantBroken("P5", f"{name} is probed again after {now_ms - known.probed_ms} ms")
+            raise InvariantError("P5", f"{name} is probed again after {now_ms - known.probed_ms} ms")
         known.probed_ms = known.sent_ms[number] = now_ms
 
     def _answered(
@@ -184,7 +182,7 @@ class ProbeWatch:
                     continue
                 silent_ms = now_ms - suspect.sign_ms
                 if silent_ms >= BOUND_MS and 2 * len(asked) > len(members) - 1 and not self._is_spared(job, name):
-                    raise InvariantBroken(
+                    raise InvariantError(
                         "P5", f"{name} is silent for {silent_ms} ms, most wait for it, and it is not lost"
                     )
 
@@ -194,18 +192,18 @@ class ProbeWatch:
         recent = [late_ms for at_ms, late_ms in suspect.answers_ms[-16:] if now_ms - at_ms < 60_000]
         bound_ms = max(UNANSWERED_MS, 2 * max(recent, default=0))
         if now_ms - max(suspect.sign_ms, self._late_ms) < SILENT_MS or now_ms - oldest_ms < bound_ms:
-            raise InvariantBroken(
+            raise InvariantError(
                 "P5", f"{name} is lost by silence: heard at {suspect.sign_ms} ms, probed at {oldest_ms} ms"
             )
         if not suspect.answers_probes or not suspect.answers_ms or self._flaps(name, now_ms):
-            raise InvariantBroken("P5", f"{name} is lost by silence, and is one to be judged by heartbeat_timeout")
+            raise InvariantError("P5", f"{name} is lost by silence, and is one to be judged by heartbeat_timeout")
         if suspect.job not in self._members:
             return  # the replica has formed no quorum itself, and was told of one
         members, formed_ms = self._members[suspect.job]
         others = [self._known[each] for each in members if each in self._known and each != name]
         waited = sum(1 for each in others if each.sign_ms > oldest_ms and self._waits(each, formed_ms, now_ms))
         if 2 * waited <= len(others):
-            raise InvariantBroken("P5", f"{name} is lost by silence, and only {waited} of {len(others)} others waited")
+            raise InvariantError("P5", f"{name} is lost by silence, and only {waited} of {len(others)} others waited")
 
     @staticmethod
     def _waits(each: _Known, formed_ms: int, now_ms: int) -> bool:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
-from tft_coord.errors import StaleQuorum
-from tft_sim.invariants import InvariantBroken
-from tft_sim.waiting import Life, Lost, Refused, Waiter, error_of
+from tft_coord.errors import StaleQuorumError
+from tft_sim.invariants import InvariantError
+from tft_sim.waiting import Life, Refused, ReplicaLostError, Waiter, error_of
 
 if TYPE_CHECKING:
     from tft_sim.trainer import Trainer
@@ -115,8 +115,8 @@ class Quorum:
                 on.PlanArrived(attempt, answer) if isinstance(answer, Plan) else on.UnchangedArrived(attempt, answer)
             )
             orders = trainer.tell(arrived)
-        except StaleQuorum as stale:
-            raise InvariantBroken("I2", f"{trainer.name} is told that a plan stands, and has none: {stale}") from None
+        except StaleQuorumError as stale:
+            raise InvariantError("I2", f"{trainer.name} is told that a plan stands, and has none: {stale}") from None
         if not isinstance(answer, Plan):
             trainer.mark("a rank was told unchanged")
         for effect in orders:
@@ -155,7 +155,7 @@ class Quorum:
             trainer.note_unreached(group)
             if trainer.group is group:
                 trainer.leave_group()
-            trainer.tell(on.ConfigureFailed(attempt, Lost("a rendezvous failed")))
+            trainer.tell(on.ConfigureFailed(attempt, ReplicaLostError("a rendezvous failed")))
             return
         trainer.num_reductions = 0
         trainer.tell(on.GroupConfigured(attempt, plan.key))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tft_coord.core.step import Stage
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.step.errors import HealingFailed
+from tft_coord.core.step.errors import HealingError
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, Unreached, Via
 from tft_sim.invariants import Held, Round
 from tft_sim.waiting import Life, Refused, Waiter
@@ -25,7 +25,7 @@ HEAL_CHUNKS = 4
 SOURCE_SILENT_MS = 1_000  # then another source is asked
 
 
-class LoadFailed(Exception):
+class StateLoadError(Exception):
     """An error raised by the user's function that loads a state."""
 
 
@@ -162,7 +162,7 @@ class Recovery:
             case do.MatchState():
                 trainer.mark("a healing needed the rank's own state")
                 raises = trainer.outside.take_raises(trainer)
-                return on.StageEnded(Stage.MATCH, HealingFailed("its own state can't be taken") if raises else None)
+                return on.StageEnded(Stage.MATCH, HealingError("its own state can't be taken") if raises else None)
             case do.ExplainDivergence(plan, stops):
                 trainer.mark("a state that went astray was found")
                 trainer.note(f"finds that its state is not that of {plan.sources[0].replica_id}")
@@ -192,7 +192,7 @@ class Recovery:
         assert self._fetching is not None
         self._fetched = yield self._fetching
         if self._fetched is None:
-            return on.StageEnded(Stage.FETCH, HealingFailed("no source has served the state"))
+            return on.StageEnded(Stage.FETCH, HealingError("no source has served the state"))
         needs_own = (self._fetched.key.nonce + trainer.rank) % 2 == 1
         return on.StageEnded(Stage.FETCH, None, self._fetched.own, needs_own)
 
@@ -206,7 +206,7 @@ class Recovery:
         if sentence:
             self.failed_loads += 1
             trainer.weights = f"torn/{trainer.name}"
-            return on.StageEnded(Stage.LOAD, LoadFailed(sentence), again=sentence)
+            return on.StageEnded(Stage.LOAD, StateLoadError(sentence), again=sentence)
         trainer.weights = fetched.held.weights
         return on.StageEnded(Stage.LOAD)
 

@@ -64,7 +64,7 @@ def parse(text: str) -> list[Block]:
 def play(text: str) -> str:
     """Run a transcript's commands, and return the transcript with the real output.
 
-    Raises: ScenarioError: a command is unknown. InvariantBroken: an event violates the protocol.
+    Raises: ScenarioError: a command is unknown. InvariantError: an event violates the protocol.
     """
     scenario = Scenario()
     parts = []

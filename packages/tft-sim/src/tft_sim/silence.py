@@ -8,7 +8,7 @@ from __future__ import annotations
 from tft_coord.core import effects, events
 from tft_coord.core.types import Refusal
 from tft_coord.timeouts import Timeouts
-from tft_sim.invariants import InvariantBroken
+from tft_sim.invariants import InvariantError
 
 FLAPS_MOST = 3
 SICK_STREAMS_LEAST = 4
@@ -78,11 +78,11 @@ class Silence:
         for name in sorted(self._watched):
             since_ms = max(self._sign_ms[name], self._away_until_ms, self._sick_ms)
             if now_ms - since_ms >= self._timeouts.heartbeat_timeout_ms + slack_ms:
-                raise InvariantBroken("P1", f"{name} is silent since {since_ms} ms, and not lost")
+                raise InvariantError("P1", f"{name} is silent since {since_ms} ms, and not lost")
             closed_ms = self._closed_ms.get(name, now_ms)
             excused = max(self._away_until_ms, self._sick_ms) >= closed_ms or self._flaps(name, now_ms) >= FLAPS_MOST
             if not excused and now_ms - closed_ms >= grace_ms + slack_ms:
-                raise InvariantBroken("P1", f"the stream of {name} is gone since {closed_ms} ms, and it is not lost")
+                raise InvariantError("P1", f"the stream of {name} is gone since {closed_ms} ms, and it is not lost")
 
     def looks(self, now_ms: int) -> None:
         """Record the time before a tick."""
@@ -101,12 +101,12 @@ class Silence:
         self._watched.discard(name)
         sign_ms = max(self._sign_ms.get(name, 0), self._away_until_ms)
         if order.reason.startswith("silent") and now_ms - sign_ms < self._timeouts.heartbeat_timeout_ms:
-            raise InvariantBroken("P1", f"{name} is lost by its silence since {sign_ms} ms")
+            raise InvariantError("P1", f"{name} is lost by its silence since {sign_ms} ms")
         closed_ms = self._closed_ms.pop(name, now_ms)
         if not order.reason.startswith("its stream broke"):
             return
         if closed_ms < self._away_until_ms or now_ms - closed_ms < self._timeouts.reconnect_grace_ms:
-            raise InvariantBroken("P1", f"{name} is lost by its stream, which is gone since {closed_ms} ms")
+            raise InvariantError("P1", f"{name} is lost by its stream, which is gone since {closed_ms} ms")
         if self._flaps(name, now_ms) >= FLAPS_MOST:
-            raise InvariantBroken("P1", f"{name} is lost by its stream once more, after {self._broke_ms[name]}")
+            raise InvariantError("P1", f"{name} is lost by its stream once more, after {self._broke_ms[name]}")
         self._broke_ms.setdefault(name, []).append(now_ms)

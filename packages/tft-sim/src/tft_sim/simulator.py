@@ -19,7 +19,7 @@ from functools import partial
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.timeouts import Timeouts
 from tft_sim.cluster import Chance, Cluster, ClusterConfig, Replica
-from tft_sim.invariants import InvariantBroken
+from tft_sim.invariants import InvariantError
 from tft_sim.lighthouse_process import JOB
 from tft_sim.link_faults import LinkFaults
 from tft_sim.marks import Marks
@@ -115,7 +115,7 @@ STRANGER = "stranger"  # name of a replica that was started with other settings 
 TORCHFT = "torchft"  # name of a torchft group
 
 
-class SimulationFailed(AssertionError):
+class SimulationError(AssertionError):
     """A failed seed. The message shows how to repeat the run, and the last events."""
 
     def __init__(self, seed: int, cause: Exception, log: list[str], with_what: str = "") -> None:
@@ -150,14 +150,14 @@ def simulate(
         config: length, size and severity.
         on_line: called with every line of the trace.
     Returns: the report of the run.
-    Raises: SimulationFailed: an invariant broke, a core or the model raised, or a process ran in a livelock.
+    Raises: SimulationError: an invariant broke, a core or the model raised, or a process ran in a livelock.
     """
     simulation = Simulation(seed, config or SimulationConfig(), on_line=on_line)
     try:
         return simulation.run()
     except Exception as error:  # the message must name the seed, whatever the error is
         with_what = " --stragglers" if config == STRAGGLERS else " --standing" if config == STANDING else ""
-        raise SimulationFailed(seed, error, list(simulation.cluster.log), with_what) from error
+        raise SimulationError(seed, error, list(simulation.cluster.log), with_what) from error
 
 
 class Simulation:
@@ -386,10 +386,10 @@ class Simulation:
             clock.run_until(calm_ms + bound_ms, lambda: all_commit() or not self._somebody_leaves())
         over_ms = clock.now_ms
         if not all_commit() and not clock.run_until(over_ms + bound_ms, all_commit):
-            raise InvariantBroken("I6", f"no step within {bound_ms} ms after the last fault; {self._why()}")
+            raise InvariantError("I6", f"no step within {bound_ms} ms after the last fault; {self._why()}")
         to_commit_ms = clock.now_ms - calm_ms
         if not clock.run_until(over_ms + 2 * bound_ms + pause_ms, self._whole):
-            raise InvariantBroken(
+            raise InvariantError(
                 "R3" if pause_ms else "I6",
                 f"not all replicas train together {2 * bound_ms + pause_ms} ms after the last fault; {self._why()}",
             )
@@ -402,7 +402,7 @@ class Simulation:
         before = watched.num_commits
         if not clock.run_until(clock.now_ms + bound_ms, lambda: watched.num_commits > before):
             bad = sorted(f"{one}-{other} {via.value}" for one, other, via in self.cluster.links.bad)
-            raise InvariantBroken("R1", f"no step within {bound_ms} ms while {', '.join(bad)} are bad; {self._why()}")
+            raise InvariantError("R1", f"no step within {bound_ms} ms while {', '.join(bad)} are bad; {self._why()}")
 
     def _somebody_leaves(self) -> bool:
         """Return whether a replica that was told to leave is still there."""

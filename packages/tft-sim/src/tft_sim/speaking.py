@@ -13,7 +13,7 @@ from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
 from tft_sim.group import Group
 from tft_sim.invariants import Round
-from tft_sim.waiting import Life, Lost, Waiter
+from tft_sim.waiting import Life, ReplicaLostError, Waiter
 
 if TYPE_CHECKING:
     from tft_sim.trainer import Trainer
@@ -92,7 +92,7 @@ class Speaking:
             if trainer.outside.invariants.was_committed(vote, trainer.rank):
                 trainer.mark("the word of a round came to some members alone")
             trainer.note("sees the word of its round fail")
-            return on.WordEnded(attempt, None, Lost("the word of the round did not complete"))
+            return on.WordEnded(attempt, None, ReplicaLostError("the word of the round did not complete"))
         if plan.lease_ms:
             asks, leaves = total[1], total[2]
             if 0 < asks < plan.replica_world_size:

@@ -15,7 +15,7 @@ from typing import final
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
-from tft_sim.invariants import InvariantBroken, Reduced, Round
+from tft_sim.invariants import InvariantError, Reduced, Round
 from tft_sim.loops import NUM_BUCKETS, Loop
 from tft_sim.trainer import Trainer
 from tft_sim.waiting import Life, Waiter
@@ -159,7 +159,7 @@ class SyncLoop(Loop):
         if plan.heal and aside and not any(each.error for each in aside):
             trainer.mark("one healed with syncs in flight")
             if plan.step != trainer.step:
-                raise InvariantBroken("F1", f"{trainer.name} heals from {trainer.step} to {plan.step} in {plan.key}")
+                raise InvariantError("F1", f"{trainer.name} heals from {trainer.step} to {plan.step} in {plan.key}")
 
     def _start_reductions(self, sync: Sync, plan: Plan) -> None:
         """Start all reductions of a sync at once."""
@@ -194,7 +194,7 @@ class SyncLoop(Loop):
         if concluded.committed and plan is not None:
             results = [result.value for result in sync.results]
             if None in results:
-                raise InvariantBroken("I5", f"{trainer.name} commits fragment {sync.fragment}, which was not reduced")
+                raise InvariantError("I5", f"{trainer.name} commits fragment {sync.fragment}, which was not reduced")
             numbers = tuple(number for result in results for number in result.numbers)
             gradients = tuple(gradient for result in results for gradient in result.gradients)
             reduced = Reduced(plan.key, trainer.rank, numbers, gradients)

@@ -20,7 +20,7 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.stragglers import PaceKind, StragglerNews
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews, Unreached, Verdict, Via
-from tft_coord.errors import GroupLost
+from tft_coord.errors import ReplicaGroupLostError
 from tft_sim.ending import Ending
 from tft_sim.group import Group
 from tft_sim.invariants import Contribution, Held, Reduced, Round
@@ -28,7 +28,7 @@ from tft_sim.place import Place
 from tft_sim.quorum import Quorum
 from tft_sim.recovery import Recovery
 from tft_sim.speaking import Speaking
-from tft_sim.waiting import Life, Lost, Refused, UserError, Waiter, answer_of
+from tft_sim.waiting import Life, Refused, ReplicaLostError, UserError, Waiter, answer_of
 
 if TYPE_CHECKING:
     from tft_sim.surroundings import Outside
@@ -361,7 +361,7 @@ class Trainer(Place):
     def group_lost(self, message: str) -> None:
         """Handle the news that a rank of this group is lost."""
         self.mark("a rank heard that its group is lost")
-        self.tell(on.GroupWasLost(GroupLost(message)))
+        self.tell(on.GroupWasLost(ReplicaGroupLostError(message)))
 
     def told_of_its_pace(self, news: StragglerNews) -> None:
         """Handle the lighthouse's news of this replica's pace. A new share of the batch holds from the next step on."""
@@ -460,7 +460,7 @@ class Trainer(Place):
     def _reduce(self, order: do.Reduce, part: str, gradient: str) -> Life:
         group, given = self.group, gradient if order.gives else None
         if group is None:
-            self.tell(on.ErrorReported(Lost("the process group was aborted"), order.name))
+            self.tell(on.ErrorReported(ReplicaLostError("the process group was aborted"), order.name))
             return None
         self.num_reductions += 1
         number = self.num_reductions
@@ -475,7 +475,7 @@ class Trainer(Place):
             self.note_unreached(group)
             if self.group is group:
                 self.leave_group()
-            self.tell(on.ErrorReported(Lost("a reduction failed"), order.name))
+            self.tell(on.ErrorReported(ReplicaLostError("a reduction failed"), order.name))
         return result
 
     def _reduce_alone(self, key: QuorumKey | None, gradient: str) -> Life:
@@ -515,7 +515,7 @@ class Trainer(Place):
                     case do.Raise(error):
                         yield from self.raises(error)
                     case do.SynchronizeDevice():
-                        failed = Lost("the process group failed") if self.group is None else None
+                        failed = ReplicaLostError("the process group failed") if self.group is None else None
                         asks = on.DeviceSynchronized(number, failed)
                     case do.SendWord():
                         asks = yield from end.speak(order)
@@ -544,7 +544,8 @@ class Trainer(Place):
                 if not result.done:
                     self.phase = "reduction"
                     yield result
-            for order in self.tell(on.WordAsked(Lost("the process group failed") if self.group is None else None)):
+            failed = ReplicaLostError("the process group failed") if self.group is None else None
+            for order in self.tell(on.WordAsked(failed)):
                 assert isinstance(order, do.SendWord)
                 self.speaking.send(order)
         yield from self.recovery.exchange()

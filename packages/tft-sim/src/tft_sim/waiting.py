@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from tft_coord.core.step.errors import StateUnavailable
+from tft_coord.core.step.errors import UserStateError
 from tft_coord.core.types import Refusal
-from tft_coord.errors import DeadlinePassed, GroupLost, ProtocolError, StaleQuorum
-from tft_coord.errors import Refused as RefusedByName
+from tft_coord.errors import ProtocolError, ReplicaGroupLostError, RequestTimeoutError, StaleQuorumError
+from tft_coord.errors import RefusedError as RefusedByName
 
 
 class Waiter:
@@ -57,7 +57,7 @@ class UserError(Exception):
     """An error of the user's own code."""
 
 
-class Lost(Exception):
+class ReplicaLostError(Exception):
     """A failure in a process group."""
 
 
@@ -65,11 +65,11 @@ def error_of(answer: Refused) -> Exception:
     """Return the error that a client raises for that answer."""
     match answer.code:
         case "deadline" | "unreachable":
-            return DeadlinePassed(answer.message)
+            return RequestTimeoutError(answer.message)
         case "group_lost":
-            return GroupLost(answer.message)
+            return ReplicaGroupLostError(answer.message)
         case Refusal.STALE.value:
-            return StaleQuorum(answer.message)
+            return StaleQuorumError(answer.message)
         case Refusal.MALFORMED.value:
             return ProtocolError(answer.message)
         case _:
@@ -82,11 +82,11 @@ def answer_of(error: Exception) -> Refused:
     match error:
         case RefusedByName():
             return Refused(error.code, message, fatal=True)
-        case GroupLost():
+        case ReplicaGroupLostError():
             return Refused("group_lost", message, fatal=True)
         case ProtocolError():
             return Refused(Refusal.MALFORMED.value, message, fatal=True)
-        case StateUnavailable():
+        case UserStateError():
             return Refused("unloadable", message, fatal=True)
         case _:
             raise error

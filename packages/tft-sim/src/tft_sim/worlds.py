@@ -31,7 +31,7 @@ from tft_coord.core.types import (
 )
 from tft_coord.testing import frozen
 from tft_coord.timeouts import Timeouts
-from tft_sim.invariants import Attendance, Attendances, InvariantBroken, Invariants
+from tft_sim.invariants import Attendance, Attendances, InvariantError, Invariants
 
 JOB = "job"
 TIMEOUTS = Timeouts(
@@ -226,7 +226,7 @@ class LighthouseWorld:
                 return
         newest = self._core.quorum(JOB)
         shown = newest.replica_ids if newest is not None else "none"
-        raise InvariantBroken("I6", f"{names} live, and the quorum is {shown}: {self._core.waiting_for(JOB)}")
+        raise InvariantError("I6", f"{names} live, and the quorum is {shown}: {self._core.waiting_for(JOB)}")
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -361,7 +361,7 @@ class LighthouseWorld:
             return
         self._lost_by_hang_ms = self._now_ms
         if not self._replicas[order.replica_id].told_busy:
-            raise InvariantBroken("H1", f"{order.replica_id} is lost by a hang, and does not")
+            raise InvariantError("H1", f"{order.replica_id} is lost by a hang, and does not")
 
     def _hear(self, order: Any) -> None:
         replica = next((each for each in self._replicas.values() if each.stream == order.stream), None)
@@ -388,7 +388,7 @@ class LighthouseWorld:
             case effects.RefuseSession():
                 replica.refused = order.refusal is Refusal.DEAD
                 if not replica.dead and not replica.refused:
-                    raise InvariantBroken("I9", f"{replica.name} lives and is refused: {order.message}")
+                    raise InvariantError("I9", f"{replica.name} lives and is refused: {order.message}")
                 self._close(replica)
             case effects.RefuseRequest():
                 if order.request == replica.request:
@@ -404,7 +404,7 @@ class LighthouseWorld:
             case effects.AnswerUnchanged():
                 if order.request == replica.request:
                     if replica.quorum is None or replica.quorum.key != order.key:
-                        raise InvariantBroken("I2", f"{replica.name} is told that {order.key} stands, and lacks it")
+                        raise InvariantError("I2", f"{replica.name} is told that {order.key} stands, and lacks it")
                     self._commit(replica, Quorum(order.key, tuple(self._as_own(replica, replica.quorum))))
 
     def _as_own(self, replica: _Replica, quorum: Quorum) -> list[Member]:
@@ -440,7 +440,7 @@ class LighthouseWorld:
             for replica in self._replicas.values():
                 reached = replica.welcomed and not replica.deaf and not replica.dead and replica.name != who
                 if reached and replica.held == key and not any(key == broken for broken, _ in replica.notices):
-                    raise InvariantBroken("P3", f"{replica.name} holds {key}, which {who} has left, and was not told")
+                    raise InvariantError("P3", f"{replica.name} holds {key}, which {who} has left, and was not told")
 
     def _look_anew_who_hangs(self) -> None:
         """Restart the hang times: a replica came, or there is a new quorum, so no replica is the spared last holder
@@ -457,7 +457,7 @@ class LighthouseWorld:
             return
         since_ms = max(replica.hung_ms, self._lost_by_hang_ms + TIMEOUTS.heartbeat_timeout_ms)
         if self._now_ms - since_ms >= 2 * TIMEOUTS.quorum_tick_ms:  # a beat has reported it, and a tick has come since
-            raise InvariantBroken("H2", f"{replica.name} hangs since {since_ms} ms, within reach, and is not lost")
+            raise InvariantError("H2", f"{replica.name} hangs since {since_ms} ms, within reach, and is not lost")
 
 
 # --- the group --------------------------------------------------------------------------------------------------------
@@ -574,10 +574,10 @@ class GroupWorld:
         self._perform(self._core.tick(self._now_ms))
         waiting = [what for _, what, _ in self._open.values()]
         if waiting:
-            raise InvariantBroken("I5", f"calls are never answered: {waiting}")
+            raise InvariantError("I5", f"calls are never answered: {waiting}")
         due_ms = self._core.next_deadline_ms()
         if due_ms is not None:
-            raise InvariantBroken("I5", f"nobody waits, and there is a deadline at {due_ms}, now {self._now_ms}")
+            raise InvariantError("I5", f"nobody waits, and there is a deadline at {due_ms}, now {self._now_ms}")
 
     def _give(self, event: events.GroupEvent) -> None:
         self._perform(self._core.handle(event, self._now_ms))
@@ -588,7 +588,7 @@ class GroupWorld:
                 case effects.AskLighthouse():
                     asking = {rank for rank, what, _ in self._open.values() if what == "quorum"}
                     if asking != {0, 1} or self._core.lost is not None:
-                        raise InvariantBroken("I2", f"the group asks, and of its ranks {asking} do")
+                        raise InvariantError("I2", f"the group asks, and of its ranks {asking} do")
                     self._request = order.request
                 case effects.WithdrawFromLighthouse():
                     self._request = None
@@ -606,12 +606,12 @@ class GroupWorld:
         """Check that a call is answered once, to its own rank, unless it was withdrawn. Returns: its quorum."""
         whose, _, key = self._open.pop(call, (None, "", None))
         if whose != rank:
-            raise InvariantBroken("I5", f"call {call} of {whose} is answered to rank {rank}")
+            raise InvariantError("I5", f"call {call} of {whose} is answered to rank {rank}")
         return key
 
     def _decided(self, key: QuorumKey | None, verdict: bool) -> None:
         votes = self._votes.get(key, {})
         if verdict and not (len(votes) == 2 and all(votes.values())):
-            raise InvariantBroken("I5", f"a yes of votes {votes} in {key}")
+            raise InvariantError("I5", f"a yes of votes {votes} in {key}")
         if self._verdicts.setdefault(key, verdict) != verdict:
-            raise InvariantBroken("I5", f"both verdicts in {key}")
+            raise InvariantError("I5", f"both verdicts in {key}")

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from tft_coord import CoordinationError, LighthouseClient
-from tft_coord.errors import SettingError as CoordinationSettingError
+from tft_coord.errors import ConfigError as CoordinationConfigError
 from tft_coord.security import read_token
 from tft_coord.transport.address import targets
-from tft_suite.errors import SettingError
+from tft_suite.errors import ConfigError
 
 LIGHTHOUSE = ("TFT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
 JOB = "TFT_JOB_ID"
@@ -38,19 +38,19 @@ def drain(
     The job may be at any lighthouse of the list. The first lighthouse that knows the replica takes the request.
 
     Returns: a sentence that confirms the request.
-    Raises: SettingError: no lighthouse is known, or all refused.
+    Raises: ConfigError: no lighthouse is known, or all refused.
     """
     if not replica.strip() or not replica.isprintable():
-        raise SettingError(f"{replica!r} names no replica; give the id of one, or the name in it")
+        raise ConfigError(f"{replica!r} names no replica; give the id of one, or the name in it")
     said = lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
     if not said:
-        raise SettingError(f"no lighthouse is known; give --lighthouse, or set {LIGHTHOUSE[0]}")
+        raise ConfigError(f"no lighthouse is known; give --lighthouse, or set {LIGHTHOUSE[0]}")
     job = job or environ.get(JOB) or DEFAULT_JOB
     refused: list[str] = []
     try:
         addresses, token = targets(said), read_token(environ)
-    except CoordinationSettingError as error:
-        raise SettingError(f"{replica} was not asked to leave: {error}") from error
+    except CoordinationConfigError as error:
+        raise ConfigError(f"{replica} was not asked to leave: {error}") from error
     for address in addresses:
         try:
             with LighthouseClient(address, timeout, token=token, waits=False) as client:
@@ -59,4 +59,4 @@ def drain(
             refused.append(in_our_words(error))
         else:
             return f"{replica} of job {job} was asked to leave; it does after its running step"
-    raise SettingError(f"{replica} was not asked to leave: {'; '.join(refused)}")
+    raise ConfigError(f"{replica} was not asked to leave: {'; '.join(refused)}")

@@ -9,17 +9,17 @@ from typing import final
 
 
 class SuiteError(Exception):
-    """The base class of this package's errors."""
+    """Base of every error of the `tft` command."""
 
 
 @final
-class SettingError(SuiteError, ValueError):
-    """A setting is wrong. Correct it. Nothing has started."""
+class ConfigError(SuiteError, ValueError):
+    """A setting of the command is wrong, and nothing has started. Next: correct it."""
 
 
 @final
 class MissingExtraError(SuiteError, ImportError):
-    """A command needs packages of an extra that is not installed. Install the extra."""
+    """A command needs an extra that is not installed. Next: install it with the printed line."""
 
     def __init__(self, command: str, *, extra: str, missing: tuple[str, ...]) -> None:
         self.command = command
@@ -30,4 +30,4 @@ class MissingExtraError(SuiteError, ImportError):
 
 @final
 class MessageError(SuiteError):
-    """A message between supervisor and replica is invalid in this version, and was refused."""
+    """A message between the demo's supervisor and a replica is invalid. Next: start both from one version."""

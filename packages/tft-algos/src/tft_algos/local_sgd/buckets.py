@@ -15,7 +15,7 @@ from typing import Final, TypeAlias, final
 
 import torch
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 
 Place: TypeAlias = tuple[torch.dtype, torch.device, bool]  # the last element: page-locked
 
@@ -34,18 +34,18 @@ def bucket_bytes(use_bucketization: bool | None, bucket_cap_mb: float | None, en
         bucket_cap_mb: MiB for each bucket. None: 1024.
         environ: `os.environ`, or another mapping.
     Returns: bytes for each reduction. None: one reduction for each tensor.
-    Raises: SettingError: a value is invalid.
+    Raises: ConfigError: a value is invalid.
     """
     cap = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < 2**33:
-        raise SettingError(f"bucket_cap_mb is {bucket_cap_mb!r}; give MiB a bucket, above zero")
+        raise ConfigError(f"bucket_cap_mb is {bucket_cap_mb!r}; give MiB a bucket, above zero")
     uses = use_bucketization
     if uses is None:
         name = next((name for name in _VARIABLES if environ.get(name)), None)
         text = environ[name] if name is not None else "false"
         uses = _WORDS.get(text.lower())
         if uses is None:
-            raise SettingError(f"{name} is {text[:64]!r}; give True or False")
+            raise ConfigError(f"{name} is {text[:64]!r}; give True or False")
     return max(int(cap * MIB), 1) if uses else None
 
 

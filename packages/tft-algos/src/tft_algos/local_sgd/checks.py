@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.local_sgd.fragment import Fragment
 from tft_algos.manager import Manager
 from tft_algos.optim import Optimizer
@@ -24,26 +24,26 @@ def trained_by(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def check_manager(manager: object) -> None:
     """Check that `manager` is a Manager.
 
-    Raises: SettingError: `manager` is something else.
+    Raises: ConfigError: `manager` is something else.
     """
     if not isinstance(manager, Manager):
-        raise SettingError(f"manager is a {type(manager).__name__}; give a Manager")
+        raise ConfigError(f"manager is a {type(manager).__name__}; give a Manager")
 
 
 def check_flags(**flags: object) -> None:
     """Check that each flag is True or False. A text would always count as true.
 
-    Raises: SettingError: a flag is something else.
+    Raises: ConfigError: a flag is something else.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise SettingError(f"{name} is {value!r}; give True or False")
+            raise ConfigError(f"{name} is {value!r}; give True or False")
 
 
 def check_device(backup_device: torch.device | str | int | None) -> torch.device | None:
     """Return the backup device, checked; None if none is given.
 
-    Raises: SettingError: the device does not exist, or can't store tensors.
+    Raises: ConfigError: the device does not exist, or can't store tensors.
     """
     if backup_device is None:
         return None
@@ -51,9 +51,9 @@ def check_device(backup_device: torch.device | str | int | None) -> torch.device
         device = torch.device(backup_device)
         torch.empty(0, device=device)  # the name of a device does not say whether the device exists
     except Exception as error:  # torch has a different exception for each reason
-        raise SettingError(f"backup_device is {backup_device!r}; give a device of this process, as 'cpu'") from error
+        raise ConfigError(f"backup_device is {backup_device!r}; give a device of this process, as 'cpu'") from error
     if device.type == "meta":
-        raise SettingError("backup_device is meta, where nothing is kept; give 'cpu', or leave it out")
+        raise ConfigError("backup_device is meta, where nothing is kept; give 'cpu', or leave it out")
     return device
 
 
@@ -62,19 +62,19 @@ def check_inner_optimizer(
 ) -> None:
     """Check the inner optimizer against the Manager and the synchronized parameters.
 
-    Raises: SettingError: its steps would be steps of the same Manager, or it trains a parameter that is not
+    Raises: ConfigError: its steps would be steps of the same Manager, or it trains a parameter that is not
         synchronized.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise SettingError(f"the inner optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+        raise ConfigError(f"the inner optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if isinstance(optimizer, Optimizer) and optimizer.manager is manager:
-        raise SettingError(
+        raise ConfigError(
             "the inner optimizer is an Optimizer on the same Manager, so each of its steps would be voted on as a sync "
             "is; give the optimizer that it wraps, or wrap it with another Manager"
         )
     known = {parameter for fragment in fragments for parameter in fragment.values()}
     if strangers := _num_strangers(optimizer, known):
-        raise SettingError(
+        raise ConfigError(
             f"the inner optimizer trains {strangers} parameters that are in none of the synchronized modules, so "
             "replicas would drift apart in them; give all modules that it trains"
         )
@@ -89,7 +89,7 @@ def check_still_synchronized(
 ) -> None:
     """Check, at the start of a sync, that parameters and optimizer are unchanged since the fragments were made.
 
-    Raises: SettingError: since then, a parameter was given to the inner optimizer, unfrozen, or converted.
+    Raises: ConfigError: since then, a parameter was given to the inner optimizer, unfrozen, or converted.
     """
     for fragment in fragments:
         fragment.check_parameters()
@@ -97,13 +97,13 @@ def check_still_synchronized(
     for module in modules:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in synchronized:
-                raise SettingError(
+                raise ConfigError(
                     f"{name} is trained, and was frozen or not there when this strategy was made, so it is not "
                     "synchronized; unfreeze all that will be trained before, or go on with a new Manager and strategy"
                 )
     known = {parameter for module in modules for parameter in module.parameters()}
     if strangers := _num_strangers(optimizer, known):
-        raise SettingError(
+        raise ConfigError(
             f"the inner optimizer was given {strangers} parameters that are in none of the synchronized modules, so "
             "replicas would drift apart in them; go on with a new Manager and strategy that know them"
         )
@@ -114,7 +114,7 @@ def check_outer_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Return the outer optimizers: one for all fragments, or one for each.
 
-    Raises: SettingError: the number of optimizers is neither 1 nor the number of fragments; one of them is the inner
+    Raises: ConfigError: the number of optimizers is neither 1 nor the number of fragments; one of them is the inner
         optimizer; or one lacks a parameter that it has to update.
     """
     if isinstance(given, torch.optim.Optimizer):
@@ -122,36 +122,36 @@ def check_outer_optimizers(
     elif isinstance(given, Iterable) and not isinstance(given, str):
         optimizers = list(given)
     else:
-        raise SettingError(
+        raise ConfigError(
             f"outer_optimizer is {given!r}; give a torch optimizer for all fragments, or a list with one for each"
         )
     if len(optimizers) not in (1, len(fragments)):
-        raise SettingError(
+        raise ConfigError(
             f"there are {len(optimizers)} outer optimizers and {len(fragments)} fragments; give one for all, or one "
             "for each"
         )
     for index, fragment in enumerate(fragments):
         optimizer = optimizers[index if len(optimizers) > 1 else 0]
         if isinstance(optimizer, Optimizer) or not isinstance(optimizer, torch.optim.Optimizer):
-            raise SettingError(
+            raise ConfigError(
                 f"an outer optimizer is a {type(optimizer).__module__}.{type(optimizer).__qualname__}; give a torch "
                 "optimizer, whose steps this strategy commits"
             )
         if optimizer in (inner, inner.optim if isinstance(inner, Optimizer) else None):
-            raise SettingError(
+            raise ConfigError(
                 "an outer optimizer is the inner one, whose steps would be those of both; make another, as "
                 "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)"
             )
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
-            raise SettingError(
+            raise ConfigError(
                 f"an outer optimizer is a {type(optimizer).__name__}, which computes the loss again in its step; give "
                 "one that steps by gradients alone"
             )
         known = set(trained_by(optimizer))
         lacking = [name for name, one in fragment.items() if one.requires_grad and one not in known]
         if lacking:
-            raise SettingError(
+            raise ConfigError(
                 f"the outer optimizer of fragment {index} lacks {len(lacking)} of its parameters, such as "
                 f"{lacking[0]}, which would never learn; give it all that the fragment trains"
             )

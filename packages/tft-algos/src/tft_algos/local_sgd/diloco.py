@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 
-from tft_algos.errors import StateUnavailable, Unsupported
+from tft_algos.errors import UnsupportedFeatureError, UserStateError
 from tft_algos.local_sgd.checks import check_inner_optimizer, check_manager, check_outer_optimizers, trained_by
 from tft_algos.local_sgd.fragment import parameters_of
 from tft_algos.local_sgd.outer_loop import OuterLoop, check_modules
@@ -78,7 +78,7 @@ class DiLoCo:
         fragment_update_alpha: the share of the live parameters that stays at the end of a sync. 0: they become the
             global weights. 1: they stay unchanged.
         copy_pseudogradients_to_cpu: reduce on the CPU.
-    Raises: SettingError: an argument is invalid. Unsupported: should_quantize.
+    Raises: ConfigError: an argument is invalid. UnsupportedFeatureError: should_quantize.
     Source: arXiv 2311.08105, arXiv 2501.18512.
     """
 
@@ -101,7 +101,7 @@ class DiLoCo:
     ) -> None:
         check_manager(manager)
         if should_quantize:
-            raise Unsupported(
+            raise UnsupportedFeatureError(
                 "quantized reductions do not exist here, and nothing is sent unquantized in their place; leave "
                 "should_quantize out"
             )
@@ -134,7 +134,7 @@ class DiLoCo:
         Every replica loads the same state. A load on one replica only makes it differ until `check_state_every` finds
         that. Syncs in flight fail, because they began from other weights.
 
-        Raises: StateUnavailable: the state belongs to another model, or to other fragments of it. Nothing has changed
+        Raises: UserStateError: the state belongs to another model, or to other fragments of it. Nothing has changed
             then.
         """
         self._loop.load_state_dict(state_dict)
@@ -200,7 +200,7 @@ class OuterOptimizerStep(OuterUpdate):
 
     def check_state(self, index: int, state: Mapping[str, Any]) -> None:
         if ("outer_optimizer" in state) != (index < len(self._optimizers)):
-            raise StateUnavailable(
+            raise UserStateError(
                 "the state has an outer optimizer for each fragment where here is one for all, or the other way "
                 "round; give as many on every replica"
             )
@@ -215,7 +215,7 @@ class OuterOptimizerStep(OuterUpdate):
 def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
     """Check that a state fits an outer optimizer.
 
-    Raises: StateUnavailable: `state` is not an optimizer state, or belongs to other parameters.
+    Raises: UserStateError: `state` is not an optimizer state, or belongs to other parameters.
     """
     state = state if isinstance(state, Mapping) else {}
     groups, kept = state.get("param_groups"), state.get("state")
@@ -224,7 +224,7 @@ def _check_outer_state(optimizer: torch.optim.Optimizer, state: object) -> None:
         found = [len(group["params"]) if isinstance(group.get("params"), Sequence) else None for group in groups]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if found != here:
-        raise StateUnavailable(
+        raise UserStateError(
             f"the state of an outer optimizer is not that of a {type(optimizer).__name__} whose groups have {here} "
             "parameters; use the same outer optimizer on every replica"
         )

@@ -17,7 +17,7 @@ from typing import final
 import torch
 
 from tft_algos.dtensors import is_dtensor, made_of
-from tft_algos.errors import SettingError, StateUnavailable
+from tft_algos.errors import ConfigError, UserStateError
 from tft_algos.local_sgd.buckets import FlatBuffers, Room
 from tft_algos.local_sgd.island import Island
 from tft_algos.manager.fingerprint import uncompiled
@@ -65,7 +65,7 @@ class Fragment:
         keeps_local: have memory for a copy of the live parameters, see `keep_local`.
         rooms: memory of the buffers that only a sync in flight uses. None: the fragment's own.
         island: the island whose rank 0 reduces for all its ranks. None: each rank reduces its own part.
-    Raises: SettingError: there is nothing to synchronize, or a parameter has no memory yet.
+    Raises: ConfigError: there is nothing to synchronize, or a parameter has no memory yet.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Fragment:
     ) -> None:
         for name, parameter in parameters.items():
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter) or parameter.is_meta:
-                raise SettingError(f"{name} of {what} has no memory yet; initialize the model first")
+                raise ConfigError(f"{name} of {what} has no memory yet; initialize the model first")
         self._names = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
         self.parameters = [parameters[name] for name in self._names]
         if not self.parameters:
-            raise SettingError(f"{what} has no parameters of its own that are trained; leave it out")
+            raise ConfigError(f"{what} has no parameters of its own that are trained; leave it out")
         self._what = what
         local = self.local()
         on_cpu = torch.device("cpu") if reduces_on_cpu else None
@@ -120,12 +120,12 @@ class Fragment:
     def check_parameters(self) -> None:
         """Check that the parameters still have the dtypes and shapes of this fragment's buffers.
 
-        Raises: SettingError: a parameter has another dtype or shape.
+        Raises: ConfigError: a parameter has another dtype or shape.
         """
         for name, own, whole in zip(self._names, self.local(), self._global.views, strict=True):
             if (own.dtype, own.shape) != (whole.dtype, whole.shape):
                 now, then = (f"{one.dtype} of shape {tuple(one.shape)}" for one in (own, whole))
-                raise SettingError(
+                raise ConfigError(
                     f"{name} of {self._what} is {now}, and was {then} when this strategy was made; convert the model "
                     "before"
                 )
@@ -231,7 +231,7 @@ class Fragment:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load global weights, and set the live parameters to them.
 
-        Raises: StateUnavailable: the state belongs to other parameters. Nothing has changed then.
+        Raises: UserStateError: the state belongs to other parameters. Nothing has changed then.
         """
         self.check_state(state)
         into = self._loaded_into()
@@ -246,23 +246,23 @@ class Fragment:
     def check_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Check that a state belongs to these parameters.
 
-        Raises: StateUnavailable: the state belongs to other parameters.
+        Raises: UserStateError: the state belongs to other parameters.
         """
         into = self._loaded_into()
         if not isinstance(state, Mapping) or set(state) != set(into):
             known = sorted(state) if isinstance(state, Mapping) else type(state).__name__
-            raise StateUnavailable(
+            raise UserStateError(
                 f"the state of {self._what} has the parameters {known} and this replica {sorted(into)}; split the "
                 "same model in the same way on every replica"
             )
         for name, tensor in state.items():
             if not isinstance(tensor, torch.Tensor):
-                raise StateUnavailable(
+                raise UserStateError(
                     f"{name} of {self._what} is a {type(tensor).__name__} in the state; give what state_dict() returned"
                 )
             part = local_part(tensor)
             if part.shape != into[name].shape:
-                raise StateUnavailable(
+                raise UserStateError(
                     f"{name} of {self._what} has the shape {tuple(part.shape)} in the state and "
                     f"{tuple(into[name].shape)} here; use the same model on every replica"
                 )

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tft_algos.dtensors import cut_like, is_dtensor
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.manager import Manager
 
 
@@ -78,7 +78,7 @@ class Island:
 def island_of(manager: Manager) -> Island | None:
     """Return the island of this rank. None: every rank synchronizes for itself, or the group has one rank.
 
-    Raises: SettingError: torch's default group is not the group of this replica group's ranks.
+    Raises: ConfigError: torch's default group is not the group of this replica group's ranks.
     """
     config = manager.strategy.config
     if not config.rank0_synchronization_only or config.world_size == 1:
@@ -86,7 +86,7 @@ def island_of(manager: Manager) -> Island | None:
     found = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
     if found != (config.rank, config.world_size):
         is_ = "does not exist" if found is None else f"has this process as rank {found[0]} of {found[1]}"
-        raise SettingError(
+        raise ConfigError(
             f"with rank0_synchronization_only the ranks of a replica group meet in torch's default group, which {is_}, "
             f"and this is rank {config.rank} of {config.world_size}; call torch.distributed.init_process_group with "
             "the ranks of this replica group before"

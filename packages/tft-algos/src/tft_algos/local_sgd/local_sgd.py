@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.local_sgd.outer_loop import OuterLoop
 from tft_algos.local_sgd.outer_update import OuterFragment, OuterUpdate
 from tft_algos.manager import Manager
@@ -48,7 +48,7 @@ class LocalSGD:
         model: the model whose trainable parameters are averaged.
         optimizer: trains the model. A torch optimizer, or a `tft_algos.Optimizer` on another Manager.
         sync_every: steps of the optimizer from one sync to the next.
-    Raises: SettingError: an argument is invalid.
+    Raises: ConfigError: an argument is invalid.
     Source: arXiv 1805.09767.
     """
 
@@ -56,7 +56,7 @@ class LocalSGD:
         self, manager: Manager, model: torch.nn.Module, optimizer: torch.optim.Optimizer, sync_every: int
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise SettingError(f"model is a {type(model).__name__}; give a module")
+            raise ConfigError(f"model is a {type(model).__name__}; give a module")
         self._loop = OuterLoop(manager, [model], optimizer, ParameterMean(), sync_every, use_bucketization=False)
 
     def sync(self) -> None:
@@ -73,7 +73,7 @@ class LocalSGD:
         Every replica loads the same state. A load on one replica only makes it differ until `check_state_every` finds
         that.
 
-        Raises: StateUnavailable: the state belongs to another model. Nothing has changed then.
+        Raises: UserStateError: the state belongs to another model. Nothing has changed then.
         """
         self._loop.load_state_dict({STATE_KEY: state_dict})
 

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from tft_algos.errors import SettingError, StateUnavailable
+from tft_algos.errors import ConfigError, UserStateError
 from tft_algos.local_sgd.buckets import bucket_bytes
 from tft_algos.local_sgd.checks import check_device, check_flags, check_inner_optimizer, check_manager
 from tft_algos.local_sgd.fragment import Fragment, Rooms, parameters_of
@@ -55,7 +55,7 @@ class OuterLoop:
             TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION, otherwise False. The same on all replicas, like the cap.
         bucket_cap_mb: MiB. None: 1024.
         copy_pseudogradients_to_cpu: reduce on the CPU.
-    Raises: SettingError: an argument is invalid.
+    Raises: ConfigError: an argument is invalid.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class OuterLoop:
     ) -> None:
         check_manager(manager)
         if not isinstance(outer_update, OuterUpdate):
-            raise SettingError(
+            raise ConfigError(
                 f"outer_update is a {type(outer_update).__name__}; give an object of a subclass of OuterUpdate"
             )
         own = type(outer_update)
         if (own.state_dict is OuterUpdate.state_dict) != (own.load_state_dict is OuterUpdate.load_state_dict):
-            raise SettingError(
+            raise ConfigError(
                 f"{outer_update.name} has one of state_dict and load_state_dict, and a replica that heals needs both; "
                 "write both, or neither"
             )
@@ -89,7 +89,7 @@ class OuterLoop:
         schedule = Schedule(len(modules), sync_every, fragment_sync_delay)
         alpha = fragment_update_alpha
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
-            raise SettingError(f"fragment_update_alpha is {alpha!r}; give a number from 0 to 1")
+            raise ConfigError(f"fragment_update_alpha is {alpha!r}; give a number from 0 to 1")
         parameters = parameters_of(modules)
         check_inner_optimizer(inner_optimizer, manager, parameters)
         check_flags(pin_memory=pin_memory, copy_pseudogradients_to_cpu=copy_pseudogradients_to_cpu)
@@ -153,12 +153,12 @@ class OuterLoop:
         Every replica loads the same state. A load on one replica only makes it differ until `check_state_every` finds
         that. Syncs in flight fail, because they began from other weights.
 
-        Raises: StateUnavailable: the state belongs to another model, or to other fragments of it. Nothing has changed
+        Raises: UserStateError: the state belongs to another model, or to other fragments of it. Nothing has changed
             then.
         """
         if not isinstance(state_dict, Mapping) or set(state_dict) != set(self._states):
             found = sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__
-            raise StateUnavailable(
+            raise UserStateError(
                 f"the state has {found} and this strategy {sorted(self._states)}; split the same model in the same way"
             )
         for key, state in self._states.items():
@@ -180,11 +180,11 @@ class OuterLoop:
 def check_modules(given: object) -> list[torch.nn.Module]:
     """Return the modules as a list, checked.
 
-    Raises: SettingError: `given` is not a list of modules.
+    Raises: ConfigError: `given` is not a list of modules.
     """
     modules = list(given) if isinstance(given, Sequence | torch.nn.ModuleList) else None
     if not modules or not all(isinstance(module, torch.nn.Module) for module in modules):
-        raise SettingError("model_fragments is no list of modules; give one or several: [model]")
+        raise ConfigError("model_fragments is no list of modules; give one or several: [model]")
     return modules
 
 
@@ -209,18 +209,18 @@ class _State:
     def check(self, state: Mapping[str, Any]) -> None:
         """Check that a state fits this fragment and its outer update.
 
-        Raises: StateUnavailable: the state belongs to another model or another outer update.
+        Raises: UserStateError: the state belongs to another model or another outer update.
         """
         if not isinstance(state, Mapping) or WEIGHTS not in state:
             name = self._update.name
-            raise StateUnavailable(f"this is no state of {name}; give what {name}.state_dict() has returned")
+            raise UserStateError(f"this is no state of {name}; give what {name}.state_dict() has returned")
         self._update.check_state(self._index, self._own(state))
         self._fragment.check_state(state[WEIGHTS])
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state.
 
-        Raises: StateUnavailable: as `check`. Nothing has changed then.
+        Raises: UserStateError: as `check`. Nothing has changed then.
         """
         self.check(state)
         self._fragment.load_state_dict(state[WEIGHTS])

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tft_algos.errors import StateUnavailable
+from tft_algos.errors import UserStateError
 
 
 class OuterFragment(Protocol):
@@ -118,11 +118,11 @@ class OuterUpdate(abc.ABC):
     def check_state(self, index: int, state: Mapping[str, Any]) -> None:
         """Check whether a state from `state_dict` fits.
 
-        Raises: StateUnavailable: the state does not fit. The message says what to do.
+        Raises: UserStateError: the state does not fit. The message says what to do.
         """
         expected = set(self.state_dict(index))
         if set(state) != expected:
-            raise StateUnavailable(
+            raise UserStateError(
                 f"the state of {self.name} has {sorted(state)} and this replica {sorted(expected)}; use the same outer "
                 "update on every replica"
             )

@@ -17,7 +17,7 @@ import enum
 from collections import deque
 from typing import final
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 
 
 class Due(enum.Enum):
@@ -46,26 +46,26 @@ class Schedule:
         num_fragments: at least 1.
         sync_every: inner steps in which each fragment is synchronized once. A multiple of num_fragments.
         fragment_sync_delay: inner steps from the start of a sync to its end, less than sync_every.
-    Raises: SettingError: the values are invalid.
+    Raises: ConfigError: the values are invalid.
     Source: Streaming DiLoCo, arXiv 2501.18512, algorithm 2. Its tau is the delay.
     """
 
     def __init__(self, num_fragments: int, sync_every: int, fragment_sync_delay: int = 0) -> None:
         for name, value, least in (("sync_every", sync_every, 1), ("fragment_sync_delay", fragment_sync_delay, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SettingError(f"{name} is {value!r}; give a whole number of inner steps, at least {least}")
+                raise ConfigError(f"{name} is {value!r}; give a whole number of inner steps, at least {least}")
         if sync_every < num_fragments:
-            raise SettingError(
+            raise ConfigError(
                 f"sync_every is {sync_every} and there are {num_fragments} fragments, of which each begins its sync in "
                 "an inner step of its own; give at least as many inner steps as fragments"
             )
         if sync_every % num_fragments:
-            raise SettingError(
+            raise ConfigError(
                 f"sync_every is {sync_every}, which {num_fragments} fragments don't divide; give a multiple of "
                 f"{num_fragments}"
             )
         if fragment_sync_delay >= sync_every:
-            raise SettingError(
+            raise ConfigError(
                 f"fragment_sync_delay is {fragment_sync_delay} and sync_every {sync_every}; a fragment's sync has to "
                 "end before its next one begins, so give less inner steps than sync_every"
             )

@@ -21,7 +21,7 @@ from typing import NoReturn, final
 
 from torch import nn
 
-from tft_algos.errors import SettingError, UsageError
+from tft_algos.errors import ConfigError, UsageError
 
 SHOWN_NAMES = 3
 
@@ -51,14 +51,14 @@ def fragment_model(model: nn.Module, num_fragments: int | Sequence[str | Sequenc
                 `named_modules` and `named_parameters`. A part that is named twice, or lies inside another named module,
                 belongs to the first fragment that names it.
     Returns: modules for DiLoCo, in this order. They can't be called.
-    Raises: SettingError: there are fewer layers than fragments, or no layers; a name is unknown in the model; a
+    Raises: ConfigError: there are fewer layers than fragments, or no layers; a name is unknown in the model; a
         fragment has no trainable parameter; or a trainable parameter is in no fragment.
     Source: Streaming DiLoCo, arXiv 2501.18512, section 2.2.
     """
     if not isinstance(model, nn.Module):
-        raise SettingError(f"fragment_model was given a {type(model).__name__}; give a module")
+        raise ConfigError(f"fragment_model was given a {type(model).__name__}; give a module")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise SettingError(f"no parameter of this {type(model).__name__} is trainable, so there is nothing to split")
+        raise ConfigError(f"no parameter of this {type(model).__name__} is trainable, so there is nothing to split")
     if isinstance(num_fragments, int) and not isinstance(num_fragments, bool):
         count, owners = num_fragments, _owners_by_layer(model, num_fragments)
     else:
@@ -86,7 +86,7 @@ class _Stack:
 def _owners_by_layer(model: nn.Module, num_fragments: int) -> dict[int, int]:
     what = type(model).__name__
     if num_fragments < 1:
-        raise SettingError(f"num_fragments is {num_fragments}; give at least 1, or the names of modules")
+        raise ConfigError(f"num_fragments is {num_fragments}; give at least 1, or the names of modules")
     stacks = _stacks(model) or _children_as_layers(model)
     largest = max((stack.size for stack in stacks), default=0)
     names = [name for stack in stacks if 2 * stack.size >= largest for name in stack.layers]
@@ -103,7 +103,7 @@ def _owners_by_layer(model: nn.Module, num_fragments: int) -> dict[int, int]:
     own = [index for index, size in enumerate(sizes) if size]
     if num_fragments > max(len(own), 1):
         found = f"{len(own)} layers" if len(own) > 1 else "no stack of layers"
-        raise SettingError(
+        raise ConfigError(
             f"num_fragments is {num_fragments} and this {what} has {found} with parameters to train; give fewer "
             "fragments, or the names of the modules in each"
         )
@@ -178,14 +178,14 @@ def _size(module: nn.Module) -> int:
 
 def _checked_names(names: object) -> list[tuple[str, ...]]:
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise SettingError(f"num_fragments is {names!r}; give a whole number, or a list with names for each fragment")
+        raise ConfigError(f"num_fragments is {names!r}; give a whole number, or a list with names for each fragment")
     if not names:
-        raise SettingError("num_fragments is an empty list; give a whole number, or names for each fragment")
+        raise ConfigError("num_fragments is an empty list; give a whole number, or names for each fragment")
     checked = []
     for index, each in enumerate(names):
         group = (each,) if isinstance(each, str) else tuple(each) if isinstance(each, Sequence) else (each,)
         if not group or not all(isinstance(name, str) and name for name in group):
-            raise SettingError(f"fragment {index} is {each!r}; give the name of a module or parameter, or several")
+            raise ConfigError(f"fragment {index} is {each!r}; give the name of a module or parameter, or several")
         checked.append(group)
     return checked
 
@@ -199,19 +199,19 @@ def _owners_by_name(model: nn.Module, names: Sequence[tuple[str, ...]]) -> dict[
         owned = False
         for name in group:
             if name not in parameters and name not in modules:
-                raise SettingError(
+                raise ConfigError(
                     f"fragment {index} names {name!r}, and this {what} has no module or parameter of that name; its "
                     f"children are {_shown([name for name, _ in model.named_children()])}"
                 )
             for parameter in [parameters[name]] if name in parameters else modules[name].parameters():
                 owned |= owners.setdefault(id(parameter), index) == index and parameter.requires_grad
         if not owned:
-            raise SettingError(
+            raise ConfigError(
                 f"fragment {index}, {_shown(group)}, has no trainable parameter that is not in an earlier fragment; "
                 "leave it out, or name what it shall hold"
             )
     if left := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in owners]:
-        raise SettingError(
+        raise ConfigError(
             f"{_shown(left)} of this {what} {'is' if len(left) == 1 else 'are'} in no fragment, so that each replica "
             "would train on with its own; name them, or freeze them with requires_grad_(False)"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode
 from tft_algos.manager.deferred import DeferredStep
 from tft_algos.manager.manager import Manager
-from tft_algos.manager.parts import Clock, Coordinator, Group, ServerRestarted, StandingCoordinator
+from tft_algos.manager.parts import Clock, Coordinator, Group, StandingCoordinator
 from tft_algos.manager.status import ManagerPhase, ManagerStatus
 from tft_algos.manager.strategy import StepControl
 
@@ -19,7 +19,6 @@ __all__ = [
     "ManagerPhase",
     "ManagerStatus",
     "ResolvedConfig",
-    "ServerRestarted",
     "StandingCoordinator",
     "StepControl",
     "WorldSizeMode",

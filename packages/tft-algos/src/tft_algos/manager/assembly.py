@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.bounded import BoundedFutures
 from tft_algos.manager.breaking import Breaker
@@ -120,7 +120,7 @@ class Parts:
 def resolve(config: ManagerConfig, group: Group, coordinator: object, clock: object) -> ResolvedConfig:
     """Check the arguments of a Manager, and fill in missing settings.
 
-    Raises: SettingError: a part or a setting can't work, or is missing.
+    Raises: ConfigError: a part or a setting can't work, or is missing.
     """
     _check_group(group)
     if not callable(coordinator):
@@ -240,12 +240,12 @@ def _speaker(
 def _check_group(pg: object) -> None:
     """Check that a Manager can use this object as its process group.
 
-    Raises: SettingError: a method is missing.
+    Raises: ConfigError: a method is missing.
     """
     needed = ("configure", "allreduce", "abort", "errored", "set_timeout", "shutdown")
     if isinstance(pg, type) or not all(callable(getattr(pg, name, None)) for name in needed):
         what = f"the class {pg.__name__}" if isinstance(pg, type) else f"a {type(pg).__name__}"
-        raise SettingError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")
+        raise ConfigError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")
 
 
 def _settings(config: ResolvedConfig, replica_id: str, lease_ms: int | None) -> StepSettings:

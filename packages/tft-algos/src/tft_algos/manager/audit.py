@@ -18,11 +18,11 @@ from typing import Any, Final, final
 import torch
 
 from tft_algos.dtensors import is_dtensor
-from tft_algos.errors import SettingError, StateUnavailable
+from tft_algos.errors import ConfigError, UserStateError
 from tft_algos.manager.coverage import forgotten_schedulers, held_by_models, held_by_optimizers, shortened, uncovered
 from tft_algos.manager.divergence import describe, difference, leaves
 from tft_algos.manager.shared import Shared
-from tft_ckpt import StateUnsupported
+from tft_ckpt import StateUnsupportedError
 
 Leaves = Mapping[str, Any]
 _ADVICE: Final = (
@@ -69,8 +69,8 @@ class StateAudit:
     def step_begins(self) -> None:
         """Check the state, if a check is due.
 
-        Raises: SettingError: the first step is over, a model or optimizer is wrapped, and no state is registered.
-            StateUnavailable: a leaf can't be sent, or a state function raises.
+        Raises: ConfigError: the first step is over, a model or optimizer is wrapped, and no state is registered.
+            UserStateError: a leaf can't be sent, or a state function raises.
         """
         user = self._shared.user_state
         now = len(self._wrapped), len(user.names)
@@ -83,7 +83,7 @@ class StateAudit:
         if self._wrapped and not user.names:
             if core.name.attempt == 0:
                 return  # state may still be registered after the first step, see `Manager.register_state_dict_fn`
-            raise SettingError(
+            raise ConfigError(
                 f"replica {self._shared.coordinator.replica_id}, rank {self._shared.config.rank}, trains "
                 f"{shortened(self._wrapped)}, and no state is registered at its Manager, so a replica that joins would "
                 "train on with weights of its own, without an error; give Manager both load_state_dict and state_dict, "
@@ -112,8 +112,8 @@ class StateAudit:
     def _check_travels(self, state: Mapping[str, Any]) -> None:
         try:
             self._shared.transport.check_state(state)
-        except StateUnsupported as error:
-            raise StateUnavailable(
+        except StateUnsupportedError as error:
+            raise UserStateError(
                 f"the state of replica {self._shared.coordinator.replica_id}, rank {self._shared.config.rank}, can't "
                 f"be sent to a replica that joins: {error}"
             ) from error
@@ -196,7 +196,7 @@ class StateAudit:
             own = dict(leaves(self._shared.user_state.take_compared()))
             mended = self._mend_dtypes(received, own)
             found = [(path, how) for path in sorted({*received, *own}) if (how := _how(path, own, received))]
-        except StateUnavailable as error:
+        except UserStateError as error:
             reports.log(logging.WARNING, "can't compare the loaded state with what was received: %s", error)
             return
         if mended:

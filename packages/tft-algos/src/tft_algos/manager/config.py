@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any, Final, Literal, TypeAlias
 
-from tft_algos.errors import SettingError, UnknownSetting
-from tft_ckpt import TLS, CheckpointTransport, WrongSetting
+from tft_algos.errors import ConfigError, UnknownSettingError
+from tft_ckpt import TLS, CheckpointTransport
+from tft_ckpt import ConfigError as CheckpointConfigError
 from tft_coord.core.stragglers import StragglerNews
-from tft_coord.errors import SettingError as CoordinationSettingError
+from tft_coord.errors import ConfigError as CoordinationConfigError
 from tft_coord.security import check_host_without_secret, check_token, read_insecure, read_token
 from tft_coord.timeouts import LONGEST_MS, Timeouts
 from tft_coord.transport.address import check_host, host_of, targets
@@ -91,7 +92,7 @@ class ManagerConfig:
         check_state_every: compare the registered state between the replicas after this many committed steps, the same
             on every replica. Default 0: never.
         on_divergence: what a replica does if its state differs from the state of most replicas. "heal", or "stop":
-            raise StateDiverged.
+            raise StateDivergedError.
         quorum_retries: torchft's number of attempts of a quorum. Env TORCHFT_QUORUM_RETRIES. Default 0. For any value,
             connection attempts to the lighthouse continue until quorum_timeout has passed.
         fingerprint: the user's own values, by name, that all replicas of the job must share: a digest of the tokenizer,
@@ -105,7 +106,7 @@ class ManagerConfig:
         token: the job's shared secret, which this process shows to all peers and demands of them. Env TFT_TOKEN or
             TFT_TOKEN_FILE. Without a token the job is limited to this machine: its servers listen on loopback.
         insecure: serve every client without a secret. Env TFT_INSECURE, 0 or 1. Default False.
-    Raises: SettingError: a value can't work. One sentence names it.
+    Raises: ConfigError: a value can't work. One sentence names it.
     """
 
     min_replica_size: int = 1
@@ -145,7 +146,7 @@ class ManagerConfig:
         self._check_whole("min_replica_size", 1)
         self._check_whole("check_state_every", 0)
         if self.on_divergence not in ("heal", "stop"):
-            raise SettingError(f'on_divergence is {self.on_divergence!r}; give "heal" or "stop"')
+            raise ConfigError(f'on_divergence is {self.on_divergence!r}; give "heal" or "stop"')
         for name in (
             "timeout",
             "quorum_timeout",
@@ -160,57 +161,57 @@ class ManagerConfig:
                 self._check_duration(name)
         for name in ("use_async_quorum", "init_sync"):
             if not isinstance(getattr(self, name), bool):
-                raise SettingError(f"{name} is {getattr(self, name)!r}; give True or False")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; give True or False")
         if self.rank0_synchronization_only is not None and not isinstance(self.rank0_synchronization_only, bool):
-            raise SettingError(f"rank0_synchronization_only is {self.rank0_synchronization_only!r}; give True or False")
+            raise ConfigError(f"rank0_synchronization_only is {self.rank0_synchronization_only!r}; give True or False")
         if self.insecure is not None and not isinstance(self.insecure, bool):
-            raise SettingError(f"insecure is {self.insecure!r}; give True or False")
+            raise ConfigError(f"insecure is {self.insecure!r}; give True or False")
         if not isinstance(self.world_size_mode, WorldSizeMode):
-            raise SettingError(f"world_size_mode is {self.world_size_mode!r}; give a WorldSizeMode")
+            raise ConfigError(f"world_size_mode is {self.world_size_mode!r}; give a WorldSizeMode")
         for name, least in (("rank", 0), ("world_size", 0), ("max_retries", 0), ("quorum_retries", 0)):
             self._check_whole(name, least)
         for name in ("port", "store_port"):
             self._check_whole(name, 0)
             if (getattr(self, name) or 0) > MAX_PORT:
-                raise SettingError(f"{name} is {getattr(self, name)}; a port is 0 to 65535")
+                raise ConfigError(f"{name} is {getattr(self, name)}; a port is 0 to 65535")
         if self.rank is not None and self.world_size and self.rank >= self.world_size:
-            raise SettingError(f"rank is {self.rank} and world_size {self.world_size}; a rank is below the world size")
+            raise ConfigError(f"rank is {self.rank} and world_size {self.world_size}; a rank is below the world size")
         for name in ("store_addr", "lighthouse_addr", "replica_id", "hostname", "job", "token"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise SettingError(f"{name} is a {type(value).__name__}; give a string")
+                raise ConfigError(f"{name} is a {type(value).__name__}; give a string")
             if isinstance(value, str) and not value.isprintable():
-                raise SettingError(f"{name} has unprintable characters; give printable ones, without line breaks")
+                raise ConfigError(f"{name} has unprintable characters; give printable ones, without line breaks")
         if self.hostname:
             _check_hostname(self.hostname)
         if self.timeouts is not None and not isinstance(self.timeouts, Timeouts):
-            raise SettingError(f"timeouts is a {type(self.timeouts).__name__}; give a tft_coord.Timeouts")
+            raise ConfigError(f"timeouts is a {type(self.timeouts).__name__}; give a tft_coord.Timeouts")
         check_part("checkpoint_transport", self.checkpoint_transport, "send_checkpoint", "shutdown")
         if not isinstance(self.checkpoint_transport, CheckpointTransport | None):
-            raise SettingError(
+            raise ConfigError(
                 f"checkpoint_transport is a {type(self.checkpoint_transport).__name__}; make that class a subclass of "
                 "tft_ckpt.CheckpointTransport, which has what it need not do itself"
             )
         self._check_fingerprint()
         if self.on_straggler is not None and not callable(self.on_straggler):
-            raise SettingError(f"on_straggler is a {type(self.on_straggler).__name__}; give a function of one argument")
+            raise ConfigError(f"on_straggler is a {type(self.on_straggler).__name__}; give a function of one argument")
         if self.job is not None and (not self.job or "/" in self.job):
-            raise SettingError(f"job is {self.job!r}; give a name without a slash")
+            raise ConfigError(f"job is {self.job!r}; give a name without a slash")
 
     def _check_fingerprint(self) -> None:
         parts = self.fingerprint if self.fingerprint is not None else {}
         if not isinstance(parts, Mapping):
-            raise SettingError(f"fingerprint is a {type(parts).__name__}; give a mapping of names to values, all text")
+            raise ConfigError(f"fingerprint is a {type(parts).__name__}; give a mapping of names to values, all text")
         for name, value in parts.items():
             if not (isinstance(name, str) and name and isinstance(value, str)):
-                raise SettingError(f"fingerprint has the part {name!r}: {value!r}; give names and values that are text")
+                raise ConfigError(f"fingerprint has the part {name!r}: {value!r}; give names and values that are text")
 
     def _check_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if value is None:
             return
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SettingError(f"{name} is {value!r}; give a whole number, at least {least}")
+            raise ConfigError(f"{name} is {value!r}; give a whole number, at least {least}")
 
     def _check_duration(self, name: str) -> None:
         value = getattr(self, name)
@@ -218,7 +219,7 @@ class ManagerConfig:
             return
         if not isinstance(value, timedelta) or value < timedelta(milliseconds=1):
             zero = f", or timedelta(0) {_ZERO_MEANS[name]}" if name in _ZERO_MEANS else ""
-            raise SettingError(f"{name} is {value!r}; give a timedelta of at least a millisecond{zero}")
+            raise ConfigError(f"{name} is {value!r}; give a timedelta of at least a millisecond{zero}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,38 +304,38 @@ COORDINATOR_METHODS: Final = (
 def check_made_coordinator(made: object) -> None:
     """Check the coordinator that the user gave, or that the user's function returned.
 
-    Raises: SettingError: the object can't act as a coordinator.
+    Raises: ConfigError: the object can't act as a coordinator.
     """
     if made is None:
-        raise SettingError("coordinator is a function that returned None; have it return what it made")
+        raise ConfigError("coordinator is a function that returned None; have it return what it made")
     check_part("coordinator", made, *COORDINATOR_METHODS)
     if not isinstance(getattr(made, "replica_id", None), str):
-        raise SettingError(f"coordinator is a {type(made).__name__} whose replica_id is no text; give it one")
+        raise ConfigError(f"coordinator is a {type(made).__name__} whose replica_id is no text; give it one")
 
 
 def limit_of(said: timedelta | None, otherwise: timedelta, name: str = "timeout") -> timedelta:
     """Return the time-out that an argument gives; `otherwise` if the argument is None.
 
-    Raises: SettingError: the argument is not a timedelta above zero and of at most a week.
+    Raises: ConfigError: the argument is not a timedelta above zero and of at most a week.
     """
     if said is None:
         return otherwise
     if not isinstance(said, timedelta) or said <= timedelta():
-        raise SettingError(f"{name} is {said!r}; give a timedelta above zero")
+        raise ConfigError(f"{name} is {said!r}; give a timedelta above zero")
     if said > LONGEST_TIMEOUT:
-        raise SettingError(f"{name} is {said!r}; give a timedelta of at most a week")
+        raise ConfigError(f"{name} is {said!r}; give a timedelta of at most a week")
     return said
 
 
 def check_part(name: str, part: object, *methods: str) -> None:
     """Check that `part` has the methods that the Manager needs. None is allowed.
 
-    Raises: SettingError: a method is missing, or `part` is a class.
+    Raises: ConfigError: a method is missing, or `part` is a class.
     """
     if part is None or (not isinstance(part, type) and all(callable(getattr(part, one, None)) for one in methods)):
         return
     what = f"the class {part.__name__}" if isinstance(part, type) else f"a {type(part).__name__}"
-    raise SettingError(f"{name} is {what}; give an object that has {' and '.join(methods)}, or leave it out")
+    raise ConfigError(f"{name} is {what}; give an object that has {' and '.join(methods)}, or leave it out")
 
 
 def config_of(
@@ -342,18 +343,18 @@ def config_of(
 ) -> ManagerConfig:
     """Return a config with single settings laid over it, and `min_replica_size` if it is given.
 
-    Raises: UnknownSetting: a name is not a setting of ManagerConfig. SettingError: a value can't work.
+    Raises: UnknownSettingError: a name is not a setting of ManagerConfig. ConfigError: a value can't work.
     """
     known = [item.name for item in fields(ManagerConfig)]
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             nearest = close[0] if close else None
-            raise UnknownSetting(
+            raise UnknownSettingError(
                 f"Manager has no setting {name!r}; the nearest is {nearest!r}", name=name, nearest=nearest
             )
     if config is not None and not isinstance(config, ManagerConfig):
-        raise SettingError(f"config is a {type(config).__name__}; give a ManagerConfig")
+        raise ConfigError(f"config is a {type(config).__name__}; give a ManagerConfig")
     said = {**settings, "min_replica_size": min_replica_size} if min_replica_size is not None else settings
     return replace(config if config is not None else ManagerConfig(), **said)  # type: ignore[arg-type]
 
@@ -367,36 +368,36 @@ def from_environment(
         config: the user's settings, which take precedence over the environment.
         environ: `os.environ`, or another mapping.
         own_host: returns the name of this machine. It is called if the user gave no host name.
-    Raises: SettingError: a variable has a value that can't work, or a required variable is missing.
+    Raises: ConfigError: a variable has a value that can't work, or a required variable is missing.
     """
     world_size = config.world_size or _whole(environ, "WORLD_SIZE", 1, least=1) or 1
     rank = config.rank if config.rank is not None else _whole(environ, "RANK", None)
     if rank is None:
         if world_size > 1:
-            raise SettingError(
+            raise ConfigError(
                 f"the replica group has {world_size} processes and RANK is not set; set RANK to this process's place "
                 "in it, or start the script with torchrun"
             )
         rank = 0
     if rank >= world_size:
-        raise SettingError(
+        raise ConfigError(
             f"RANK is {rank} and WORLD_SIZE {world_size}; a rank is below the world size: set both for this replica "
             "group alone, or start the script with torchrun"
         )
     store_addr = config.store_addr or environ.get("MASTER_ADDR") or None
     store_port = config.store_port or _whole(environ, "MASTER_PORT", 0, most=MAX_PORT) or 0
     if store_addr is None and world_size > 1:
-        raise SettingError(
+        raise ConfigError(
             f"the replica group has {world_size} processes and MASTER_ADDR is not set; set MASTER_ADDR and MASTER_PORT "
             "to the group's store, or start the script with torchrun"
         )
     if store_addr is not None and not store_port:
-        raise SettingError(
+        raise ConfigError(
             f"MASTER_ADDR is {store_addr} and MASTER_PORT is not set; set MASTER_PORT to the port of the group's store"
         )
     lighthouse = config.lighthouse_addr or environ.get("TFT_LIGHTHOUSE") or environ.get("TORCHFT_LIGHTHOUSE") or None
     if lighthouse is None and rank == 0:
-        raise SettingError(
+        raise ConfigError(
             "no lighthouse is named; set TFT_LIGHTHOUSE to its address, for example http://localhost:29510"
         )
     if lighthouse is not None:
@@ -412,7 +413,7 @@ def from_environment(
     retries = config.quorum_retries
     job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB
     if "/" in job or not job.isprintable() or not job.strip():
-        raise SettingError(f"TFT_JOB_ID is {job!r}; give a printable name without a slash")
+        raise ConfigError(f"TFT_JOB_ID is {job!r}; give a printable name without a slash")
     group_scope = f"tft/{job}/{environ.get('TORCHELASTIC_RUN_ID', '')}"
     return ResolvedConfig(
         min_replica_size=config.min_replica_size,
@@ -452,23 +453,23 @@ def from_environment(
 def _token(config: ManagerConfig, environ: Mapping[str, str]) -> str | None:
     try:
         return check_token(config.token) if config.token is not None else read_token(environ)
-    except CoordinationSettingError as error:
-        raise SettingError(str(error)) from error
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _insecure(config: ManagerConfig, environ: Mapping[str, str]) -> bool:
     try:
         return config.insecure if config.insecure is not None else read_insecure(environ)
-    except CoordinationSettingError as error:
-        raise SettingError(str(error)) from error
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_this_machine(name: str, host: str | None) -> None:
     try:
         if host:
             check_host_without_secret(name, host)
-    except CoordinationSettingError as error:
-        raise SettingError(str(error)) from error
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _this_machine() -> str:
@@ -478,8 +479,8 @@ def _this_machine() -> str:
 def _tls(environ: Mapping[str, str]) -> TLS | None:
     try:
         return TLS.from_environment(environ)
-    except WrongSetting as error:
-        raise SettingError(str(error)) from error
+    except CheckpointConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeouts, bool]:
@@ -502,8 +503,8 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
             chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable], zero=_ZERO_MEANS.get(name, ""))
     try:
         timeouts = replace(config.timeouts, **chosen) if config.timeouts is not None else Timeouts(**chosen)
-    except CoordinationSettingError as error:
-        raise SettingError(str(error)) from error
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
     return timeouts, "timeout_ms" in chosen or config.timeouts is not None
 
 
@@ -520,7 +521,7 @@ def _milliseconds(variable: str, text: str, *, zero: str) -> int:
     # A shorter time would round to 0, which means "no limit" for some settings.
     if not 0.001 <= seconds <= 7 * 24 * 3_600:
         or_any = f", or 0 {zero}" if zero else ""
-        raise SettingError(f"{variable} is {text[:64]!r}; give seconds, for example 60 or 1.5{or_any}")
+        raise ConfigError(f"{variable} is {text[:64]!r}; give seconds, for example 60 or 1.5{or_any}")
     return round(seconds * 1_000)
 
 
@@ -531,26 +532,26 @@ def _whole(
     if not text:
         return default
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
-        raise SettingError(f"{variable} is {text[:64]!r}; give a whole number, {least} to {most}")
+        raise ConfigError(f"{variable} is {text[:64]!r}; give a whole number, {least} to {most}")
     return int(text)
 
 
 def _yes_or_no(said: bool | None, environ: Mapping[str, str], variable: str) -> bool:
     text = environ.get(variable) or "0"
     if said is None and text not in ("0", "1"):
-        raise SettingError(f"{variable} is {text[:64]!r}; give 0 or 1")
+        raise ConfigError(f"{variable} is {text[:64]!r}; give 0 or 1")
     return said if said is not None else text == "1"
 
 
 def _check_hostname(hostname: str) -> None:
     try:
         check_host("hostname", hostname)
-    except CoordinationSettingError as error:
-        raise SettingError(str(error)) from error
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_address(what: str, address: str) -> None:
     try:
         targets(address)
-    except CoordinationSettingError as error:
-        raise SettingError(f"the address of {what} can't be used: {error}") from error
+    except CoordinationConfigError as error:
+        raise ConfigError(f"the address of {what} can't be used: {error}") from error

@@ -24,16 +24,21 @@ from typing import TYPE_CHECKING, Final, final
 
 from torch.distributed import DistNetworkError, DistStoreError
 
-from tft_algos.errors import UsageError
+from tft_algos.errors import ServerRestartedError, UsageError
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.group_store import GroupStore, open_group_store
-from tft_algos.manager.parts import ServerRestarted
 from tft_coord import ManagerServer
 from tft_coord.core.names import shorten
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.core.waits import WaitNotice
-from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Unreachable
+from tft_coord.errors import (
+    CoordinationClosedError,
+    CoordinationError,
+    ReplicaGroupLostError,
+    RequestTimeoutError,
+    UnreachableError,
+)
 from tft_coord.news import News
 from tft_pg.threads import join_within
 
@@ -68,8 +73,9 @@ class GroupCoordinator:
     Args:
         config: resolved.
     Raises: UsageError: this process has an earlier coordinator of the same replica and rank that was not closed.
-        Unreachable, DeadlinePassed: the store did not answer within connect_timeout. On a rank other than 0, this also
-        holds for the manager server. SettingError: a setting is invalid, or the manager server's port is in use.
+        UnreachableError, RequestTimeoutError: the store did not answer within connect_timeout. On a rank other than 0,
+        this also holds for the manager server. ConfigError: a setting is invalid, or the manager server's port is in
+        use.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -121,7 +127,7 @@ class GroupCoordinator:
         client, left = self._client_in_use(timeout)
         try:
             answer = client.quorum(self._config.rank, request, left)
-        except (Unreachable, Closed) as error:
+        except (UnreachableError, CoordinationClosedError) as error:
             raise self._after_the_loss(client, error) from error
         return answer if isinstance(answer, Plan) else answer.key
 
@@ -142,7 +148,7 @@ class GroupCoordinator:
         client, left = self._client_in_use(timeout)
         try:
             return client.vote(rank, step, yes, left, key=key, purpose=purpose, leaving=leaving, stands=stands)
-        except (Unreachable, Closed) as error:
+        except (UnreachableError, CoordinationClosedError) as error:
             raise self._after_the_loss(client, error) from error
 
     def number_beats(self, number: Callable[[], int]) -> None:
@@ -158,7 +164,7 @@ class GroupCoordinator:
         try:
             serve_ms = int(1_000 * serve.total_seconds())
             client.leave(self._config.rank, reason, serve_ms, left, finished_step=finished_step)
-        except (Unreachable, Closed) as error:
+        except (UnreachableError, CoordinationClosedError) as error:
             raise self._after_the_loss(client, error) from error
         if self._config.rank == 0 and finished_step is not None:
             self._store.forget_id()  # the next start in this place has no predecessor
@@ -186,7 +192,7 @@ class GroupCoordinator:
         if self._config.rank == 0:
             give_up_at = time.monotonic() + left.total_seconds()
             if not self._has_answered.wait(left.total_seconds()):
-                raise DeadlinePassed(
+                raise RequestTimeoutError(
                     f"not all {self._config.world_size} ranks of replica {self.replica_id} have started within "
                     f"{timeout.total_seconds():g} s; look at the logs of those that are not there"
                 )
@@ -229,14 +235,15 @@ class GroupCoordinator:
     def _client_in_use(self, timeout: timedelta) -> tuple[ManagerClient, timedelta]:
         """Return the client and the remaining time, above zero. Waits while the server starts.
 
-        Raises: DeadlinePassed: the server has not started within `timeout`. GroupLost: the server can't start.
+        Raises: RequestTimeoutError: the server has not started within `timeout`. ReplicaGroupLostError: the server
+        can't start.
         """
         give_up_at = time.monotonic() + timeout.total_seconds()
         with self._lock:  # this also waits while a new server starts
             within_s = timeout.total_seconds()
             if not self._wait_for_start(give_up_at):
                 next_step = self._own_name or "look whether the machine is out of memory or of processor time"
-                raise DeadlinePassed(
+                raise RequestTimeoutError(
                     f"the manager server of replica {self.replica_id} has not started within {within_s:g} s; "
                     f"{next_step}"
                 )
@@ -282,13 +289,14 @@ class GroupCoordinator:
 
     def _gone(self) -> CoordinationError:
         if self._closing.is_set():
-            return Closed(f"the Manager of replica {self.replica_id} was shut down; make a new one")
+            return CoordinationClosedError(f"the Manager of replica {self.replica_id} was shut down; make a new one")
         return self._lost()
 
-    def _lost(self) -> GroupLost:
+    def _lost(self) -> ReplicaGroupLostError:
         if self._no_start is not None:
-            return GroupLost(f"the manager server of replica {self.replica_id} does not start: {self._no_start}")
-        return GroupLost(
+            why = f"the manager server of replica {self.replica_id} does not start: {self._no_start}"
+            return ReplicaGroupLostError(why)
+        return ReplicaGroupLostError(
             f"the manager server of replica {self.replica_id} has ended, and without it its {self._config.world_size} "
             f"ranks can't agree (this is rank {self._config.rank}); end this process and start the group again"
         )
@@ -306,9 +314,9 @@ class GroupCoordinator:
                 self._lock.wait_for(lambda: self._stage is _Stage.STARTED or self._closing.is_set(), within_s)
             newer = self._client
         if newer is not None and newer is not client:
-            return ServerRestarted()
-        if self._config.world_size == 1 and newer is not None and isinstance(error, Unreachable):
-            return DeadlinePassed(
+            return ServerRestartedError()
+        if self._config.world_size == 1 and newer is not None and isinstance(error, UnreachableError):
+            return RequestTimeoutError(
                 f"the manager server of replica {self.replica_id} runs and does not answer ({error}); look whether the "
                 "machine is out of memory or of processor time"
             )
@@ -364,7 +372,7 @@ class GroupCoordinator:
             try:
                 return self._connect_once(server)
             except CoordinationError as error:
-                hangs = isinstance(error, DeadlinePassed) and server.alive()
+                hangs = isinstance(error, RequestTimeoutError) and server.alive()
                 if start == MAX_STARTS or self._closing.is_set() or not (hangs or server.was_killed()):
                     raise
                 logger.warning("[%s/0] %s; starting another one", self.replica_id, error)

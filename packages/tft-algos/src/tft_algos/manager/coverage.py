@@ -109,7 +109,7 @@ def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
     a tensor, if no model or optimizer here uses the leaf's memory. A long vector, or bytes, may hold all missing
     tensors. So a copy never causes a false warning, but an averaged copy may hide a forgotten original.
 
-    Raises: tft_algos.errors.StateUnavailable: the state is nested too deep.
+    Raises: UserStateError: the state is nested too deep.
     """
     registered = [as_tensor(leaf) for _, leaf in leaves(state)]
     covered = {memory for leaf in registered for memory in _memory(leaf)}

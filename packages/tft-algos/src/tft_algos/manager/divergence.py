@@ -22,7 +22,7 @@ from typing import Any, Final, final
 import torch
 
 from tft_algos.dtensors import is_dtensor
-from tft_algos.errors import StateUnavailable
+from tft_algos.errors import UserStateError
 from tft_ckpt.numpy_values import ARRAY
 from tft_ckpt.target import DEPTH_MAX
 from tft_ckpt.tree import tensor_subclass_of
@@ -51,7 +51,7 @@ class StateDigester:
             state: mappings, lists and tuples of tensors and plain data. Of a DTensor, only the part on this rank
                 counts. Mappings may be in any order.
         Returns: 32 hexadecimal digits, equal for states that are equal bit for bit, also on devices of different kinds.
-        Raises: StateUnavailable: a leaf is neither a tensor nor plain data. The message says where.
+        Raises: UserStateError: a leaf is neither a tensor nor plain data. The message says where.
         """
         total = hashlib.blake2b(digest_size=16)
         sums: list[torch.Tensor] = []
@@ -132,10 +132,10 @@ def leaves(state: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, An
 
     Mappings are walked in the order of their keys' text, so the order of insertion has no effect.
 
-    Raises: StateUnavailable: the state is nested too deep, for example because it contains itself.
+    Raises: UserStateError: the state is nested too deep, for example because it contains itself.
     """
     if depth > DEPTH_MAX:
-        raise StateUnavailable(
+        raise UserStateError(
             f"{path[:MOST_CHARACTERS]}... is nested deeper than {DEPTH_MAX} levels, or holds itself, which can't be "
             "compared; make it flat"
         )
@@ -161,13 +161,13 @@ def as_tensor(leaf: Any) -> Any:
 def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
     """Return the part of a tensor on this rank.
 
-    Raises: StateUnavailable: the tensor has no plain memory.
+    Raises: UserStateError: the tensor has no plain memory.
     """
     part = leaf.detach()
     if is_dtensor(part):
         part = part.to_local()
     if part.layout is not torch.strided or part.is_meta or part.is_quantized:
-        raise StateUnavailable(
+        raise UserStateError(
             f"{path} is a tensor without plain memory ({part.layout}, on {part.device}), which can't be compared; "
             "register what it belongs to with compared=False"
         )
@@ -197,7 +197,7 @@ def memory_of(octets: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
 def _plain(leaf: Any, path: str) -> str:
     # A leaf that is sent by the name of its class and is not a tensor is a numpy scalar.
     if not isinstance(leaf, _PLAIN) and (isinstance(leaf, torch.Tensor) or tensor_subclass_of(leaf) is None):
-        raise StateUnavailable(
+        raise UserStateError(
             f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which can't be compared; hold tensors and "
             "plain data, or register what it belongs to with compared=False"
         )
@@ -211,7 +211,7 @@ def difference(own: Any, other: Any, path: str, *, sampled: bool = False) -> str
 
     `sampled`: compare some elements of long tensors.
 
-    Raises: StateUnavailable: a leaf can't be compared.
+    Raises: UserStateError: a leaf can't be compared.
     """
     own, other = as_tensor(own), as_tensor(other)
     if isinstance(own, torch.Tensor) and isinstance(other, torch.Tensor):

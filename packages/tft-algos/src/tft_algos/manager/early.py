@@ -26,7 +26,7 @@ from typing import Any, Final, final
 
 import torch
 
-from tft_algos.errors import StateUnavailable
+from tft_algos.errors import UserStateError
 from tft_algos.manager.divergence import as_octets, as_tensor, leaves, local_part, memory_of
 from tft_algos.manager.healing import state_key, takers
 from tft_ckpt import CheckpointTransport, StagedCheckpoint
@@ -49,7 +49,7 @@ class EarlyState:
     """One Manager's snapshots for newcomers.
 
     Args:
-        take: returns the user's state. The training thread calls it. Raises: StateUnavailable.
+        take: returns the user's state. The training thread calls it. Raises: UserStateError.
         transport: offers the snapshot.
         timeout: for the copy.
         log: the Manager's log function: level, message, arguments.
@@ -191,7 +191,7 @@ class EarlyState:
             return
         try:
             after = look_at(self._take())
-        except StateUnavailable as error:
+        except UserStateError as error:
             self._is_stable = False
             self._log(logging.INFO, "no state is taken early: %s", error)
             return
@@ -226,7 +226,7 @@ class EarlyState:
             state = self._take() if state is None else state
             self._look = look_at(state)
             self._state_bytes = bytes_of(state)
-        except StateUnavailable as error:
+        except UserStateError as error:
             self._is_stable = False
             self._log(logging.INFO, "no state is taken early: %s", error)
 
@@ -245,7 +245,7 @@ def look_at(state: State) -> dict[str, bytes]:
         state: mappings, lists and tuples of tensors and plain data.
     Returns: equal digests for unchanged leaves. For a tensor longer than 64 KiB, a change is detected if torch counts
         it, or if it is at the beginning.
-    Raises: StateUnavailable: a tensor has no plain memory.
+    Raises: UserStateError: a tensor has no plain memory.
     """
     return {path: _digest(leaf, path) for path, leaf in leaves(state)}
 

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final, final
 
-from tft_algos.errors import HealingFailed, LoadFailed, StateUnavailable
+from tft_algos.errors import HealingError, StateLoadError, UserStateError
 from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.early import EarlyState
 from tft_algos.manager.healing import Fetch, state_key, takers
@@ -24,13 +24,13 @@ from tft_algos.manager.state_check import StateCheck
 from tft_algos.manager.unreached import UnreachedPeers
 from tft_algos.manager.user_state import refusal_in
 from tft_algos.manager.whereabouts import Whereabouts
-from tft_ckpt import StateUnavailable as TransportStateUnavailable
+from tft_ckpt import StateUnavailableError
 from tft_coord.core.step import Event, Stage
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.repeats import Repeats
 from tft_coord.core.types import POOR_SOURCES_MOST, LossNotice, Plan, Purpose
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 POOR_FOR_S: Final = 600.0
 SOURCES_KEPT: Final = 256
@@ -187,11 +187,11 @@ class StateExchange:
             )
             # The members continue without this state, because the time of the next allowed read is unknown.
             self.refuse(plan, sentence)
-            raise StateUnavailable(sentence)
+            raise UserStateError(sentence)
         begun = self._clock.monotonic()
         try:
             state = {"user": self._take_for_others(plan), "tft": order.own}
-        except StateUnavailable as error:
+        except UserStateError as error:
             sentence = f"can't serve step {plan.step}: {error}"
             if error.__cause__ is None or self._untakeable.again(str(error)):
                 self._reports.log(logging.ERROR, "%s", sentence)
@@ -210,7 +210,7 @@ class StateExchange:
             # This replica's step is valid, whatever its transport did. Its peers must not wait for a state that is not
             # offered: the transport may have failed before it registered the key. If no member asks this replica first,
             # the offer is only a spare.
-            spare = isinstance(error, TransportStateUnavailable) and not plan.recover_dst_replica_ranks
+            spare = isinstance(error, StateUnavailableError) and not plan.recover_dst_replica_ranks
             level = logging.WARNING if spare else logging.ERROR
             self._reports.log(level, "can't serve step %d %s: %s", plan.step, takers(plan), error)
             self.refuse(plan, f"its transport could not offer it: {str(error) or type(error).__name__}")
@@ -238,20 +238,20 @@ class StateExchange:
     def _take_for_others(self, plan: Plan) -> dict[str, Any]:
         """Take the user's state for members that heal. On an island, the result of rank 0 counts.
 
-        Raises: StateUnavailable: a function of the user raised on this rank or, on an island, on another rank.
+        Raises: UserStateError: a function of the user raised on this rank or, on an island, on another rank.
         """
         if not self._config.rank0_synchronization_only:
             return self._user.take()
         state: dict[str, Any] = {}
-        error: StateUnavailable | None = None
+        error: UserStateError | None = None
         try:
             state = self._user.take()
-        except StateUnavailable as failure:
+        except UserStateError as failure:
             error = failure
         # The other ranks must not wait in a collective for a rank that can't join it.
         if not self._agree(plan, error is None, Purpose.TAKEN):
             self._reports.raise_fatal()
-            raise error or StateUnavailable(
+            raise error or UserStateError(
                 f"another rank of replica {self._coordinator.replica_id} could not take its state"
             )
         return whole(state, keep=not self._config.stands_by)  # type: ignore[no-any-return]
@@ -270,7 +270,7 @@ class StateExchange:
         else:
             try:
                 ended = self._checked(Stage.FETCH, fetch.result())
-            except HealingFailed as error:
+            except HealingError as error:
                 ended = _failed(Stage.FETCH, error)
         self._healed_bytes += fetch.received_bytes
         self._learn_of_sources(fetch)
@@ -281,13 +281,13 @@ class StateExchange:
     def _checked(self, stage: Stage, state: Any) -> on.StageEnded:
         """Keep a received state.
 
-        Raises: HealingFailed: the state does not fit what is registered here.
+        Raises: HealingError: the state does not fit what is registered here.
         """
         if not isinstance(state, Mapping) or not all(isinstance(state.get(key), Mapping) for key in ("user", "tft")):
-            raise LoadFailed("the fetched state is none of a Manager's; run the same release on every replica")
+            raise StateLoadError("the fetched state is none of a Manager's; run the same release on every replica")
         theirs, ours = set(state["user"]), self._user.names
         if theirs != ours:
-            raise LoadFailed(
+            raise StateLoadError(
                 f"the source has state registered under {sorted(theirs)} and this replica under {sorted(ours)}; "
                 "register the same keys on every replica"
             )
@@ -307,7 +307,7 @@ class StateExchange:
                 cancelled=lambda: self._closing.is_set() or self._step.status.fatal is not None,
             )
             return self._checked(Stage.SPREAD, state)
-        except HealingFailed as error:
+        except HealingError as error:
             return _failed(Stage.SPREAD, error)
 
     def _match(self) -> on.StageEnded:
@@ -319,12 +319,12 @@ class StateExchange:
         place = cut_whole if self._config.rank0_synchronization_only else place_shards
         try:
             self._staged = {**self._staged, "user": place(self._staged["user"], self._user.take())}
-        except HealingFailed as failure:
-            error: HealingFailed = LoadFailed(str(failure))
+        except HealingError as failure:
+            error: HealingError = StateLoadError(str(failure))
             error.__cause__ = failure.__cause__
             return _failed(Stage.MATCH, error)
-        except StateUnavailable as failure:
-            error = HealingFailed(f"the meshes for the fetched state can't be found: {failure}")
+        except UserStateError as failure:
+            error = HealingError(f"the meshes for the fetched state can't be found: {failure}")
             error.__cause__ = failure
             return _failed(Stage.MATCH, error)
         return on.StageEnded(Stage.MATCH)
@@ -347,7 +347,7 @@ class StateExchange:
     def heal_failed(self, order: do.ReportHealFailed) -> None:
         """Report that this rank has not healed."""
         self._received = self._staged = {}
-        cause = order.error.__cause__ if isinstance(order.error, LoadFailed) and not order.is_over else None
+        cause = order.error.__cause__ if isinstance(order.error, StateLoadError) and not order.is_over else None
         self._reports.heal_failed(order.name, order.error, traceback_of=cause)
 
     # --- the group ----------------------------------------------------------------------------------------------------
@@ -358,15 +358,15 @@ class StateExchange:
             return yes
         try:
             return self._coordinator.vote(plan.step, yes, self._config.heal_timeout, key=plan.key, purpose=purpose).yes
-        except DeadlinePassed:
+        except RequestTimeoutError:
             self._reports.raise_fatal()  # raises the reason if it became known during the wait
             raise
 
 
-def _failed(stage: Stage, error: HealingFailed) -> on.StageEnded:
+def _failed(stage: Stage, error: HealingError) -> on.StageEnded:
     """Return the event for a stage that failed.
 
     `again` is set for an error that may not go away: a failed load, or an error in a user's state_dict.
     """
-    again = str(error) if isinstance(error, LoadFailed) else refusal_in(str(error))
+    again = str(error) if isinstance(error, StateLoadError) else refusal_in(str(error))
     return on.StageEnded(stage, error, again=again)

@@ -15,7 +15,7 @@ from typing import Final, final
 
 import torch
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.manager.config import ResolvedConfig
 from tft_coord.core.fingerprint import OF_A_RANK, PROTOCOL_VERSION, Fingerprint, fingerprint_of
 
@@ -55,16 +55,16 @@ class OwnFingerprint:
     def add(self, name: str, value: str) -> None:
         """Add a part.
 
-        Raises: SettingError: a part of that name has another value, or name and value are not texts.
+        Raises: ConfigError: a part of that name has another value, or name and value are not texts.
         """
         if not (isinstance(name, str) and isinstance(value, str)) or name in ("", USER):
-            raise SettingError(f"the fingerprint's part {name!r} is {value!r}; give a name and a value, both text")
+            raise ConfigError(f"the fingerprint's part {name!r} is {value!r}; give a name and a value, both text")
         with self._lock:
             if name not in self._parts:
                 self._parts[name] = value
                 self._whole = ()
             elif self._parts[name] != value:
-                raise SettingError(
+                raise ConfigError(
                     f"the fingerprint's part {name.removeprefix(USER)!r} is {self._parts[name]!r} already and can't "
                     f"become {value!r}, because other replicas may have been compared with it; give it another name"
                 )

@@ -27,9 +27,9 @@ from typing import Final, final
 
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.manager.config import ResolvedConfig
-from tft_coord.errors import DeadlinePassed, Unreachable
+from tft_coord.errors import RequestTimeoutError, UnreachableError
 from tft_pg.errors import ProcessGroupError
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.store import StoreClient
@@ -79,14 +79,14 @@ class GroupStore:
     def ask(self, rank: int, timeout: timedelta) -> tuple[str, str]:
         """Ask group rank 0 of this start for (replica id, address of the manager server).
 
-        Raises: DeadlinePassed: rank 0 has not answered in time.
+        Raises: RequestTimeoutError: rank 0 has not answered in time.
         """
         word, asks = uuid.uuid4().hex, f"{self.run_scope}/{ASKS_KEY}"
         try:
             self.store.set(f"{asks}/{self.store.add(asks, 1)}", word)
             self.store.wait([f"{self.run_scope}/{ANSWER_KEY}/{word}"], timeout)
         except DistStoreError as error:
-            raise DeadlinePassed(
+            raise RequestTimeoutError(
                 f"rank {rank} waited {timeout.total_seconds():g} s in the store {self.address} for the address of its "
                 "manager server; look whether group rank 0 has started"
             ) from error
@@ -109,12 +109,12 @@ class GroupStore:
     def claim(self, replica_id: str, rank: int, world_size: int) -> None:
         """Claim a rank in the group, for this start of it.
 
-        Raises: SettingError: another rank has another world size, or another process has this rank.
+        Raises: ConfigError: another rank has another world size, or another process has this rank.
         """
         key = f"{self.run_scope}/{replica_id}/{WORLD_SIZE_KEY}"
         first = self.store.compare_set(key, "", str(world_size)).decode()
         if first != str(world_size):
-            raise SettingError(
+            raise ConfigError(
                 f"rank {rank} was told a WORLD_SIZE of {world_size}, and another process of its replica group one of "
                 f"{first}; give every process of the group the same"
             )
@@ -126,7 +126,7 @@ class GroupStore:
     def check_alone(self, rank: int) -> None:
         """Check that no other process of this rank runs on this machine, before this process waits for any.
 
-        Raises: SettingError: such a process runs.
+        Raises: ConfigError: such a process runs.
         """
         key, mine = f"{self.run_scope}/{HOLDER_KEY}/{rank}", _this_process()
         holder = self.store.compare_set(key, "", mine).decode()
@@ -146,7 +146,7 @@ class GroupStore:
         A rank deletes its value two exchanges later. By then all ranks have read it, because a rank reads a whole
         exchange before it joins the next one.
 
-        Raises: DeadlinePassed: a rank gave no value in time, or the store does not answer.
+        Raises: RequestTimeoutError: a rank gave no value in time, or the store does not answer.
         """
         keys = [f"{self.run_scope}/{GATHER_KEY}/{name}/{place}" for place in range(world_size)]
         try:
@@ -157,7 +157,7 @@ class GroupStore:
             self.store.wait(keys, timeout)
             return tuple(found.decode() for found in self.store.multi_get(keys))
         except (DistStoreError, DistNetworkError) as error:
-            raise DeadlinePassed(
+            raise RequestTimeoutError(
                 f"rank {rank} waited {timeout.total_seconds():g} s in the store {self.address} for what the others "
                 f"of its replica group give for {name!r}; look whether one of them hangs"
             ) from error
@@ -198,8 +198,8 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
     """Host the store, if the group is this process alone and no store is given. Otherwise connect to it.
 
     Raises:
-        Unreachable: nothing answers at MASTER_ADDR:MASTER_PORT, or the answer is not a store's.
-        SettingError: this rank's settings contradict those of earlier ranks.
+        UnreachableError: nothing answers at MASTER_ADDR:MASTER_PORT, or the answer is not a store's.
+        ConfigError: this rank's settings contradict those of earlier ranks.
     """
     if config.store_addr is None:
         # Other replicas get this name, so the store must answer under it. Every client that reaches the store may
@@ -216,7 +216,7 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
                 master_listen_fd=listener.detach(),  # torch owns the socket from now on
             )
         except DistNetworkError as error:
-            raise Unreachable(
+            raise UnreachableError(
                 f"this process can't reach the replica group's store that it hosts at {host} "
                 f"({str(error).partition(chr(10))[0]}); look what keeps connections to own addresses from being made"
             ) from error
@@ -231,7 +231,7 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
     try:
         client.connect(config.connect_timeout, keep_trying=lambda: None)
     except ProcessGroupError as error:
-        raise Unreachable(
+        raise UnreachableError(
             f"what listens at {where} does not answer rank {config.rank} as its replica group's store would; check "
             "that MASTER_ADDR and MASTER_PORT name that store (torchrun starts one)"
         ) from error
@@ -251,7 +251,7 @@ def _listener(hostname: str) -> socket.socket:
 
     The port listens on all interfaces only if that name has no address of this machine.
 
-    Raises: Unreachable: no port can be opened at any address.
+    Raises: UnreachableError: no port can be opened at any address.
     """
     try:
         found = socket.getaddrinfo(hostname.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -266,7 +266,7 @@ def _listener(hostname: str) -> socket.socket:
             return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
         return socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
     except OSError as error:
-        raise Unreachable(
+        raise UnreachableError(
             f"this process can't host its replica group's store: no port is to be had ({error})"
         ) from error
 
@@ -284,7 +284,7 @@ def _sever_late(client: StoreClient, connected: threading.Event, config: Resolve
 def _reach(config: ResolvedConfig, where: str) -> None:
     """Wait until a server listens there. TCPStore would also wait, but print a stack trace for each attempt.
 
-    Raises: Unreachable: no server listens within connect_timeout.
+    Raises: UnreachableError: no server listens within connect_timeout.
     """
     assert config.store_addr is not None, "a store without an address is hosted, not reached"
     give_up_at = time.monotonic() + config.connect_timeout.total_seconds()
@@ -295,7 +295,7 @@ def _reach(config: ResolvedConfig, where: str) -> None:
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() + RETRY_S >= give_up_at:
-                raise Unreachable(
+                raise UnreachableError(
                     f"rank {config.rank} can't reach its replica group's store at {where} within "
                     f"{config.connect_timeout.total_seconds():g} s ({error}); check that MASTER_ADDR and MASTER_PORT "
                     "name a store that runs (torchrun starts one)"
@@ -341,9 +341,9 @@ def _started(pid: int) -> str | None:
     return None if state in _ENDED else start.decode()
 
 
-def _taken(rank: int, holder: str) -> SettingError:
+def _taken(rank: int, holder: str) -> ConfigError:
     host, _, process = holder.rpartition("/")
-    return SettingError(
+    return ConfigError(
         f"process {process.partition(':')[0]} on {host} is rank {rank} of this replica group already; give every "
         "process of the group a RANK of its own, and start no second group on the same store while the first one runs"
     )

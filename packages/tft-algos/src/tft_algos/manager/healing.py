@@ -16,12 +16,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, final
 
-from tft_algos.errors import HealingFailed
+from tft_algos.errors import HealingError
 from tft_algos.manager.parts import Coordinator
 from tft_algos.manager.source_calls import silent_sources
 from tft_ckpt import CheckpointTransport, StateKey
 from tft_coord.core.types import Plan, Source
-from tft_coord.errors import DeadlinePassed, Unreachable
+from tft_coord.errors import RequestTimeoutError, UnreachableError
 from tft_pg.threads import join_within
 
 MAX_SOURCES: Final = 4
@@ -88,12 +88,12 @@ class Fetch:
         """Wait for the end of the fetch.
 
         Returns: the state.
-        Raises: HealingFailed: no source gave the state. The cause is attached.
+        Raises: HealingError: no source gave the state. The cause is attached.
         """
         self._over.wait()
         if self._error is not None:
             names = ", ".join(source.replica_id for source in self.plan.sources)
-            raise HealingFailed(
+            raise HealingError(
                 f"replica {self.plan.replica_id} could not fetch step {self.plan.step} from {names} ({self._error}); "
                 "the next quorum tries again",
                 sources=tuple(source.replica_id for source in self.plan.sources),
@@ -105,7 +105,7 @@ class Fetch:
         self._lost.add(replica_id)
         if self._over.is_set() or not self._lost.issuperset(source.replica_id for source in self.plan.sources):
             return
-        self._error = HealingFailed("every source was lost")
+        self._error = HealingError("every source was lost")
         self._cancelled.set()
         self._over.set()
 
@@ -125,7 +125,7 @@ class Fetch:
             return
         self.unreached = found
         where = "; ".join(f"replica {name} at {why}" for name, why in sorted(found.items()))
-        self._error = HealingFailed(
+        self._error = HealingError(
             f"no source answers a connection: {where}; look whether a firewall stands between, and by which host name "
             "and interface those replicas serve"
         )
@@ -185,9 +185,9 @@ class Fetch:
                 return place, self._metadata_of(source, patience)
             except Exception as error:
                 last_error = error
-                if not is_last and isinstance(error, DeadlinePassed):
+                if not is_last and isinstance(error, RequestTimeoutError):
                     self.silent[source.replica_id] = str(error)
-        raise HealingFailed("no source's manager server says where its state is") from last_error
+        raise HealingError("no source's manager server says where its state is") from last_error
 
     def _further_sources(self) -> list[tuple[int, str]]:
         """Find further sources with the state. Return the index in the plan and the metadata of each.
@@ -214,13 +214,13 @@ class Fetch:
         give_up_at = time.monotonic() + patience.total_seconds()
         while True:
             if source.replica_id in self._lost or self._cancelled.is_set():
-                raise HealingFailed(f"replica {source.replica_id} was lost, or nobody wants its state any more")
+                raise HealingError(f"replica {source.replica_id} was lost, or nobody wants its state any more")
             left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
             try:
                 metadata = self._coordinator.source_metadata(source.address, min(left, ATTEMPT))
                 self.metadata[source.replica_id] = metadata
                 return metadata
-            except (Unreachable, DeadlinePassed):
+            except (UnreachableError, RequestTimeoutError):
                 if time.monotonic() >= give_up_at:
                     raise
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tft_algos.dtensors import is_dtensor
-from tft_algos.errors import HealingFailed, SettingError, StateUnavailable
+from tft_algos.errors import ConfigError, HealingError, UserStateError
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.healing import state_key
 from tft_algos.manager.parts import Coordinator, Group
@@ -77,11 +77,11 @@ class Bystander:
 def check_transport(config: ResolvedConfig) -> None:
     """Check that the transport can spread state to all ranks of an island.
 
-    Raises: SettingError: the transport reaches only members of its process group, and not all ranks are members.
+    Raises: ConfigError: the transport reaches only members of its process group, and not all ranks are members.
     """
     spreads = config.rank0_synchronization_only and config.world_size > 1
     if spreads and isinstance(config.checkpoint_transport, PGTransport):
-        raise SettingError(
+        raise ConfigError(
             "checkpoint_transport is a PGTransport, which ends at group rank 0 with rank0_synchronization_only, and "
             "the other ranks take the state from that one; give an HTTPTransport, or none"
         )
@@ -100,11 +100,11 @@ def refuse_strategy(manager: object, name: str) -> None:
     Args:
         manager: the Manager that the strategy was given. An object of the user's own class is accepted.
         name: the name of the strategy.
-    Raises: SettingError: the Manager has rank0_synchronization_only.
+    Raises: ConfigError: the Manager has rank0_synchronization_only.
     """
     config = getattr(getattr(manager, "strategy", None), "config", None)
     if getattr(config, "rank0_synchronization_only", False) is True:
-        raise SettingError(
+        raise ConfigError(
             f"{name} averages the gradients of every rank, and this Manager has rank0_synchronization_only, with which "
             "only group rank 0 reduces; use LocalSGD or DiLoCo, or a Manager without it"
         )
@@ -159,11 +159,11 @@ def island_digests(
     Args:
         state: the state of this rank. None: the state could not be taken.
         name: the name of this comparison, a new one each time.
-        digest: computes a digest. It raises StateUnavailable.
+        digest: computes a digest. It raises UserStateError.
         is_torn: the state of this rank is half written.
         config, coordinator: of this rank.
     Returns: the digest. "": a rank has no state to show, or a state that differs from rank 0's.
-    Raises: DeadlinePassed: a rank did not join. StateUnavailable: the state of this rank can't be compared.
+    Raises: RequestTimeoutError: a rank did not join. UserStateError: the state of this rank can't be compared.
     """
 
     def gather(what: str, value: str) -> tuple[str, ...]:
@@ -173,13 +173,13 @@ def island_digests(
     if not all(gather("ready for", "yes" if state is not None else NOTHING)) or state is None:
         return (NOTHING,)
     own = NOTHING
-    error: StateUnavailable | None = None
+    error: UserStateError | None = None
     entire = whole(state, keep=not config.stands_by)
     try:
         own = digest(_without_dtensors(state))
         if not config.stands_by:
             own += f" {digest(entire)}"
-    except StateUnavailable as failure:
+    except UserStateError as failure:
         own, error = NOTHING, failure
     told = [words.split() for words in gather("of", NOTHING if is_torn else own)]
     if error is not None:
@@ -218,7 +218,7 @@ def spread(
         received_before: bytes that this process received in earlier healings.
         cancelled: returns whether the state is not needed any more.
     Returns: rank 0's state, on every rank.
-    Raises: HealingFailed: this rank could not give or take the state.
+    Raises: HealingError: this rank could not give or take the state.
     """
     metadata = NOTHING
     failure: Exception | None = None
@@ -238,7 +238,7 @@ def spread(
                 raise failure
             return state
         if source == NOTHING:
-            raise HealingFailed(f"rank 0 of replica {plan.replica_id} could not offer step {plan.step} to its island")
+            raise HealingError(f"rank 0 of replica {plan.replica_id} could not offer step {plan.step} to its island")
         left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
         received: Mapping[str, Any] = transport.recv_checkpoint(
             plan.replica_rank,
@@ -250,7 +250,7 @@ def spread(
             cancelled=cancelled,
         )
     except Exception as error:
-        raise HealingFailed(
+        raise HealingError(
             f"step {plan.step} did not get from rank 0 of replica {plan.replica_id} to rank {config.rank} ({error}); "
             "the next quorum tries again",
             sources=tuple(one.replica_id for one in plan.sources),

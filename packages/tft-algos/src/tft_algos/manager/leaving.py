@@ -12,10 +12,10 @@ import threading
 from datetime import timedelta
 from typing import Final, final
 
-from tft_algos.manager.parts import ServerRestarted
+from tft_algos.errors import ServerRestartedError
 from tft_algos.manager.shared import Shared
 from tft_coord.core.step.effects import ReportLeft, ServeOn, TellLeaving
-from tft_coord.errors import CoordinationError, DeadlinePassed
+from tft_coord.errors import CoordinationError, RequestTimeoutError
 from tft_pg.threads import join_within
 
 LEAVE_TAKEN_WITHIN: Final = timedelta(seconds=5)
@@ -53,7 +53,7 @@ class GracefulShutdown:
         within = min(LEAVE_TAKEN_WITHIN, config.timeout)
         try:
             self._shared.coordinator.leave(order.reason, serve, within, finished_step=order.finished_step)
-        except (CoordinationError, ServerRestarted) as error:
+        except (CoordinationError, ServerRestartedError) as error:
             # The other replicas then detect that this process ends, and lose the running step. In a group that has
             # finished, one report is enough, and the manager server may have ended with rank 0.
             level = logging.WARNING if order.finished_step is None or config.world_size == 1 else logging.DEBUG
@@ -70,7 +70,7 @@ class GracefulShutdown:
             )
         if order.meets and shared.step.status.fatal is None:
             # The manager server, which knows the location of each rank's state, ends with rank 0.
-            with contextlib.suppress(DeadlinePassed, CoordinationError):
+            with contextlib.suppress(RequestTimeoutError, CoordinationError):
                 shared.coordinator.gather("left", "", shared.config.timeout)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ import threading
 from datetime import timedelta
 from typing import Final, final
 
-from tft_algos.errors import Closed, SettingError, UsageError
+from tft_algos.errors import ConfigError, ManagerClosedError, UsageError
 from tft_algos.manager import at_exit
 from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import limit_of
@@ -24,7 +24,7 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.stragglers import StragglerNews
 from tft_coord.core.types import KillOrder, LeaveRequest, LossNotice, NewcomerAsks, QuorumNews, Released, WaitsFor
-from tft_coord.errors import GroupLost
+from tft_coord.errors import ReplicaGroupLostError
 from tft_coord.news import News
 
 MILLISECOND: Final = timedelta(milliseconds=1)
@@ -62,12 +62,13 @@ class Lifecycle:
     def check_open(self) -> None:
         """Raise if the Manager can't be used here any more.
 
-        Raises: Closed: the Manager was shut down. UsageError: this process was forked from the Manager's process.
+        Raises: ManagerClosedError: the Manager was shut down. UsageError: this process was forked from the Manager's
+        process.
         """
         if self._closing.is_set():
             if self._exits and threading.current_thread().daemon:
                 sys.exit()  # the interpreter is about to end this thread anyway; this avoids a traceback
-            raise Closed(f"the Manager of replica {self._replica_id} was shut down; make a new one")
+            raise ManagerClosedError(f"the Manager of replica {self._replica_id} was shut down; make a new one")
         if os.getpid() != self._pid:  # a forked child has none of its threads
             raise UsageError(
                 f"the Manager of replica {self._replica_id} belongs to process {self._pid}, of which this one was "
@@ -92,7 +93,7 @@ class Lifecycle:
                 shared.step.tell(on.QuorumNamed(news))
             case NewcomerAsks(replica_id=replica_id):
                 parts.early.heard(replica_id)
-            case GroupLost():
+            case ReplicaGroupLostError():
                 shared.step.tell(on.GroupWasLost(news))
             case LeaveRequest(reason, serve_ms):
                 shared.reports.log(logging.WARNING, "asked to leave: %s", reason)
@@ -156,7 +157,7 @@ class Lifecycle:
         """Record a request to leave. See `Manager.leave`."""
         limit = self._deadline(deadline)
         if not isinstance(reason, str):
-            raise SettingError(f"reason is a {type(reason).__name__}; give a text")
+            raise ConfigError(f"reason is a {type(reason).__name__}; give a text")
         shared = self._parts.shared
         by_ms = round((shared.clock.monotonic() + limit.total_seconds()) * 1_000)
         shared.step.post(on.LeaveWished(reason or "it was told to", by_ms))

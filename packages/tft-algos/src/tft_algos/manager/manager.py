@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import Unpack  # in typing since Python 3.11
 
-from tft_algos.errors import ExceptionWithTraceback, SettingError, UsageError
+from tft_algos.errors import ConfigError, ExceptionWithTraceback, UsageError
 from tft_algos.manager.assembly import assemble, resolve
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, config_of, limit_of
 from tft_algos.manager.lifecycle import Lifecycle
@@ -62,12 +62,12 @@ class Manager:
         quorum_logger, commits_logger, errors_logger: loggers of the records for machines, see
             `tft_algos.manager.records`.
     Raises:
-        SettingError: a setting or an environment variable is wrong, missing or unknown.
+        ConfigError: a setting or an environment variable is wrong, missing or unknown.
         UsageError: this process has an earlier Manager of that replica_id that was not shut down.
-        tft_coord.errors.Unreachable, tft_coord.errors.DeadlinePassed: the group's store did not answer within
+        UnreachableError, RequestTimeoutError: the group's store did not answer within
             connect_timeout. On a rank other than 0, this also holds for its manager server. Rank 0 does not wait here
-            for its own server, which starts in the background. The first step waits for it, and raises GroupLost if it
-            can't start.
+            for its own server, which starts in the background. The first step waits for it, and raises
+            ReplicaGroupLostError if it can't start.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Manager:
         **settings: Unpack[ManagerSettings],
     ) -> None:
         if (load_state_dict is None) != (state_dict is None):
-            raise SettingError("load_state_dict and state_dict belong together; give both or neither")
+            raise ConfigError("load_state_dict and state_dict belong together; give both or neither")
         said = config_of(config, settings, min_replica_size)
         resolved = resolve(said, pg, coordinator, clock)
         user = UserState(is_island=resolved.rank0_synchronization_only)
@@ -114,7 +114,8 @@ class Manager:
             state_dict: returns the part. It is called like the Manager's own argument.
             compared: the part is the same on every replica after every commit, so `check_state_every` may compare it.
                 False: replicas may differ in it, for example in their position in their own data.
-        Raises: Closed. SettingError: the key is used already or is not a text, or an argument is not a function.
+        Raises: ManagerClosedError. ConfigError: the key is used already or is not a text, or an argument is not a
+        function.
         """
         self._life.check_open()
         shared = self._parts.shared
@@ -142,7 +143,7 @@ class Manager:
         """Mark the user's state as half written, for example between the steps of two optimizers.
 
         Only the training thread reads the state, inside start_quorum and should_commit. So this protects against one
-        mistake: a call of these with a half-written state. The call then raises StateUnavailable if a member wants the
+        mistake: a call of these with a half-written state. The call then raises UserStateError if a member wants the
         state.
         """
         self._parts.shared.user_state.readable = False
@@ -158,7 +159,7 @@ class Manager:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a Manager's state from a durable checkpoint, together with the user's own state.
 
-        Raises: StateUnavailable: `state_dict` is not the state of a Manager. Nothing has changed then.
+        Raises: UserStateError: `state_dict` is not the state of a Manager. Nothing has changed then.
         """
         self._runner.settle()
         self._step.tell(on.StateLoaded(state_dict))
@@ -184,10 +185,11 @@ class Manager:
             timeout: maximum wait for the quorum. None: quorum_timeout.
             use_async_quorum: for this step, the same on every replica. None: the config's value. A strategy whose
                 members heal while they give zeros passes True, whatever the config says.
-        Raises: Closed. LeftJob, a SystemExit: this replica has left. SettingError: timeout is not a timedelta above
-            zero and of at most a week, or an argument is not a bool. SettingError also: the first step is over, a model
-            or an optimizer is wrapped, and no state is registered. StateUnavailable, in the first steps: the registered
-            state can't be sent, or a state_dict raises. In these cases no step has begun. With a synchronous quorum:
+        Raises: ManagerClosedError. LeftJob, a SystemExit: this replica has left. ConfigError: timeout is not a
+            timedelta above zero and of at most a week, or an argument is not a bool. ConfigError also: the first step
+            is over, a model or an optimizer is wrapped, and no state is registered. UserStateError, in the first
+            steps: the registered state can't be sent, or a state_dict raises. In these cases no step has begun. With a
+            synchronous quorum:
             also the error of the quorum, and the Manager stays usable. With an asynchronous quorum, that error is
             recorded. should_commit raises it if this process can't continue.
         """
@@ -234,9 +236,10 @@ class Manager:
                 process group are aborted. None: the timeout of the process group.
         Returns: a Work whose wait() is True if the tensor holds the result, and False if not. Its future completes at
             the same time, with `[tensor]` and without an error.
-        Raises: Closed. Unsupported: should_quantize, or PREMUL_SUM. ValueError: AVG of whole numbers. UsageError: no
-            quorum was started, or the tensor or the operation has a wrong type. SettingError: the weight is invalid or
-            is used with another operation than AVG, or timeout is not a timedelta above zero and of at most a week.
+        Raises: ManagerClosedError. UnsupportedFeatureError: should_quantize, or PREMUL_SUM. ValueError: AVG of whole
+            numbers. UsageError: no quorum was started, or the tensor or the operation has a wrong type. ConfigError:
+            the weight is invalid or is used with another operation than AVG, or timeout is not a timedelta above zero
+            and of at most a week.
         """
         self._life.check_open()
         weight = check_asked(tensor, should_quantize, reduce_op, weight)
@@ -257,8 +260,8 @@ class Manager:
             weight: zero, or 1e-18 to 1e18. All replicas set a weight in the same steps. All ranks of this group set the
                 same weight. If only some replicas do, their reductions do not match. The steps then fail, or Gloo ends
                 the process ("gloo::EnforceNotMet"), which torch can't prevent. So set the weight in every step.
-        Raises: Closed. SettingError: the weight is invalid. UsageError: no step is open, or a reduction of this step
-            already used another weight.
+        Raises: ManagerClosedError. ConfigError: the weight is invalid. UsageError: no step is open, or a reduction of
+            this step already used another weight.
         """
         self._life.check_open()
         self._parts.reducer.set_weight(weight)
@@ -274,8 +277,8 @@ class Manager:
             fut: any future.
             default: the result in place of an error.
             timeout: maximum wait. None: the Manager's timeout.
-        Raises: Closed. SettingError: timeout is not a timedelta above zero and of at most a week. UsageError: fut is
-            not a future.
+        Raises: ManagerClosedError. ConfigError: timeout is not a timedelta above zero and of at most a week.
+            UsageError: fut is not a future.
         """
         self._life.check_open()
         if not isinstance(fut, torch.futures.Future):
@@ -306,15 +309,15 @@ class Manager:
             timeout: for the vote. None: the Manager's timeout.
         Returns: True: the optimizer steps now, on every rank of this group. False: the optimizer must not step.
         Raises:
-            tft_coord.errors.GroupLost, Refused: this process can't continue. The message says why.
-            tft_coord.errors.DeadlinePassed: no verdict arrived. Neither step nor continue.
-            TooManyFailures: more steps in a row failed than max_retries allows.
-            StateUnavailable: a member needs the state of this process, or the state is due to be compared, and
+            ReplicaGroupLostError, RefusedError: this process can't continue. The message says why.
+            RequestTimeoutError: no verdict arrived. Neither step nor continue.
+            TooManyFailuresError: more steps in a row failed than max_retries allows.
+            UserStateError: a member needs the state of this process, or the state is due to be compared, and
                 disallow_state_dict_read forbids reading it. Also: this replica could not heal, because a load function
                 here or a state_dict at the source raised the same error twice in a row. A state function that raises
                 once does not end the step. That error is logged, the members that need the state are refused, and the
                 step commits.
-            SettingError: timeout is not a timedelta above zero and of at most a week. Nothing has happened then.
+            ConfigError: timeout is not a timedelta above zero and of at most a week. Nothing has happened then.
             UsageError: no quorum was started since the last verdict, or a part of the Manager was not set up.
         """
         self._life.check_open()
@@ -377,7 +380,7 @@ class Manager:
             deadline: from now on. For this long at most, this replica stays if no other replica holds the state, waits
                 for a quorum, and serves the members that heal. None: heal_timeout.
             reason: the reason, which the lighthouse logs.
-        Raises: SettingError: deadline is not a timedelta above zero and of at most a week, or reason is not a text.
+        Raises: ConfigError: deadline is not a timedelta above zero and of at most a week, or reason is not a text.
         """
         self._life.leave(deadline, reason=reason)
 
@@ -389,8 +392,9 @@ class Manager:
         Args:
             signals: signal numbers. None given: SIGTERM.
             deadline: as in `leave`.
-        Raises: Closed. UsageError: this is not the main thread, which alone may handle signals. SettingError: a process
-            can't handle one of the signals, or the deadline is invalid. Nothing has changed then.
+        Raises: ManagerClosedError. UsageError: this is not the main thread, which alone may handle signals.
+            ConfigError: a process can't handle one of the signals, or the deadline is invalid. Nothing has changed
+            then.
         """
         self._life.leave_on_signal(signals, deadline)
 
@@ -404,7 +408,7 @@ class Manager:
 
         After a committed step, the training counts as finished. This replica then leaves, and reports its last step.
         When all replicas have finished, the job has ended at that step. A replica that is behind then gets
-        `tft_coord.errors.JobOver`. A replica that has finished or left first serves the members that heal from it,
+        `JobOverError`. A replica that has finished or left first serves the members that heal from it,
         until they are done or the deadline passes.
 
         The training does not count as finished if the Manager knows of an error. Such an error passes through the

@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final, final
 
-from tft_algos.errors import LeftJob, StepAbandoned
+from tft_algos.errors import LeftJob, ServerRestartedError, StepAbandonedError
 from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.fingerprint import OwnFingerprint
 from tft_algos.manager.island import global_ranks
-from tft_algos.manager.parts import Group, ServerRestarted
+from tft_algos.manager.parts import Group
 from tft_algos.manager.reports import raise_told
 from tft_algos.manager.shared import Shared
 from tft_algos.manager.unreached import UnreachedPeers
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import QuorumKey
-from tft_coord.errors import Closed, GroupLost, Refused
+from tft_coord.errors import CoordinationClosedError, RefusedError, ReplicaGroupLostError
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Negotiation:
         if self._last is not None:
             try:
                 self._last.result()
-            except (GroupLost, Refused) as error:
+            except (ReplicaGroupLostError, RefusedError) as error:
                 raise_told(error)
 
     def settle(self) -> None:
@@ -163,12 +163,12 @@ class Negotiation:
                 self._configure(configures)
             self._record(reconfigures=configures is not None, duration_s=self._clock.monotonic() - begun)
         except Exception as error:
-            if self._closing.is_set() and isinstance(error, Closed):
+            if self._closing.is_set() and isinstance(error, CoordinationClosedError):
                 raise  # the end of this Manager ended the request, which is not an error to report
             for report in self._step.tell(on.QuorumFailed(ask.attempt, error)):
                 if isinstance(report, do.ReportNoQuorum):
                     self._reports.no_quorum(report.name, report.error)
-                    if isinstance(report.error, StepAbandoned):
+                    if isinstance(report.error, StepAbandonedError):
                         raise LeftJob(str(report.error)) from error
             raise
 
@@ -176,7 +176,7 @@ class Negotiation:
         """Repeat the request until there is an answer.
 
         Returns: the process group to build for it, if one is needed.
-        Raises: the errors of the coordinator. StaleQuorum: the answer names a quorum that this rank does not hold.
+        Raises: the errors of the coordinator. StaleQuorumError: the answer names a quorum that this rank does not hold.
         """
         deadline = self._clock.monotonic() + timeout.total_seconds()
         request = ask.request
@@ -184,7 +184,7 @@ class Negotiation:
             remaining = timedelta(seconds=max(deadline - self._clock.monotonic(), 0.001))
             try:
                 answer = self._coordinator.quorum(request, remaining)
-            except ServerRestarted:
+            except ServerRestartedError:
                 for again in self._step.tell(on.ServerRestarted()):
                     if isinstance(again, do.Ask):
                         request = replace(again.request, fingerprint=self._fingerprint.whole())

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
-from tft_algos.errors import Closed, LoadFailed
+from tft_algos.errors import ManagerClosedError, StateLoadError
 from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.early import EarlyState
 from tft_algos.manager.exchange import StateExchange
@@ -76,13 +76,15 @@ class Orders:
     def pause(self, order: do.Pause) -> None:
         """Wait, unless this Manager ends.
 
-        Raises: Closed.
+        Raises: ManagerClosedError.
         """
         shared = self.shared
         with self.own_time:
             shared.clock.wait(shared.closing, order.ms / 1_000)
         if shared.closing.is_set():
-            raise Closed(f"the Manager of replica {shared.coordinator.replica_id} was shut down; make a new one")
+            raise ManagerClosedError(
+                f"the Manager of replica {shared.coordinator.replica_id} was shut down; make a new one"
+            )
 
     def use_plan(self, order: do.UsePlan) -> None:
         self.shared.reports.plan_arrived(order.plan)
@@ -132,7 +134,7 @@ class Orders:
 
     def raise_it(self, order: do.Raise) -> None:
         cause: BaseException | None = order.cause
-        if isinstance(cause, LoadFailed) and cause.__cause__ is not None:
+        if isinstance(cause, StateLoadError) and cause.__cause__ is not None:
             cause = cause.__cause__
         if cause is not None:
             raise order.error from cause

@@ -60,13 +60,6 @@ class Group(Protocol):
         ...
 
 
-class ServerRestarted(Exception):
-    """The error of a group of one whose manager server ended and was replaced.
-
-    Calls open at the old server count as no.
-    """
-
-
 class Coordinator(Protocol):
     """The interface of a Manager's coordination. Any thread may call its methods.
 
@@ -81,7 +74,8 @@ class Coordinator(Protocol):
         """Request the next quorum.
 
         Returns: the plan, or the key of the quorum that stands unchanged.
-        Raises: DeadlinePassed, Refused, GroupLost, Closed. ServerRestarted: request again, without a held quorum.
+        Raises: RequestTimeoutError, RefusedError, ReplicaGroupLostError, ManagerClosedError. ServerRestartedError:
+        request again, without a held quorum.
         """
         ...
 
@@ -92,7 +86,8 @@ class Coordinator(Protocol):
 
         `leaving`: this rank wishes that the group leaves after this step.
 
-        Raises: DeadlinePassed, GroupLost, Closed. ServerRestarted: the vote counts as a no.
+        Raises: RequestTimeoutError, ReplicaGroupLostError, ManagerClosedError. ServerRestartedError: the vote counts
+        as a no.
         """
         ...
 
@@ -108,7 +103,8 @@ class Coordinator(Protocol):
 
         `finished_step`: the last step of a finished training. None: other replicas may continue to train.
 
-        Raises: DeadlinePassed, GroupLost, Closed, ServerRestarted: the request was not delivered.
+        Raises: RequestTimeoutError, ReplicaGroupLostError, ManagerClosedError, ServerRestartedError: the request was
+        not delivered.
         """
         ...
 
@@ -123,7 +119,7 @@ class Coordinator(Protocol):
             name: the name of this exchange, the same on all ranks, and a new one each time.
             value: a line of text.
         Returns: the values, in rank order.
-        Raises: DeadlinePassed: a rank gave no value in time, or the group's store does not answer.
+        Raises: RequestTimeoutError: a rank gave no value in time, or the group's store does not answer.
         """
         ...
 

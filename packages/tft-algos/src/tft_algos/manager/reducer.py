@@ -13,7 +13,7 @@ from typing import Final, TypeAlias, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import NoWeight, Unsupported
+from tft_algos.errors import UnsupportedFeatureError, ZeroWeightError
 from tft_algos.manager.mailbox import StepMailbox
 from tft_algos.manager.own_time import OwnTime
 from tft_algos.manager.parts import Clock, Group
@@ -242,16 +242,18 @@ class Reducer:
         # A tensor that fails with other members must also fail without them.
         if tensor.layout is not torch.strided or tensor.is_meta:
             kind = "on the meta device" if tensor.is_meta else f"{tensor.layout}"
-            self._report(Unsupported(f"a tensor that is {kind} can't be reduced; give a dense one with memory"), name)
+            self._report(
+                UnsupportedFeatureError(f"a tensor that is {kind} can't be reduced; give a dense one with memory"), name
+            )
             return LostReduction(tensor)
         try:
             check_writable(tensor)
-        except Unsupported as error:
+        except UnsupportedFeatureError as error:
             self._report(error, name)
             return LostReduction(tensor)
         if weight == 0.0:
             self._report(
-                NoWeight(
+                ZeroWeightError(
                     f"the weight of the only participant of {name} is zero, so there is no mean; give a finite weight "
                     "above zero"
                 ),

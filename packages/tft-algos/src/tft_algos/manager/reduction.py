@@ -22,9 +22,9 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import NoWeight, SettingError, Unsupported, UsageError
+from tft_algos.errors import ConfigError, UnsupportedFeatureError, UsageError, ZeroWeightError
 from tft_algos.manager.parts import Clock
-from tft_pg.errors import DeadlinePassed
+from tft_pg.errors import CollectiveTimeoutError
 
 MOST_WEIGHT: Final = 1e18  # keeps the product with a gradient, and sums of such products, in the range of float32
 # Means of these dtypes are reduced in a wider copy. In the original dtype, a product with a token count overflows, and
@@ -72,10 +72,10 @@ def _bounds(dtype: torch.dtype) -> tuple[float, float]:
 def check_weight(weight: object) -> float:
     """Return the weight as a float, checked.
 
-    Raises: SettingError: the value can't be a weight.
+    Raises: ConfigError: the value can't be a weight.
     """
     if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise SettingError(
+        raise ConfigError(
             f"weight is a {type(weight).__name__}; give a number, such as the samples or tokens in this replica's batch"
         )
     try:
@@ -83,9 +83,9 @@ def check_weight(weight: object) -> float:
     except OverflowError:  # a whole number outside the range of floats
         value = math.inf
     if not 0.0 <= value < math.inf:
-        raise SettingError(f"weight is {value:g}; give a finite number that is not below zero")
+        raise ConfigError(f"weight is {value:g}; give a finite number that is not below zero")
     if value != 0.0 and not 1.0 / MOST_WEIGHT <= value <= MOST_WEIGHT:
-        raise SettingError(
+        raise ConfigError(
             f"weight is {value:g}, by which a gradient can't be multiplied in its own dtype; give zero, or a number "
             f"between {1.0 / MOST_WEIGHT:g} and {MOST_WEIGHT:g}"
         )
@@ -103,7 +103,7 @@ def check_asked(
     Raises: as `Manager.allreduce`.
     """
     if should_quantize:
-        raise Unsupported(
+        raise UnsupportedFeatureError(
             "quantized reductions do not exist here, and nothing is sent unquantized in their place; call allreduce "
             "without should_quantize"
         )
@@ -112,7 +112,9 @@ def check_asked(
     if not isinstance(reduce_op, dist.ReduceOp | dist.ReduceOp.RedOpType):
         raise UsageError(f"reduce_op is {reduce_op!r}; give one of torch's, such as torch.distributed.ReduceOp.AVG")
     if reduce_op == dist.ReduceOp.PREMUL_SUM:
-        raise Unsupported("PREMUL_SUM does not exist here; multiply the tensor, and reduce it with ReduceOp.SUM")
+        raise UnsupportedFeatureError(
+            "PREMUL_SUM does not exist here; multiply the tensor, and reduce it with ReduceOp.SUM"
+        )
     average = reduce_op == dist.ReduceOp.AVG
     if average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"an average needs a floating point tensor, and this one is {tensor.dtype}; use ReduceOp.SUM")
@@ -120,21 +122,21 @@ def check_asked(
         return None
     value = check_weight(weight)
     if not average:
-        raise SettingError(f"a weight belongs to ReduceOp.AVG, and this reduction is {reduce_op}; leave it out")
+        raise ConfigError(f"a weight belongs to ReduceOp.AVG, and this reduction is {reduce_op}; leave it out")
     return value
 
 
 def check_writable(tensor: torch.Tensor) -> None:
     """Check that no two elements of a dense tensor share memory, because such a tensor can't be filled.
 
-    Raises: Unsupported: several elements share memory.
+    Raises: UnsupportedFeatureError: several elements share memory.
     """
     if tensor.is_contiguous():
         return
     end = 0
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride <= end:
-            raise Unsupported(
+            raise UnsupportedFeatureError(
                 f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} can't be reduced in "
                 "place, because several of its elements share memory; reduce its contiguous()"
             )
@@ -147,7 +149,7 @@ def canonical(tensor: torch.Tensor) -> torch.Tensor:
     Backends reduce memory, not elements. If one replica's tensor is transposed or channels_last and another's is not,
     they would add elements of different positions, without an error.
 
-    Raises: Unsupported: the result could not be written back, because elements share memory.
+    Raises: UnsupportedFeatureError: the result could not be written back, because elements share memory.
     """
     if tensor.layout is not torch.strided or tensor.is_contiguous():
         return tensor
@@ -162,7 +164,7 @@ def times(tensor: torch.Tensor, factor: float, *, widens: bool) -> torch.Tensor:
         tensor: the tensor to reduce.
         factor: a weight, a scale, or their product.
         widens: reduce a narrow dtype in a wider copy.
-    Raises: Unsupported, as `canonical`.
+    Raises: UnsupportedFeatureError, as `canonical`.
     """
     wider = _WIDER.get(tensor.dtype) if widens else None
     with changing(tensor):
@@ -196,7 +198,7 @@ class Denominator:
     def divide(self, tensor: torch.Tensor) -> None:
         """Divide a tensor in place by the sum of the weights.
 
-        Raises: NoWeight: the sum can't divide. Nothing was divided.
+        Raises: ZeroWeightError: the sum can't divide. Nothing was divided.
         """
         if self.read_later:
             tensor.div_(self._total[0])  # without a dimension, so that the result keeps the dtype of `tensor`
@@ -208,12 +210,12 @@ class Denominator:
         if total != 1.0:
             tensor.div_(total)
 
-    def failure(self) -> NoWeight | None:
+    def failure(self) -> ZeroWeightError | None:
         """Return why the sum can't divide; None: it can. Waits for the device."""
         total = float(self._total.item())
         if 0.0 < total < math.inf:
             return None
-        return NoWeight(
+        return ZeroWeightError(
             f"the weights of {self._name} sum to {total:g} over all that gave something, so there is no mean; have at "
             "least one participant give a finite weight above zero"
         )
@@ -372,7 +374,7 @@ class Reduction(dist.Work):
                 return
             self._late = True
             self._report(
-                DeadlinePassed(
+                CollectiveTimeoutError(
                     f"a reduction of {self._name} did not end within {limit.total_seconds():g} s and was aborted; the "
                     "next step asks for another quorum"
                 )

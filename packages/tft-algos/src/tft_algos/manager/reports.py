@@ -10,20 +10,20 @@ import threading
 from collections.abc import Callable
 from typing import Final, NoReturn, final
 
-from tft_algos.errors import QuorumBroken
+from tft_algos.errors import QuorumBrokenError
 from tft_algos.manager.records import Records
 from tft_coord.core.names import shorten
 from tft_coord.core.step import StepName, StepStatus
 from tft_coord.core.step.attempt import FATAL, MAX_ERRORS_KEPT
 from tft_coord.core.stragglers import LEFT_OUT_REASON
 from tft_coord.core.types import LossNotice, Plan, QuorumKey
-from tft_coord.errors import GroupLost, Refused
-from tft_pg.errors import Aborted, ConfigureFailed, DeadlinePassed, PeerFailed
+from tft_coord.errors import RefusedError, ReplicaGroupLostError
+from tft_pg.errors import AbortedError, CollectiveTimeoutError, ConfigureError, PeerDisconnectedError
 
 # A process group raises these when a member has died, before the lost member is known.
-_BY_A_PEER: Final = (PeerFailed, Aborted, ConfigureFailed)
+_BY_A_PEER: Final = (PeerDisconnectedError, AbortedError, ConfigureError)
 # A failing process group raises these from every running operation, so they count as one failure.
-_OF_THE_GROUP: Final = (*_BY_A_PEER, DeadlinePassed)
+_OF_THE_GROUP: Final = (*_BY_A_PEER, CollectiveTimeoutError)
 _LOOKS_TO_KNOW_WHO: Final = 2  # after about one beat, a loss is known if there is one
 _STEPS_KEPT: Final = 16  # with logged failures
 _QUORUMS_KEPT: Final = 16  # that a loss has broken
@@ -42,7 +42,7 @@ def _explains(notice: LossNotice) -> bool:
 
 def raise_told(error: Exception) -> NoReturn:
     """Raise an error. An error that another process reported is raised without its traceback, which adds nothing."""
-    if isinstance(error, (Refused, GroupLost)):
+    if isinstance(error, (RefusedError, ReplicaGroupLostError)):
         raise error.with_traceback(None) from None
     raise error
 
@@ -183,7 +183,9 @@ class Reports:
             del self._logged[min(self._logged)]
         kind = "the process group" if isinstance(error, _OF_THE_GROUP) else f"{type(error).__name__}: {error}"
         # An earlier failure is the cause of an abort.
-        is_news = kind not in logged and len(logged) < MAX_ERRORS_KEPT and not (logged and isinstance(error, Aborted))
+        is_news = (
+            kind not in logged and len(logged) < MAX_ERRORS_KEPT and not (logged and isinstance(error, AbortedError))
+        )
         if is_news:
             logged.add(kind)
         return is_news
@@ -195,11 +197,11 @@ class Reports:
         if not isinstance(error, _OF_THE_GROUP):
             return False
         lost = self._broken.get(name.key) if name.key is not None else None
-        return self._group_is_lost or lost is True or (lost is False and isinstance(error, Aborted))
+        return self._group_is_lost or lost is True or (lost is False and isinstance(error, AbortedError))
 
     def follows_from_a_loss(self, error: Exception | None) -> bool:
         """Return whether an error only repeats the last loss."""
-        return isinstance(error, QuorumBroken) or (bool(self._loss) and self._loss in shorten(str(error)))
+        return isinstance(error, QuorumBrokenError) or (bool(self._loss) and self._loss in shorten(str(error)))
 
     def no_quorum(self, name: StepName, error: Exception) -> None:
         """Report that the step has no quorum."""

@@ -13,17 +13,16 @@ from typing import final
 
 import torch
 
-from tft_algos.errors import LeftJob, SettingError, TooManyFailures, UsageError
+from tft_algos.errors import ConfigError, LeftJob, ServerRestartedError, TooManyFailuresError, UsageError
 from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import limit_of
 from tft_algos.manager.deferred import DeferredStep
-from tft_algos.manager.parts import ServerRestarted
 from tft_algos.manager.wording import standing_coordinator
 from tft_coord.core.step import Effects, Healing
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan, Purpose, Verdict
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 
 @final
@@ -64,9 +63,9 @@ class StepRunner:
         limit = limit_of(timeout, self._config.quorum_timeout)
         for name, said in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
             if not isinstance(said, bool):
-                raise SettingError(f"{name} is {said!r}; give True or False")
+                raise ConfigError(f"{name} is {said!r}; give True or False")
         if asynchronous is not None and not isinstance(asynchronous, bool):
-            raise SettingError(f"use_async_quorum is {asynchronous!r}; give True, False or None")
+            raise ConfigError(f"use_async_quorum is {asynchronous!r}; give True, False or None")
         with self._own_time:
             self.settle()
         parts = self._parts
@@ -270,7 +269,7 @@ class StepRunner:
     def _vote(self, effects: Effects, limit: timedelta) -> do.Effect:
         """Vote, and end the step with the verdict.
 
-        Raises: DeadlinePassed, and other errors of the coordinator: there is no verdict.
+        Raises: RequestTimeoutError, and other errors of the coordinator: there is no verdict.
         """
         (cast,) = effects
         assert isinstance(cast, do.CastVote), cast
@@ -285,11 +284,11 @@ class StepRunner:
             )
         try:
             verdict = self._verdict(cast, limit)
-        except ServerRestarted:
+        except ServerRestartedError:
             self._step.tell(on.ServerRestarted())
             self._reports.log(logging.WARNING, "the manager server ended during the vote, which counts as no")
             verdict = Verdict(yes=False)
-        except DeadlinePassed:
+        except RequestTimeoutError:
             self._reports.raise_fatal()  # raises the reason if it became known during the wait
             raise
         (end,) = self._step.tell(on.VerdictArrived(cast.attempt, verdict.yes, verdict.leaves, verdict.stands))
@@ -307,12 +306,12 @@ class StepRunner:
     def _concluded(self, end: do.Effect, failure: Exception | None = None) -> bool:
         """Return whether the step was committed. `failure`: the error of a deferred step.
 
-        Raises: TooManyFailures: more steps in a row failed than max_retries allows.
+        Raises: TooManyFailuresError: more steps in a row failed than max_retries allows.
         """
         assert isinstance(end, do.Concluded), end
         error = failure or end.error
         if end.exhausted:
-            raise TooManyFailures(
+            raise TooManyFailuresError(
                 f"replica {self._shared.coordinator.replica_id} failed to commit {end.failures} times in a row, and "
                 f"max_retries is {self._config.max_retries}; {_last_failure(error, end.plan)}",
                 failures=end.failures,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, final
 import torch
 
 from tft_algos.dtensors import cut_like, is_dtensor
-from tft_algos.errors import HealingFailed
-from tft_ckpt import LocalShard, Sharding, StateUnsupported
+from tft_algos.errors import HealingError
+from tft_ckpt import LocalShard, Sharding, StateUnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +46,7 @@ def place_shards(state: Any, own: Any) -> Any:
         state: as a transport returned it. Parts are replaced in place.
         own: the state of the process that heals, as its own state-dict functions return it.
     Returns: the state with DTensors on the meshes of `own`. The DTensors use the memory of the parts.
-    Raises: HealingFailed: a part does not fit the tensor of this process, or the right mesh can't be determined.
+    Raises: HealingError: a part does not fit the tensor of this process, or the right mesh can't be determined.
     """
     return _Placer(own).place(state, own, ())
 
@@ -58,7 +58,7 @@ def cut_whole(state: Any, own: Any) -> Any:
         state: as a transport returned it, with whole tensors only. It is changed where this process has DTensors.
         own: the state of the process that heals, as its own state-dict functions return it.
     Returns: the state with DTensors on the meshes of `own`, with the same placements, that hold this process's parts.
-    Raises: HealingFailed: a tensor does not fit the tensor of this process, or its sharding can't be determined.
+    Raises: HealingError: a tensor does not fit the tensor of this process, or its sharding can't be determined.
     """
     return _Cutter(own).place(state, own, ())
 
@@ -103,7 +103,7 @@ class _Placer(_Walker):
 
     def place_tensor(self, value: torch.Tensor, own: Any, path: Path) -> torch.Tensor:
         if is_dtensor(own):
-            raise HealingFailed(
+            raise HealingError(
                 f"{_name(path)} is a whole tensor of shape {tuple(value.shape)} at the source and a part of "
                 f"{LocalShard.of(own).sharding} here; shard the same tensors on every replica"
             )
@@ -113,13 +113,13 @@ class _Placer(_Walker):
         if own is _MISSING:
             return part.to_dtensor(self._mesh_for(part.sharding, path))
         if not is_dtensor(own):
-            raise HealingFailed(
+            raise HealingError(
                 f"{_name(path)} is a part of {part.sharding} at the source and a {type(own).__name__} here; shard the "
                 "same tensors on every replica"
             )
         here = _part_of(own, path)
         if here.sharding != part.sharding or here.local.shape != part.local.shape:
-            raise HealingFailed(
+            raise HealingError(
                 f"{_name(path)} is a part of shape {tuple(part.local.shape)} of {part.sharding} at the source and one "
                 f"of shape {tuple(here.local.shape)} of {here.sharding} here; give every replica group the same mesh "
                 "and the same placements"
@@ -137,7 +137,7 @@ class _Placer(_Walker):
             found = f"{len(meshes)} different meshes here have that form; give one of their dimensions another name"
         else:
             found = "nothing else here is on a mesh of that form; give the sharded parameters in the state too"
-        raise HealingFailed(
+        raise HealingError(
             f"{_name(path)} is a part of {sharding} at the source and missing here, and {found}, or have the "
             "optimizer's state before its first step"
         )
@@ -159,7 +159,7 @@ class _Cutter(_Walker):
         self._own = [(path, leaf) for path, leaf in _leaves(own, ()) if isinstance(leaf, torch.Tensor)]
 
     def place_part(self, part: LocalShard, own: Any, path: Path) -> DTensor:
-        raise HealingFailed(
+        raise HealingError(
             f"{_name(path)} is a part of {part.sharding}, and between islands whole tensors go; run the same release "
             "on every replica"
         )
@@ -170,7 +170,7 @@ class _Cutter(_Walker):
         if not is_dtensor(own):
             return value
         if own.shape != value.shape:
-            raise HealingFailed(
+            raise HealingError(
                 f"{_name(path)} is of shape {tuple(value.shape)} at the source and of shape {tuple(own.shape)} here; "
                 "train the same model on every replica"
             )
@@ -187,7 +187,7 @@ class _Cutter(_Walker):
         of_that_name = _of_that_name(alike, path) or [leaf for _, leaf in alike]
         found = [leaf for leaf in of_that_name if is_dtensor(leaf)]
         if len({(leaf.device_mesh, leaf.placements) for leaf in found}) > 1:
-            raise HealingFailed(
+            raise HealingError(
                 f"{_name(path)} is of shape {tuple(value.shape)} at the source and missing here, where tensors of that "
                 "shape are sharded in several ways; have the optimizer's state before its first step"
             )
@@ -206,8 +206,8 @@ def _of_that_name(own: Sequence[tuple[Path, Leaf]], path: Path) -> list[Leaf]:
 def _part_of(tensor: DTensor, path: Path) -> LocalShard:
     try:
         return LocalShard.of(tensor)
-    except StateUnsupported as error:
-        raise HealingFailed(f"{_name(path)} is a part of a sharded tensor at the source, and here {error}") from error
+    except StateUnsupportedError as error:
+        raise HealingError(f"{_name(path)} is a part of a sharded tensor at the source, and here {error}") from error
 
 
 def _item(own: Any, key: Any) -> Any:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_pg.forks import Inheritance, let_go_in_child
 
 
@@ -33,11 +33,11 @@ class SignalHandlers:
         Args:
             signals: signal numbers. Empty: SIGTERM.
             act: interrupts the main thread at any point, so it must not wait for a lock.
-        Raises: SettingError: a process can't handle one of the signals. Nothing has changed then.
+        Raises: ConfigError: a process can't handle one of the signals. Nothing has changed then.
         """
         for number in signals:
             if not isinstance(number, int) or number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-                raise SettingError(f"{number!r} is no signal that can be handled; give some, such as signal.SIGTERM")
+                raise ConfigError(f"{number!r} is no signal that can be handled; give some, such as signal.SIGTERM")
 
         def handle(number: int, _frame: object) -> None:
             act(signal_name(number))

@@ -10,14 +10,14 @@ import logging
 from collections.abc import Mapping
 from typing import Any, final
 
-from tft_algos.errors import StateDiverged, StateUnavailable
+from tft_algos.errors import StateDivergedError, UserStateError
 from tft_algos.manager.audit import StateAudit
 from tft_algos.manager.divergence import StateDigester, combine, describe, differences
 from tft_algos.manager.island import island_digests
 from tft_algos.manager.shared import Shared
 from tft_coord.core.step.effects import CompareState, ExplainDivergence
 from tft_coord.core.step.events import StateCompared
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 
 
 @final
@@ -37,12 +37,12 @@ class StateCheck:
     def compare(self, order: CompareState) -> None:
         """Add the digest of the user's state to the lineage that this group reports.
 
-        Raises: StateUnavailable: the user has marked the state as half written.
+        Raises: UserStateError: the user has marked the state as half written.
         """
         core, config, user = self._shared.step.status, self._shared.config, self._shared.user_state
         name = order.name
         if not user.readable:
-            raise StateUnavailable(
+            raise UserStateError(
                 f"the state of replica {self._shared.coordinator.replica_id} is to be compared at step {core.step}, "
                 "and was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
@@ -53,7 +53,7 @@ class StateCheck:
             state = user.take_compared()  # on every rank, because it may be a collective of the group
             if not core.torn and not config.rank0_synchronization_only:
                 own = self._digester.digest(state)
-        except StateUnavailable as error:
+        except UserStateError as error:
             self._cannot_compare(error)
         try:
             if config.rank0_synchronization_only:
@@ -69,7 +69,7 @@ class StateCheck:
                 digests = self._shared.coordinator.gather(name, own, config.timeout)
             else:
                 digests = (own,)
-        except (DeadlinePassed, StateUnavailable) as error:
+        except (RequestTimeoutError, UserStateError) as error:
             self._cannot_compare(error)
         self._shared.step.tell(StateCompared(combine(digests) if all(digests) else None))
 
@@ -79,7 +79,7 @@ class StateCheck:
         Args:
             order: from the step core.
             fetched: the source's state.
-        Raises: StateDiverged: healing is disabled, or the last one did not cure it.
+        Raises: StateDivergedError: healing is disabled, or the last one did not cure it.
         """
         core, config, user = self._shared.step.status, self._shared.config, self._shared.user_state
         plan = order.plan
@@ -88,7 +88,7 @@ class StateCheck:
             try:
                 found = differences(user.take_compared(), user.compared(fetched["user"]))
                 told = describe(found)
-            except StateUnavailable as error:
+            except UserStateError as error:
                 told = str(error)
         else:
             told = f"the others are at step {plan.step} by now, so what differed can't be told any more"
@@ -105,7 +105,7 @@ class StateCheck:
             if order.again
             else "on_divergence is stop; start this replica again to have it heal"
         )
-        raise StateDiverged(
+        raise StateDivergedError(
             f"{sentence}; {advice}",
             replica_id=replica_id,
             source=source,

@@ -16,7 +16,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.deferred import DeferredStep
@@ -59,11 +59,11 @@ class StepControl:
 
         Args:
             name: the name of the strategy, for messages.
-        Raises: SettingError: a strategy is attached already.
+        Raises: ConfigError: a strategy is attached already.
         """
         before = self._runner.strategy
         if before is not None:
-            raise SettingError(
+            raise ConfigError(
                 f"{name} was given a Manager whose steps are the syncs of a {before} already; give each strategy a "
                 "Manager of its own, and enter one strategy again rather than make another"
             )
@@ -109,7 +109,7 @@ class StepControl:
         Args:
             name: the name of the value, the same on every replica.
             value: the value that must be the same, for example a digest of the tokenizer.
-        Raises: SettingError: the name has another value already, or an argument is not a text.
+        Raises: ConfigError: the name has another value already, or an argument is not a text.
         """
         self._parts.fingerprint.add(USER + name if isinstance(name, str) else name, value)
 
@@ -175,8 +175,8 @@ class StepControl:
         either.
 
         Returns: whether this call has healed this replica. If its healing failed, the step does not commit.
-        Raises: UsageError: no step is open. StateUnavailable, StateDiverged, tft_coord.errors.GroupLost: as
-            `should_commit`.
+        Raises: UsageError: no step is open. UserStateError, StateDivergedError,
+            ReplicaGroupLostError: as `should_commit`.
         """
         self._life.check_open()
         return self._runner.exchange_state()
@@ -191,7 +191,8 @@ class StepControl:
         so all begin and end theirs in the same order. A request for a quorum reports committed steps only.
 
         Returns: the step.
-        Raises: Closed. UsageError: no step is open. Any error of `exchange_state`, after which the step is still open.
+        Raises: ManagerClosedError. UsageError: no step is open. Any error of `exchange_state`, after which the step is
+        still open.
         """
         self._life.check_open()
         return self._runner.defer()

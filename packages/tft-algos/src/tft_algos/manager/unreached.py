@@ -20,7 +20,7 @@ from tft_coord.core.names import shorten
 from tft_coord.core.step.errors import TrainingError
 from tft_coord.core.types import UNREACHED_MOST, Plan, Unreached, Via
 from tft_coord.errors import CoordinationError
-from tft_pg.errors import ConfigureFailed, InvalidSetting, PeerFailed, ProcessGroupError, StoreUnreachable
+from tft_pg.errors import ConfigError, ConfigureError, PeerDisconnectedError, ProcessGroupError, StoreUnreachableError
 
 _NAMES_MOST: Final = 8  # in one sentence
 _WHY_MOST: Final = 300  # characters
@@ -97,10 +97,10 @@ class UnreachedPeers:
         own = self._own_failure(plan, error, broken=broken)
         if own is not None:
             return own
-        if not isinstance(error, ConfigureFailed):
+        if not isinstance(error, ConfigureError):
             return Diagnosis(error)
         with self._lock:
-            if isinstance(error, StoreUnreachable):
+            if isinstance(error, StoreUnreachableError):
                 reports, clauses = self._of_store(plan, error)
             else:
                 reports, clauses = self._of_ranks(plan, error)
@@ -115,7 +115,7 @@ class UnreachedPeers:
         of_own = any(each.replica_id == plan.replica_id for each in reports)
         sentence = (
             f"could not build the process group of quorum {plan.key}: {'; '.join(clauses)}; "
-            f"{_CHECK_OWN if of_own else _CHECK_STORE if isinstance(error, StoreUnreachable) else _CHECK}"
+            f"{_CHECK_OWN if of_own else _CHECK_STORE if isinstance(error, StoreUnreachableError) else _CHECK}"
         )
         named = copy.copy(error)
         named.args = (sentence,)
@@ -130,7 +130,7 @@ class UnreachedPeers:
         Its peers can't report it: its next request ends their rendezvous before they miss it. A group of another kind
         may say by any error that a peer is gone, so its error counts only if it repeats.
         """
-        certain = isinstance(error, InvalidSetting) or (isinstance(error, ConfigureFailed) and error.is_own)
+        certain = isinstance(error, ConfigError) or (isinstance(error, ConfigureError) and error.is_own)
         with self._lock:
             if broken or not (certain or not isinstance(error, ProcessGroupError | CoordinationError | TrainingError)):
                 self._own_failures = 0
@@ -149,7 +149,7 @@ class UnreachedPeers:
         """
         found: dict[str, str] = {}
         for error in errors:
-            if plan is not None and isinstance(error, PeerFailed):
+            if plan is not None and isinstance(error, PeerDisconnectedError):
                 found |= {
                     plan.replica_ids[rank]: why for rank, why in error.unreached.items() if rank < len(plan.replica_ids)
                 }
@@ -172,7 +172,7 @@ class UnreachedPeers:
         for each in reports:
             self._unsaid[each.replica_id, each.via] = each
 
-    def _of_store(self, plan: Plan, error: StoreUnreachable) -> tuple[list[Unreached], list[str]]:
+    def _of_store(self, plan: Plan, error: StoreUnreachableError) -> tuple[list[Unreached], list[str]]:
         owner = plan.store_replica_id
         whose = "its own rendezvous store" if owner == plan.replica_id else f"the rendezvous store of replica {owner}"
         clause = (
@@ -182,7 +182,7 @@ class UnreachedPeers:
             clause
         ]
 
-    def _of_ranks(self, plan: Plan, error: ConfigureFailed) -> tuple[list[Unreached], list[str]]:
+    def _of_ranks(self, plan: Plan, error: ConfigureError) -> tuple[list[Unreached], list[str]]:
         ids = plan.replica_ids
         unreached = {ids[rank]: why for rank, why in sorted(error.unreached.items()) if 0 <= rank < len(ids)}
         missing = frozenset(ids[rank] for rank in error.missing_ranks if 0 <= rank < len(ids))

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, final
 import torch
 import torch.optim.optimizer as torch_optimizer
 
-from tft_algos.errors import LoadFailed, SettingError, StateUnavailable
+from tft_algos.errors import ConfigError, StateLoadError, UserStateError
 from tft_algos.manager.island import whole
 
 LoadState: TypeAlias = Callable[[Any], object]
@@ -51,12 +51,12 @@ class UserState:
     def register(self, key: str, load: LoadState, take: TakeState, *, compared: bool = True) -> None:
         """Register a part of the state. See `Manager.register_state_dict_fn`."""
         if not isinstance(key, str) or not key:
-            raise SettingError(f"state is registered under {key!r}; give a name, the same on every replica")
+            raise ConfigError(f"state is registered under {key!r}; give a name, the same on every replica")
         for name, function in (("load_state_dict", load), ("state_dict", take)):
             if not callable(function):
-                raise SettingError(f"{name} of {key!r} is a {type(function).__name__}; give a function")
+                raise ConfigError(f"{name} of {key!r} is a {type(function).__name__}; give a function")
         if key in self._functions:
-            raise SettingError(f"state is registered under {key!r} already; give another key")
+            raise ConfigError(f"state is registered under {key!r} already; give another key")
         self._functions[key] = (load, take)
         if not compared:
             self._not_compared.add(key)
@@ -69,7 +69,7 @@ class UserState:
     def take(self) -> dict[str, Any]:
         """Take the state, by key.
 
-        Raises: StateUnavailable: a function of the user raised.
+        Raises: UserStateError: a function of the user raised.
         """
         return self._taken(self._functions)
 
@@ -92,7 +92,7 @@ class UserState:
         """Return the part of a state, by key, that is the same on every replica."""
         return {key: value for key, value in state.items() if key not in self._not_compared}
 
-    def load(self, state: Mapping[str, Any]) -> LoadFailed | None:
+    def load(self, state: Mapping[str, Any]) -> StateLoadError | None:
         """Load a state that has all keys.
 
         Returns: the error, with the function's own error as its cause. The state is then half written. None: the load
@@ -102,7 +102,7 @@ class UserState:
             try:
                 load(state[key])
             except Exception as error:
-                failure = LoadFailed(
+                failure = StateLoadError(
                     f"load_state_dict of the state registered under {key!r} raised {error!r}; this replica's state is "
                     "half written until it heals"
                 )
@@ -118,7 +118,7 @@ class UserState:
                 with _without_step_hooks(self.optimizers):
                     taken[key] = take()
             except Exception as error:
-                raise StateUnavailable(f"the state_dict registered under {key!r} raised {error!r}") from error
+                raise UserStateError(f"the state_dict registered under {key!r} raised {error!r}") from error
         return taken
 
 

@@ -24,7 +24,7 @@ from tft_algos.manager.shared import Shared
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import QuorumKey
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 from tft_coord.timeouts import Timeouts
 from tft_pg import ProcessGroup, WordExchange, WrappingProcessGroup, exchange_word_by_allreduce
 from tft_pg.word import LINGER
@@ -158,11 +158,11 @@ class Wording:
     def _received(self, sent: _Sent) -> tuple[int, ...]:
         """Return the sum of a word that was sent earlier.
 
-        Raises: DeadlinePassed: the words of the others did not arrive in time. Any error that the exchange raised.
+        Raises: RequestTimeoutError: the words of the others did not arrive in time. Any error that the exchange raised.
         """
         if not wait((sent.sums,), self._timeout.total_seconds()).done:
             key, number = sent.name
-            raise DeadlinePassed(
+            raise RequestTimeoutError(
                 f"the words of the other members of quorum {key} for step {number + 1} did not come within "
                 f"{self._timeout.total_seconds():g} s after this rank's own sync; the next step asks for another quorum"
             )

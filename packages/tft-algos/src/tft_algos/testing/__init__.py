@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from tft_algos.testing.digest import digest
 from tft_algos.testing.fakes import FakeGroup, ManualClock, MemoryTransport, ScriptedCoordinator, plan_of
-from tft_algos.testing.injector import Action, EventInjector, Fault, InjectedError, NotStruck, Place
+from tft_algos.testing.injector import Action, EventInjector, Fault, FaultNotInjectedError, InjectedError, Place
 
 __all__ = [
     "Action",
     "EventInjector",
     "FakeGroup",
     "Fault",
+    "FaultNotInjectedError",
     "InjectedError",
     "ManualClock",
     "MemoryTransport",
-    "NotStruck",
     "Place",
     "ScriptedCoordinator",
     "digest",

@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 from tft_algos.manager.reduction import changing
-from tft_ckpt import CheckpointTransport, Closed, StagedCheckpoint, StateKey, StateUnavailable, WrongSetting
+from tft_ckpt import (
+    CheckpointTransport,
+    ConfigError,
+    StagedCheckpoint,
+    StateKey,
+    StateUnavailableError,
+    TransportClosedError,
+)
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Released, Source, Verdict
@@ -349,7 +356,7 @@ class MemoryTransport(CheckpointTransport[Any]):
     def refuse_checkpoint(
         self, step: int, sentence: str, *, key: StateKey | None = None, dst_ranks: Sequence[int] = ()
     ) -> None:
-        self.shelf[key] = StateUnavailable(sentence, source=self.metadata(), key=key)
+        self.shelf[key] = StateUnavailableError(sentence, source=self.metadata(), key=key)
 
     def recv_checkpoint(
         self,
@@ -365,17 +372,17 @@ class MemoryTransport(CheckpointTransport[Any]):
         cancelled: Callable[[], bool] | None = None,
     ) -> Any:
         if into is not None:
-            raise WrongSetting("this transport hands out the state itself and writes into none; leave `into` out")
+            raise ConfigError("this transport hands out the state itself and writes into none; leave `into` out")
         self.received_from.append((src_rank, metadata, list(sources)))
         self.receiving.set()
         while self._endless:
             if cancelled is not None and cancelled():
-                raise Closed(f"the receiving of the state {key} was cancelled")
+                raise TransportClosedError(f"the receiving of the state {key} was cancelled")
             time.sleep(_LOOK_S)
         if key not in self.shelf:
-            raise StateUnavailable(f"nobody offers the state {key}", source=metadata, key=key)
+            raise StateUnavailableError(f"nobody offers the state {key}", source=metadata, key=key)
         found = self.shelf[key]
-        if isinstance(found, StateUnavailable):
+        if isinstance(found, StateUnavailableError):
             raise found
         return found
 

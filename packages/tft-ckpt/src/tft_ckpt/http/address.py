@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tft_ckpt.errors import StateUnavailable, WrongSetting
+from tft_ckpt.errors import ConfigError, StateUnavailableError
 from tft_ckpt.forks import forks_wait
 from tft_ckpt.http.connection import opened
 
@@ -43,12 +43,12 @@ def listen(bind: str | None, port: int, interface: str | None = None) -> socket.
         port: 0 for a free port.
         interface: name of the network interface whose address to listen on, in place of bind.
 
-    Raises: WrongSetting: the address is not this host's, the port is taken, or bind and interface are both given. Or
+    Raises: ConfigError: the address is not this host's, the port is taken, or bind and interface are both given. Or
         the interface does not exist or has no address.
     """
     if interface is not None:
         if bind is not None:
-            raise WrongSetting(f"bind is {bind!r} and interface is {interface!r}; give one of them")
+            raise ConfigError(f"bind is {bind!r} and interface is {interface!r}; give one of them")
         bind = interface_address(interface)
     dual = bind in (None, "::") and socket.has_dualstack_ipv6()
     host = bind if bind is not None else "::" if dual else "0.0.0.0"
@@ -59,7 +59,7 @@ def listen(bind: str | None, port: int, interface: str | None = None) -> socket.
             opened.add(listener)
         return listener
     except (OSError, UnicodeError, OverflowError) as error:
-        raise WrongSetting(f"can't listen on {host} port {port}: {error}; choose another bind or port") from error
+        raise ConfigError(f"can't listen on {host} port {port}: {error}; choose another bind or port") from error
 
 
 def is_of_loopback(listener: socket.socket) -> bool:
@@ -70,16 +70,16 @@ def is_of_loopback(listener: socket.socket) -> bool:
 def interface_address(name: str) -> str:
     """Return the address of a network interface of this host: its IPv4 address, else a reachable IPv6 address.
 
-    Raises: WrongSetting: the interface does not exist or has no address, or this system can't find it.
+    Raises: ConfigError: the interface does not exist or has no address, or this system can't find it.
     """
     if sys.platform != "linux":
-        raise WrongSetting(f"interface is {name!r}, but addresses of interfaces are found on Linux only; give bind")
+        raise ConfigError(f"interface is {name!r}, but addresses of interfaces are found on Linux only; give bind")
     known = [each for _, each in socket.if_nameindex()]
     if name not in known:
-        raise WrongSetting(f"interface is {name!r}, which this host has not; give one of {', '.join(known)}")
+        raise ConfigError(f"interface is {name!r}, which this host has not; give one of {', '.join(known)}")
     address = _ipv4_of(name) or _ipv6_of(name)
     if address is None:
-        raise WrongSetting(f"interface {name} has no address; give one that has, or bind")
+        raise ConfigError(f"interface {name} has no address; give one that has, or bind")
     return address
 
 
@@ -113,7 +113,7 @@ def advertised_url(listener: socket.socket, advertise_addr: str | None, scheme: 
             automatically.
         scheme: http or https.
 
-    Raises: WrongSetting: advertise_addr is malformed.
+    Raises: ConfigError: advertise_addr is malformed.
     """
     port = int(listener.getsockname()[1])
     if advertise_addr is not None:
@@ -126,7 +126,7 @@ def advertised_url(listener: socket.socket, advertise_addr: str | None, scheme: 
 def parse_url(url: str) -> tuple[str, int]:
     """Return the host and the port of a source's URL.
 
-    Raises: StateUnavailable: the URL is malformed.
+    Raises: StateUnavailableError: the URL is malformed.
     """
     try:
         parts = urlsplit(url)
@@ -134,7 +134,7 @@ def parse_url(url: str) -> tuple[str, int]:
             return parts.hostname, parts.port
     except ValueError:
         pass
-    raise StateUnavailable(f"{url[:200]!r} is no source's address; it reads http://host:port", source=url)
+    raise StateUnavailableError(f"{url[:200]!r} is no source's address; it reads http://host:port", source=url)
 
 
 def is_tls(url: str) -> bool:
@@ -150,7 +150,7 @@ def _given_place(text: str, port: int) -> str:
             raise ValueError("it holds more than a host and a port")
         return f"{_bracketed(parts.hostname)}:{parts.port or port}"
     except ValueError as error:
-        raise WrongSetting(f"advertise_addr is {text!r}: {error}; give host, host:port or [ipv6]:port") from error
+        raise ConfigError(f"advertise_addr is {text!r}: {error}; give host, host:port or [ipv6]:port") from error
 
 
 def _bracketed(host: str) -> str:

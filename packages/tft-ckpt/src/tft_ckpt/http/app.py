@@ -24,7 +24,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
-from tft_ckpt.errors import StateUnavailable, WrongSetting
+from tft_ckpt.errors import ConfigError, StateUnavailableError
 from tft_ckpt.http.address import parse_url
 from tft_ckpt.http.door import Door
 from tft_ckpt.http.pace import Pace
@@ -376,7 +376,7 @@ class App:
                 if len(url) > URL_BYTES_MAX:
                     _refuse(f"{RELAY_HEADER} has {len(url)} characters, above the limit of {URL_BYTES_MAX}")
                 parse_url(url)
-            except StateUnavailable as error:
+            except StateUnavailableError as error:
                 _refuse(f"{RELAY_HEADER}: {error}")
             with self._lock:
                 here = self._shelf.keys
@@ -641,7 +641,7 @@ def _send_now(transport: asyncio.Transport, piece: memoryview | bytes) -> int:
 def _key(request: web.Request) -> StateKey:
     try:
         return StateKey.parse(request.match_info["key"])
-    except WrongSetting as error:
+    except ConfigError as error:
         raise web.HTTPBadRequest(text=str(error)) from None
 
 

@@ -22,18 +22,18 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from tft_ckpt.errors import (
-    DeadlinePassed,
-    StateCorrupt,
-    StateDiffers,
-    StateMismatch,
-    StateUnavailable,
-    StateUnsupported,
+    StateCorruptError,
+    StateLayoutError,
+    StateMismatchError,
+    StateUnavailableError,
+    StateUnsupportedError,
+    TransferTimeoutError,
 )
 from tft_ckpt.http.chunks import ChunkPlan
 from tft_ckpt.http.connection import StopSignal
 from tft_ckpt.http.plan import FetchPlan
 from tft_ckpt.http.race import Answer, Race
-from tft_ckpt.http.reader import Broke, Hung, Reader, Terms
+from tft_ckpt.http.reader import Reader, SourceBrokenError, SourceHungError, Terms
 from tft_ckpt.http.workers import Crew, Relay, Tally
 from tft_ckpt.key import StateKey
 from tft_ckpt.manifest import Layout, Manifest, decode
@@ -157,7 +157,7 @@ class Receive:
                 if self._chunks.complete:
                     assert self._target is not None
                     return self._target, self._report()
-        except DeadlinePassed as error:
+        except TransferTimeoutError as error:
             raise self._deadline_passed() from error
         finally:
             self._let_go()
@@ -182,7 +182,7 @@ class Receive:
             addresses=self._tally.addresses,
         )
 
-    def _deadline_passed(self) -> DeadlinePassed:
+    def _deadline_passed(self) -> TransferTimeoutError:
         asked = self._plan.next_source()
         faults = f"; before that: {'; '.join(self._tally.faults[-3:])}" if self._tally.faults else ""
         here = (
@@ -190,7 +190,7 @@ class Receive:
             if self._target is not None
             else "no source had it yet"
         )
-        return DeadlinePassed(
+        return TransferTimeoutError(
             f"state {self._key} did not arrive within {self._stop.timeout_s:g} s: {here}, asking {asked}{faults}",
             timeout_s=self._stop.timeout_s,
         )
@@ -241,17 +241,17 @@ class Receive:
         """Report faults of this source to the plan."""
         try:
             yield
-        except Broke as error:
+        except SourceBrokenError as error:
             self._fault(error)
-            failure = StateUnavailable(str(error), source=source, key=self._key)
-            if isinstance(error, Hung):
+            failure = StateUnavailableError(str(error), source=source, key=self._key)
+            if isinstance(error, SourceHungError):
                 self._plan.hung(source, failure, time.monotonic(), self._allowed_silence_s())
             else:
                 self._plan.broke(source, failure, time.monotonic())
-        except StateCorrupt as error:
+        except StateCorruptError as error:
             self._fault(error)
             self._plan.damaged(source, error)
-        except (StateMismatch, StateUnavailable, StateUnsupported, StateDiffers) as error:
+        except (StateMismatchError, StateUnavailableError, StateUnsupportedError, StateLayoutError) as error:
             self._fault(error)
             self._plan.refused(source, error)
 
@@ -287,7 +287,7 @@ class Receive:
     def _read_manifest(self, source: str, data: bytes) -> Manifest:
         manifest = decode(data, limits=self._terms.limits, source=source)
         if manifest.layout.key != self._key:
-            raise StateMismatch(
+            raise StateMismatchError(
                 f"{source} sent the manifest of state {manifest.layout.key} when asked for {self._key}; "
                 "find out what runs there",
                 wanted=self._key,
@@ -391,13 +391,13 @@ class Receive:
                 self._relay.have(chunk)
             self._tell_progress()
             if self._chunks.missing_bytes >= _HELP_BYTES_MIN and look_out.sees_fellows():
-                raise _FellowsFound
+                raise _PeersFoundError
 
         try:
             while (part := self._chunks.claim(worker, time.monotonic(), is_alone=True)) is not None:
                 reader.part(part, manifest, target, arrived)
             return True
-        except _FellowsFound:
+        except _PeersFoundError:
             self._let_go()  # otherwise the rest of the answer would arrive
             self._holding = look_out.take_over()
             return False
@@ -406,7 +406,7 @@ class Receive:
             self._tally.add(reader, is_source=True)
 
 
-class _FellowsFound(Exception):
+class _PeersFoundError(Exception):
     """An exception that ends a request for all missing chunks."""
 
 
@@ -448,7 +448,7 @@ class _LookOut:
             if self._reader is None:
                 self._reader = Reader(self._lead, self._terms, silence_s=self._silence_s, stop=self._stop)
             answer = self._reader.chunks(self._manifest, wait_s=0.0, num_known=0)
-        except (Broke, StateCorrupt, StateMismatch, StateUnavailable):
+        except (SourceBrokenError, StateCorruptError, StateMismatchError, StateUnavailableError):
             # The connection with the data decides about the source.
             self._next_s = math.inf
         else:

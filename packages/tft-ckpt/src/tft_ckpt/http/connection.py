@@ -23,10 +23,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Final, final
 
-from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed
+from tft_ckpt.errors import CheckpointError, TransferTimeoutError, TransportClosedError
 from tft_ckpt.forks import Inheritance, forks_wait, let_go_in_child
 
-__all__ = ["Connection", "Silence", "StopSignal", "opened"]
+__all__ = ["Connection", "SourceSilentError", "StopSignal", "opened"]
 
 LOOK_UP_THREAD_NAME = "tft-ckpt-name"
 
@@ -40,7 +40,7 @@ _READ_FIRST = (BlockingIOError, ssl.SSLWantReadError)
 _WRITE_FIRST = (BlockingIOError, ssl.SSLWantWriteError)
 
 
-class Silence(OSError):
+class SourceSilentError(OSError):
     """The other side was silent for longer than allowed."""
 
 
@@ -68,7 +68,8 @@ class StopSignal:
         self._open = True
 
     def stop(self, reason: str) -> None:
-        """Make every wait raise Closed with this sentence. Any thread may call this. Only the first reason counts."""
+        """Make every wait raise TransportClosedError with this sentence. Any thread may call this. Only the first
+        reason counts."""
         with self._lock:
             if self._open and not self._reason:
                 self._reason = reason
@@ -88,23 +89,23 @@ class StopSignal:
     def check(self) -> None:
         """Raise the error that is due by now, if any.
 
-        Raises: Closed, DeadlinePassed.
+        Raises: TransportClosedError, TransferTimeoutError.
         """
         if self._reason:
-            raise Closed(self._reason)
+            raise TransportClosedError(self._reason)
         now = time.monotonic()
         if self._cancelled is not None and now >= self._next_ask and threading.get_ident() == self._owner:
             self._next_ask = now + _ASK_S
             if self._cancelled():
-                raise Closed("the transfer was cancelled by its caller")
+                raise TransportClosedError("the transfer was cancelled by its caller")
         if now >= self._deadline:
-            raise DeadlinePassed(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
+            raise TransferTimeoutError(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
 
     def wait(self, seconds: float, *, readable: int | None = None, writable: int | None = None) -> bool:
         """Wait for a descriptor, for at most this many seconds.
 
         Returns: whether it is ready.
-        Raises: Closed, DeadlinePassed.
+        Raises: TransportClosedError, TransferTimeoutError.
         """
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
@@ -181,7 +182,7 @@ class _Wire:
 
     def _check_time(self) -> None:
         if time.monotonic() >= self.until_s:
-            raise Silence("it takes longer than it may with others to turn to") from None
+            raise SourceSilentError("it takes longer than it may with others to turn to") from None
 
     def _wait(self, *, readable: bool) -> None:
         descriptor = self._sock.fileno()
@@ -192,7 +193,7 @@ class _Wire:
             is_ready, what = self._stop.wait(wait_s, writable=descriptor), "was taken"
         if not is_ready:
             self._check_time()
-            raise Silence(f"nothing {what} for {self.silence_s:g} s") from None
+            raise SourceSilentError(f"nothing {what} for {self.silence_s:g} s") from None
 
     def addresses(self) -> tuple[str, str]:
         return str(self._sock.getsockname()[0]), str(self._sock.getpeername()[0])
@@ -234,7 +235,8 @@ class Connection:
         stop: ends every wait.
         tls: secures the connection, and verifies the source's host name; None for plain HTTP.
 
-    Raises: OSError: the connection failed, or the source did not prove to be that host. Closed, DeadlinePassed.
+    Raises: OSError: the connection failed, or the source did not prove to be that host. TransportClosedError,
+    TransferTimeoutError.
     """
 
     def __init__(
@@ -269,7 +271,7 @@ class Connection:
             headers: the headers of the request.
             patience_s: how long the source may stay silent on purpose, in addition to silence_s.
 
-        Raises: OSError, http.client.HTTPException: the connection was lost. Closed, DeadlinePassed.
+        Raises: OSError, http.client.HTTPException: the connection was lost. TransportClosedError, TransferTimeoutError.
         """
         self._wire.silence_s = self._silence_s + patience_s
         self._http.request("GET", path, headers=dict(headers))
@@ -345,7 +347,7 @@ def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[A
     try:
         threading.Thread(target=look_up, name=LOOK_UP_THREAD_NAME, daemon=True).start()
         if not stop.wait(silence_s, readable=ready):
-            raise Silence(f"the name {host} was not resolved in {silence_s:g} s")
+            raise SourceSilentError(f"the name {host} was not resolved in {silence_s:g} s")
     finally:
         os.close(ready)
     if isinstance(found[0], Exception):
@@ -367,13 +369,13 @@ def _connect(host: str, port: int, silence_s: float, stop: StopSignal) -> socket
                 sock.connect(address)
             except BlockingIOError:
                 if not stop.wait(silence_s, writable=sock.fileno()):
-                    raise Silence(f"no connection came about in {silence_s:g} s") from None
+                    raise SourceSilentError(f"no connection came about in {silence_s:g} s") from None
                 code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
                     raise OSError(code, os.strerror(code)) from None
             return sock
         except CheckpointError:
-            # Before the next clause, because DeadlinePassed is an OSError too.
+            # Before the next clause, because TransferTimeoutError is an OSError too.
             sock.close()
             raise
         except OSError as error:

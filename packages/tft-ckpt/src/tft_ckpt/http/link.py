@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from tft_ckpt.errors import WrongSetting
+from tft_ckpt.errors import ConfigError
 from tft_ckpt.http.address import interface_address
 
 __all__ = ["interface_of", "link_bytes_per_s", "slow_link_sentence"]
@@ -71,7 +71,7 @@ def interface_of(address: str) -> str | None:
         try:
             if ipaddress.ip_address(interface_address(name)) == wanted:
                 return name
-        except WrongSetting:  # the interface has no address
+        except ConfigError:  # the interface has no address
             continue
     return None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import final
 
-from tft_ckpt.errors import WrongSetting
+from tft_ckpt.errors import ConfigError
 
 __all__ = ["Pace", "check_rate"]
 
@@ -22,13 +22,13 @@ _PIECE_BYTES_MIN = 16 << 10
 
 
 def check_rate(name: str, bytes_per_s: float | None) -> None:
-    """Check that a rate is valid. Raises: WrongSetting."""
+    """Check that a rate is valid. Raises: ConfigError."""
     if bytes_per_s is None:
         return
     if isinstance(bytes_per_s, bool) or not isinstance(bytes_per_s, (int, float)):
-        raise WrongSetting(f"{name} is {bytes_per_s!r}; give a number of bytes per second, or None for no limit")
+        raise ConfigError(f"{name} is {bytes_per_s!r}; give a number of bytes per second, or None for no limit")
     if not 1 <= bytes_per_s < math.inf:
-        raise WrongSetting(f"{name} is {bytes_per_s:g}; give at least 1 byte per second, or None for no limit")
+        raise ConfigError(f"{name} is {bytes_per_s:g}; give at least 1 byte per second, or None for no limit")
 
 
 @final

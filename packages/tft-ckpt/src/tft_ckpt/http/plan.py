@@ -24,11 +24,11 @@ from typing import Final, final
 
 from tft_ckpt.errors import (
     CheckpointError,
-    StateCorrupt,
-    StateDiffers,
-    StateMismatch,
-    StateUnavailable,
-    StateUnsupported,
+    StateCorruptError,
+    StateLayoutError,
+    StateMismatchError,
+    StateUnavailableError,
+    StateUnsupportedError,
 )
 from tft_ckpt.key import StateKey
 
@@ -204,7 +204,7 @@ class FetchPlan:
         if source in self._breaks:
             self._poor[source] = sentence
 
-    def damaged(self, source: str, error: StateCorrupt) -> None:
+    def damaged(self, source: str, error: StateCorruptError) -> None:
         """Record that the primary source sent data that does not match its manifest."""
         self._errors[source] = error
         self._poor[source] = str(error)
@@ -247,13 +247,15 @@ class FetchPlan:
         sentence = f"none of {len(errors)} sources could give state {self._key}: " + "; ".join(
             f"{source}: {error}" for source, error in errors.items()
         )
-        corrupt = [error for error in errors.values() if isinstance(error, StateCorrupt)]
+        corrupt = [error for error in errors.values() if isinstance(error, StateCorruptError)]
         if corrupt:
-            return StateCorrupt(sentence, part=corrupt[0].part, source=corrupt[0].source)
+            return StateCorruptError(sentence, part=corrupt[0].part, source=corrupt[0].source)
         for error in errors.values():
             # The caller can act on these errors, while others may only recur.
-            if isinstance(error, StateDiffers | StateUnsupported):
+            if isinstance(error, StateLayoutError | StateUnsupportedError):
                 return type(error)(sentence, path=error.path)
-        if errors and all(isinstance(error, StateMismatch) for error in errors.values()):
-            return StateMismatch(sentence, wanted=self._key, source=names)
-        return StateUnavailable(sentence or f"no source was named for state {self._key}", source=names, key=self._key)
+        if errors and all(isinstance(error, StateMismatchError) for error in errors.values()):
+            return StateMismatchError(sentence, wanted=self._key, source=names)
+        return StateUnavailableError(
+            sentence or f"no source was named for state {self._key}", source=names, key=self._key
+        )

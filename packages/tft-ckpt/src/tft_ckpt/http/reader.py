@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from tft_ckpt.errors import CheckpointError, StateCorrupt, StateMismatch, StateUnavailable, WrongSetting
+from tft_ckpt.errors import CheckpointError, ConfigError, StateCorruptError, StateMismatchError, StateUnavailableError
 from tft_ckpt.http.address import is_tls, parse_url
-from tft_ckpt.http.connection import Connection, Silence, StopSignal
+from tft_ckpt.http.connection import Connection, SourceSilentError, StopSignal
 from tft_ckpt.http.pace import Pace
 from tft_ckpt.http.routes import (
     HAVE_COUNT_HEADER,
@@ -40,18 +40,18 @@ from tft_ckpt.manifest import Manifest
 from tft_ckpt.target import Target
 from tft_ckpt.tree import Limits
 
-__all__ = ["Broke", "Chunks", "Hung", "Reader", "SharedPace", "Terms"]
+__all__ = ["Chunks", "Reader", "SharedPace", "SourceBrokenError", "SourceHungError", "Terms"]
 
 # A source that answers "not yet" at once is about to end, so the next request waits for a moment.
 _PAUSE_S: Final = 0.05
 _SENTENCE_BYTES: Final = 4096
 
 
-class Broke(Exception):
+class SourceBrokenError(Exception):
     """The connection to the source was lost. The sentence describes the transport error."""
 
 
-class Hung(Broke):
+class SourceHungError(SourceBrokenError):
     """The source was silent, or took longer, than allowed."""
 
 
@@ -134,8 +134,8 @@ class Reader:
         has_written: whether a target may have been written to.
         addresses: of the connection, (this side's, the other side's).
 
-    Raises: Broke: the connection failed. StateUnavailable: the URL is malformed. Closed, DeadlinePassed. All methods
-        raise these, too, when the connection is lost.
+    Raises: SourceBrokenError: the connection failed. StateUnavailableError: the URL is malformed.
+        TransportClosedError, TransferTimeoutError. All methods raise these, too, when the connection is lost.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Reader:
             # A plain connection is refused if TLS is required. Otherwise an unverified source would get the token and
             # be trusted.
             asks, has = ("TLS", "no certificates") if tls is None else ("plain HTTP", "certificates")
-            raise StateUnavailable(
+            raise StateUnavailableError(
                 f"{self._source} speaks {asks} and this process was given {has}; set tls on every transport or none",
                 source=self._source,
                 key=self._terms.key,
@@ -207,7 +207,7 @@ class Reader:
 
         Returns: the undecoded manifest, and whether the source has only parts of the payload; None if it has nothing
             yet.
-        Raises: StateCorrupt, StateMismatch, StateUnavailable.
+        Raises: StateCorruptError, StateMismatchError, StateUnavailableError.
         """
         asked_s = time.monotonic()
         headers = {**self._terms.named_headers(), WAIT_HEADER: str(int(wait_s * 1e3))}
@@ -229,7 +229,7 @@ class Reader:
             num_known: the known number of its chunks.
 
         Returns: None if the source has nothing of the state yet.
-        Raises: StateCorrupt, StateMismatch, StateUnavailable.
+        Raises: StateCorruptError, StateMismatchError, StateUnavailableError.
         """
         num_chunks = manifest.layout.num_chunks
         headers = {
@@ -248,7 +248,7 @@ class Reader:
         try:
             have, fellows = parse_chunks(data, num_chunks)
         except ValueError as error:
-            raise StateCorrupt(
+            raise StateCorruptError(
                 f"{self._source} sent a list of chunks that can't be read: {error}; find out what runs there",
                 part="list of chunks",
                 source=self._source,
@@ -264,7 +264,8 @@ class Reader:
             target: the places.
             arrived: called with each chunk that has arrived and matches its checksum.
 
-        Raises: StateCorrupt: a chunk does not match, or the answer is a different one. StateMismatch, StateUnavailable.
+        Raises: StateCorruptError: a chunk does not match, or the answer is a different one. StateMismatchError,
+        StateUnavailableError.
         """
         layout = manifest.layout
         start, end = layout.chunk_span(chunks[0])[0], layout.chunk_span(chunks[-1])[1]
@@ -274,7 +275,7 @@ class Reader:
             raise self._refusal(response)
         expected = f"bytes {start}-{end - 1}/{layout.data_bytes}"
         if response.status != 206 or response.length != end - start or response.headers["content-range"] != expected:
-            raise StateCorrupt(
+            raise StateCorruptError(
                 f"{self._source} answers {expected!r} with {response.headers['content-range']!r}, {response.length} "
                 "bytes",
                 part="data",
@@ -286,7 +287,7 @@ class Reader:
             for piece in target.pieces(low, high):
                 self._read_exactly(response, piece)
             if target.sum(low, high) != manifest.sums[chunk]:
-                raise StateCorrupt(
+                raise StateCorruptError(
                     f"{self._source} served chunk {chunk} of state {self._terms.key} damaged (bytes {low} to {high}); "
                     "its checksum does not match, so suspect that host or the network to it",
                     part=f"chunk {chunk}",
@@ -311,7 +312,7 @@ class Reader:
                 self.read_bytes += self._connection.read_bytes - before_bytes
                 raise
             if count == 0:
-                raise Broke(f"{self._source} broke off within the data")
+                raise SourceBrokenError(f"{self._source} broke off within the data")
             at += count
             self.read_bytes += count
             if pace is not None:
@@ -320,7 +321,7 @@ class Reader:
     def _read_body(self, response: http.client.HTTPResponse, most_bytes: int, what: str) -> bytes:
         length = response.length
         if length is None or length > most_bytes:
-            raise StateCorrupt(
+            raise StateCorruptError(
                 f"{self._source} announces a {what} of {length} bytes, above the limit of {most_bytes}",
                 part=what,
                 source=self._source,
@@ -328,38 +329,38 @@ class Reader:
         with _breaking(f"the connection to {self._source} broke"):
             data = response.read(length)
         if len(data) != length:
-            raise Broke(f"{self._source} broke off within the {what}")
+            raise SourceBrokenError(f"{self._source} broke off within the {what}")
         return data
 
-    def _refusal(self, response: http.client.HTTPResponse) -> CheckpointError | Broke:
+    def _refusal(self, response: http.client.HTTPResponse) -> CheckpointError | SourceBrokenError:
         source, key = self._source, self._terms.key
         with _breaking(f"the connection to {source} broke"):
             sentence = response.read(_SENTENCE_BYTES).decode("utf-8", "replace").strip()
         message = f"{source} answers {response.status}: {sentence or response.reason}"
         if response.status == 409:
-            return StateMismatch(message, wanted=key, offered=_offered(response), source=source)
+            return StateMismatchError(message, wanted=key, offered=_offered(response), source=source)
         if 400 <= response.status < 500:
-            return StateUnavailable(message, source=source, key=key)
+            return StateUnavailableError(message, source=source, key=key)
         # A new request may help. The source is about to end, or an intact source never gives this answer.
-        return Broke(message)
+        return SourceBrokenError(message)
 
 
 @contextmanager
 def _breaking(what: str) -> Iterator[None]:
-    """Convert the errors of sockets and http.client to Broke."""
+    """Convert the errors of sockets and http.client to SourceBrokenError."""
     try:
         yield
     except CheckpointError:
-        # Before the next clause, because DeadlinePassed is an OSError too.
+        # Before the next clause, because TransferTimeoutError is an OSError too.
         raise
-    except Silence as error:
-        raise Hung(f"{what}: {error}") from error
+    except SourceSilentError as error:
+        raise SourceHungError(f"{what}: {error}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise Broke(f"{what}: {str(error) or type(error).__name__}") from error
+        raise SourceBrokenError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
 def _offered(response: http.client.HTTPResponse) -> StateKey | None:
     try:
         return StateKey.parse(response.headers.get(KEY_HEADER, ""))
-    except WrongSetting:
+    except ConfigError:
         return None

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from tft_ckpt.buffers import Buffer
 from tft_ckpt.descriptors import raise_limit
-from tft_ckpt.errors import Closed, StateUnavailable
+from tft_ckpt.errors import StateUnavailableError, TransportClosedError
 from tft_ckpt.forks import Inheritance, let_go_in_child
 from tft_ckpt.http.pace import check_rate
 from tft_ckpt.http.relay import Relay
@@ -59,7 +59,7 @@ _LOOK_S: Final = 0.01  # the interval of checks for the last reader of a live st
 _log = logging.getLogger("tft_ckpt.http")
 
 
-class NoRoom(StateUnavailable):
+class NoRoomError(StateUnavailableError):
     """A second copy of a state does not fit into memory."""
 
 
@@ -83,7 +83,7 @@ class StateServer:
         tls: the TLS context, or None for plain HTTP.
         import_later: whether to import the web server at first use or at `get_ready`, and not at once.
 
-    Raises: WrongSetting: send_bytes_per_s is not a rate. The listener is closed then.
+    Raises: ConfigError: send_bytes_per_s is not a rate. The listener is closed then.
     """
 
     def __init__(
@@ -146,7 +146,8 @@ class StateServer:
             check: called when the snapshot is taken, and repeatedly during a wait. It raises when it is too late.
 
         Raises: the errors of `check` and of `Snapshot.take`, after the waiting readers of this key have been informed.
-            Closed. StateUnavailable: there is no memory for a second copy, and no reader is expected.
+            TransportClosedError. StateUnavailableError: there is no memory for a second copy, and no reader is
+            expected.
         """
         with self._lock:
             self._check_open()
@@ -158,7 +159,7 @@ class StateServer:
                 state, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits, allocate=self._allocate
             )
             check()
-        except NoRoom as error:
+        except NoRoomError as error:
             if expected:
                 self._lend(state, key=key, expected=expected, check=check, why=str(error))
                 return
@@ -250,7 +251,7 @@ class StateServer:
             state: the state.
             check: called when the snapshot is taken. It raises when it is too late.
 
-        Raises: the errors of `check` and of `Snapshot.take`; Closed.
+        Raises: the errors of `check` and of `Snapshot.take`; TransportClosedError.
         """
         with self._lock:
             self._check_open()
@@ -273,7 +274,7 @@ class StateServer:
         return snapshot
 
     def put_up(self, snapshot: Snapshot, *, key: StateKey, expected: bool) -> None:
-        """Publish a staged snapshot under its key, in place of the previous state. Raises: Closed."""
+        """Publish a staged snapshot under its key, in place of the previous state. Raises: TransportClosedError."""
         named = snapshot.named(key, limits=self._limits)
         with self._lock:
             self._check_open()
@@ -289,7 +290,7 @@ class StateServer:
             self._shelf.put_by(buffer)
 
     def refuse(self, key: StateKey, sentence: str) -> None:
-        """Publish a refusal in place of a state with that key. Raises: Closed."""
+        """Publish a refusal in place of a state with that key. Raises: TransportClosedError."""
         with self._lock:
             self._check_open()
             overdue = self._shelf.begin(key)
@@ -307,7 +308,7 @@ class StateServer:
             manifest, manifest_bytes: of the state, as its source sent it.
             target: the memory that receives the state. No code writes to a finished chunk until the relay has ended.
 
-        Raises: Closed.
+        Raises: TransportClosedError.
         """
         relay = Relay(
             manifest,
@@ -351,7 +352,7 @@ class StateServer:
         try:
             self._check_room(num_bytes)
             buffer = Buffer(num_bytes)
-        except StateUnavailable as error:
+        except StateUnavailableError as error:
             _log.warning("no memory is kept for serving a state: %s", error)
         else:
             buffer.touch(lambda: self._closed)
@@ -387,31 +388,32 @@ class StateServer:
 
     def _check_open(self) -> None:
         if self._parent_pid:
-            raise Closed(
+            raise TransportClosedError(
                 f"this transport belongs to process {self._parent_pid}, from which process {os.getpid()} was forked; "
                 "use it there, or make a new one here"
             )
         if self._closed:
-            raise Closed("the transport was shut down, so it offers no state; make a new one")
+            raise TransportClosedError("the transport was shut down, so it offers no state; make a new one")
         if self._failure is not None:
-            raise Closed(f"the transport's server has ended ({self._failure}); make a new one") from self._failure
+            sentence = f"the transport's server has ended ({self._failure}); make a new one"
+            raise TransportClosedError(sentence) from self._failure
 
     def _allocate(self, num_bytes: int) -> Buffer:
-        """Allocate memory for a copy. Raises: NoRoom: there is no memory for a second copy."""
+        """Allocate memory for a copy. Raises: NoRoomError: there is no memory for a second copy."""
         with self._lock:
             fresh_bytes = self._shelf.fresh_bytes(num_bytes)
         self._check_room(fresh_bytes)
         try:
             with self._lock:
                 return self._shelf.allocate(num_bytes)
-        except StateUnavailable as error:
-            raise NoRoom(str(error)) from error
+        except StateUnavailableError as error:
+            raise NoRoomError(str(error)) from error
 
     def _check_room(self, num_bytes: int) -> None:
-        """Check that this many bytes are free. Raises: NoRoom."""
+        """Check that this many bytes are free. Raises: NoRoomError."""
         why = why_no_room(num_bytes, free_memory()) if num_bytes else ""
         if why:
-            raise NoRoom(f"there is no memory for a second copy of the state: {why}")
+            raise NoRoomError(f"there is no memory for a second copy of the state: {why}")
 
     def _tell(self, callback: Callable[[App], object], *, is_use: bool = True) -> None:
         """Run a callback with the app on the loop. Without is_use it runs only if there is an app by then."""

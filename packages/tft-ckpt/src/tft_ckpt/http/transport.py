@@ -21,7 +21,7 @@ from typing import TypeVar, final
 
 from tft_ckpt.arguments import key_of, positive_seconds
 from tft_ckpt.buffers import Buffer, BufferPool
-from tft_ckpt.errors import CheckpointError, Closed, DeadlinePassed, WrongSetting
+from tft_ckpt.errors import CheckpointError, ConfigError, TransferTimeoutError, TransportClosedError
 from tft_ckpt.forks import Inheritance, let_go_in_child
 from tft_ckpt.http.address import advertised_url, is_of_loopback, listen
 from tft_ckpt.http.client import Receive, ReceiveReport
@@ -62,11 +62,11 @@ class _Settings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_chunks <= _CONNECTIONS_MAX:
-            raise WrongSetting(f"num_chunks is {self.num_chunks}; give 0 to {_CONNECTIONS_MAX} connections")
+            raise ConfigError(f"num_chunks is {self.num_chunks}; give 0 to {_CONNECTIONS_MAX} connections")
         if not 0 <= self.port <= 65535:
-            raise WrongSetting(f"port is {self.port}; give 0 to 65535")
+            raise ConfigError(f"port is {self.port}; give 0 to 65535")
         if self.token is not None and not (self.token and self.token.isascii() and self.token.isprintable()):
-            raise WrongSetting("token is empty or not plain ASCII; give printable ASCII, or None for no token")
+            raise ConfigError("token is empty or not plain ASCII; give printable ASCII, or None for no token")
         check_chunk_bytes(self.chunk_bytes)
         check_rate("send_bytes_per_s", self.send_bytes_per_s)
         check_rate("receive_bytes_per_s", self.receive_bytes_per_s)
@@ -103,7 +103,7 @@ class HTTPTransport(CheckpointTransport[T]):
             Without an early call the first reader waits that long.
         insecure: whether to serve all hosts without a token, or a certificate that `tls` checks.
 
-    Raises: WrongSetting.
+    Raises: ConfigError.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if is_open and not insecure and not is_of_loopback(listener):
             host = listener.getsockname()[0]
             listener.close()
-            raise WrongSetting(
+            raise ConfigError(
                 f"this process would serve its state at {host} to everybody: give the job's token (TFT_TOKEN; make one "
                 "with `openssl rand -hex 32`), or insecure=True (TFT_INSECURE=1)"
             )
@@ -214,7 +214,7 @@ class HTTPTransport(CheckpointTransport[T]):
         that it is refused. With dst_ranks empty, the checksums are computed at the first request, otherwise at once. In
         both cases the server's thread computes them.
 
-        Raises: see `CheckpointTransport.send_checkpoint`. StateUnavailable: there is no memory for the copy and
+        Raises: see `CheckpointTransport.send_checkpoint`. StateUnavailableError: there is no memory for the copy and
             dst_ranks is empty.
         """
         key = key_of(key, step)
@@ -222,8 +222,8 @@ class HTTPTransport(CheckpointTransport[T]):
         stop = StopSignal(positive_seconds(timeout), None)
         try:
             self._server.offer(state_dict, key=key, expected=len(dst_ranks), check=stop.check)
-        except DeadlinePassed as error:
-            raise DeadlinePassed(
+        except TransferTimeoutError as error:
+            raise TransferTimeoutError(
                 f"offering state {key} took longer than {stop.timeout_s:g} s; give more time", timeout_s=stop.timeout_s
             ) from error
         finally:
@@ -351,7 +351,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """Return at once, because the served state is a copy."""
 
     def abort(self) -> None:
-        """End running receives at once with Closed, from any thread."""
+        """End running receives at once with TransportClosedError, from any thread."""
         self._stop_receives("the transfer was aborted on this side")
 
     def shutdown(self, wait: bool = True) -> None:
@@ -394,12 +394,12 @@ class HTTPTransport(CheckpointTransport[T]):
         try:
             with self._lock:
                 if self._parent_pid:
-                    raise Closed(
+                    raise TransportClosedError(
                         f"this transport belongs to process {self._parent_pid}, from which process {os.getpid()} was "
                         "forked; use it there, or make a new one here"
                     )
                 if self._closed:
-                    raise Closed("the transport was shut down, so it receives no state; make a new one")
+                    raise TransportClosedError("the transport was shut down, so it receives no state; make a new one")
                 self._running.add(stop)
             yield stop
         finally:
@@ -455,8 +455,8 @@ class _Place:
 
 def _check_sources(metadata: str, sources: Sequence[str]) -> None:
     if not isinstance(metadata, str):
-        raise WrongSetting(f"metadata is {metadata!r}; give what metadata() of the source returned")
+        raise ConfigError(f"metadata is {metadata!r}; give what metadata() of the source returned")
     # A single string would look like a list of its letters.
     is_list = isinstance(sources, Sequence) and not isinstance(sources, str)
     if not is_list or not all(isinstance(each, str) for each in sources):
-        raise WrongSetting(f"sources is {sources!r}; give a list of what metadata() of each source returned")
+        raise ConfigError(f"sources is {sources!r}; give a list of what metadata() of each source returned")

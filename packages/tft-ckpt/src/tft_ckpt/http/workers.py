@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, final
 
 from tft_ckpt.errors import (
-    Closed,
-    DeadlinePassed,
-    StateCorrupt,
-    StateMismatch,
-    StateUnavailable,
+    StateCorruptError,
+    StateMismatchError,
+    StateUnavailableError,
+    TransferTimeoutError,
+    TransportClosedError,
 )
 from tft_ckpt.http.chunks import ChunkPlan
 from tft_ckpt.http.connection import StopSignal
 from tft_ckpt.http.plan import FetchPlan
-from tft_ckpt.http.reader import Broke, Hung, Reader, Terms
+from tft_ckpt.http.reader import Reader, SourceBrokenError, SourceHungError, Terms
 from tft_ckpt.manifest import Manifest
 from tft_ckpt.target import Target
 
@@ -363,26 +363,26 @@ class Crew:
                 return
             is_source, faults = self._plan.is_source(source), self._tally.faults
             match error:
-                case Closed() | DeadlinePassed():
+                case TransportClosedError() | TransferTimeoutError():
                     # Ended on purpose. A peer is not asked again. A source is asked again if it gave a chunk.
                     self._plan.was_slow(source, f"{source} was broken off, because {error}")
                     if not came:
                         self._plan.slipped(source)
-                case Broke():
+                case SourceBrokenError():
                     if is_source:
                         faults.append(str(error))
-                    failure = StateUnavailable(str(error), source=source, key=self._terms.key)
-                    if isinstance(error, Hung):
+                    failure = StateUnavailableError(str(error), source=source, key=self._terms.key)
+                    if isinstance(error, SourceHungError):
                         self._plan.hung(source, failure, now_s, self._silence_s())
                     else:
                         self._plan.broke(source, failure, now_s)
-                case StateCorrupt():
+                case StateCorruptError():
                     faults.append(str(error))
                     if source == self._lead:
                         self._plan.damaged(source, error)
                     else:
                         self._plan.slipped(source)
-                case StateMismatch() | StateUnavailable():
+                case StateMismatchError() | StateUnavailableError():
                     if is_source:
                         faults.append(str(error))
                     self._plan.refused(source, error)

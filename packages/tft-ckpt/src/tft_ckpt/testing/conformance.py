@@ -30,14 +30,14 @@ import torch
 
 from tft_ckpt.errors import (
     CheckpointError,
-    Closed,
-    DeadlinePassed,
-    StateCorrupt,
-    StateDiffers,
-    StateMismatch,
-    StateUnavailable,
-    StateUnsupported,
-    WrongSetting,
+    ConfigError,
+    StateCorruptError,
+    StateLayoutError,
+    StateMismatchError,
+    StateUnavailableError,
+    StateUnsupportedError,
+    TransferTimeoutError,
+    TransportClosedError,
 )
 from tft_ckpt.key import StateKey
 from tft_ckpt.testing.groups import FaultyGroup, GroupFault
@@ -198,7 +198,7 @@ def check_in_place(make: Make) -> None:
         assert got["bulk"] is here["bulk"]
         assert_same_state(here["bulk"], state["bulk"])
         with _offering(source, state, NEXT_KEY, may_fail=True):
-            error = _fails(StateDiffers, lambda: _recv(receiver, source.metadata(), NEXT_KEY, into=other))
+            error = _fails(StateLayoutError, lambda: _recv(receiver, source.metadata(), NEXT_KEY, into=other))
         assert error.path == "state['bulk']", error.path
         assert_same_state(other, {"bulk": torch.ones(3)})
 
@@ -211,8 +211,8 @@ def check_torchft_arguments(make: Make) -> None:
                 assert_same_state(receiver.recv_checkpoint(0, source.metadata(), step, BOUND), state)
                 sent.result(BOUND.total_seconds())
             source.disallow_checkpoint()
-        _fails(WrongSetting, lambda: source.send_checkpoint([1], KEY.step + 1, {}, BOUND, key=KEY))
-        _fails(WrongSetting, lambda: _recv(receiver, source.metadata(), timeout=timedelta(0)))
+        _fails(ConfigError, lambda: source.send_checkpoint([1], KEY.step + 1, {}, BOUND, key=KEY))
+        _fails(ConfigError, lambda: _recv(receiver, source.metadata(), timeout=timedelta(0)))
 
 
 def check_the_copy_is_of_its_moment(make: Make) -> None:
@@ -243,10 +243,10 @@ def check_another_state_is_refused(make: Make) -> None:
     with _transports(make, 2) as (source, receiver):
         for other in others:
             with _offering(source, {"a": 1}, may_fail=True):
-                error = _fails(StateMismatch, partial(_recv, receiver, source.metadata(), other))
+                error = _fails(StateMismatchError, partial(_recv, receiver, source.metadata(), other))
             assert (error.wanted, error.offered) == (other, KEY)
         with _offering(source, {"a": 2}, NEXT_KEY, may_fail=True):
-            _fails(StateMismatch, lambda: _recv(receiver, source.metadata(), KEY))
+            _fails(StateMismatchError, lambda: _recv(receiver, source.metadata(), KEY))
         with _offering(source, {"a": 2}, NEXT_KEY):
             assert _recv(receiver, source.metadata(), NEXT_KEY) == {"a": 2}
 
@@ -263,11 +263,11 @@ def check_waiting_for_the_source(make: Make) -> None:
 
 
 def check_the_deadline(make: Make) -> None:
-    """Check that a receive without a state ends with DeadlinePassed, which is a TimeoutError."""
+    """Check that a receive without a state ends with TransferTimeoutError, which is a TimeoutError."""
     with _transports(make, 2) as (source, receiver):
-        error = _fails(DeadlinePassed, lambda: _recv(receiver, source.metadata(), timeout=SHORT))
+        error = _fails(TransferTimeoutError, lambda: _recv(receiver, source.metadata(), timeout=SHORT))
         assert error.timeout_s <= SHORT.total_seconds()
-    assert issubclass(DeadlinePassed, TimeoutError)
+    assert issubclass(TransferTimeoutError, TimeoutError)
 
 
 def check_a_failed_snapshot_is_told(make: Make) -> None:
@@ -278,9 +278,9 @@ def check_a_failed_snapshot_is_told(make: Make) -> None:
         waits = threading.Event()
         with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
             assert waits.wait(BOUND.total_seconds())
-            error = _fails(StateUnsupported, lambda: _send(source, {"a": {"b": object()}}))
+            error = _fails(StateUnsupportedError, lambda: _send(source, {"a": {"b": object()}}))
             assert error.path == "state['a']['b']"
-            told = _fails(StateUnavailable, lambda: got.result(BOUND.total_seconds()))
+            told = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
             assert "['a']['b']" in str(told), str(told)
         with _offering(source, {"a": 1}):
             assert _recv(receiver, source.metadata()) == {"a": 1}
@@ -297,8 +297,8 @@ def check_a_refusal_after_a_failed_send(make: Make) -> None:
         waits = threading.Event()
         with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
             assert waits.wait(BOUND.total_seconds())
-            _fails(StateUnsupported, lambda: _send(source, {"a": object()}))
-            told = _fails(StateUnavailable, lambda: got.result(BOUND.total_seconds()))
+            _fails(StateUnsupportedError, lambda: _send(source, {"a": object()}))
+            told = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
             assert "['a']" in str(told), str(told)
         with _background(lambda: _refuse_again(source)) as refused:
             refused.result(BOUND.total_seconds() / 6)  # no wait for informed receivers
@@ -314,7 +314,7 @@ def check_a_state_is_looked_at(make: Make) -> None:
     """Check that `check_state` refuses an unsupported state with its path. Applies to transports that implement it."""
     with _transports(make, 1) as (source,):
         if type(source).check_state is not CheckpointTransport.check_state:
-            error = _fails(StateUnsupported, lambda: source.check_state({"a": {"b": object()}}))
+            error = _fails(StateUnsupportedError, lambda: source.check_state({"a": {"b": object()}}))
             assert error.path == "state['a']['b']"
             source.check_state({"a": {"b": torch.ones(2)}})
 
@@ -328,7 +328,7 @@ def check_a_refusal_is_told(make: Make) -> None:
         with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
             assert waits.wait(BOUND.total_seconds())
             source.refuse_checkpoint(KEY.step, "its trainer raised", key=KEY, dst_ranks=[1])
-            told = _fails(StateUnavailable, lambda: got.result(BOUND.total_seconds()))
+            told = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
             assert "its trainer raised" in str(told), str(told)
         with _offering(source, {"a": 1}, NEXT_KEY):
             assert _recv(receiver, source.metadata(), NEXT_KEY) == {"a": 1}
@@ -341,7 +341,7 @@ def check_abort(make: Make) -> None:
         with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
             assert waits.wait(BOUND.total_seconds())
             receiver.abort()
-            _fails(Closed, lambda: got.result(BOUND.total_seconds()))
+            _fails(TransportClosedError, lambda: got.result(BOUND.total_seconds()))
         if isinstance(make, Together):
             if make.mend is None:
                 return
@@ -354,11 +354,12 @@ def check_cancelled(make: Make) -> None:
     """Check that the caller's `cancelled` ends a receive."""
     with _transports(make, 2) as (source, receiver):
         answers = itertools.chain([False], itertools.repeat(True))
-        _fails(Closed, lambda: _recv(receiver, source.metadata(), cancelled=lambda: next(answers)))
+        _fails(TransportClosedError, lambda: _recv(receiver, source.metadata(), cancelled=lambda: next(answers)))
 
 
 def check_shutdown(make: Make) -> None:
-    """Check that shutdown ends receives, closes the port, and leaves no thread. Later calls raise Closed."""
+    """Check that shutdown ends receives, closes the port, and leaves no thread. Later calls raise
+    TransportClosedError."""
     before = set(threading.enumerate())
     with _transports(make, 2) as (source, receiver):
         with _offering(source, {"a": 1}):
@@ -368,19 +369,19 @@ def check_shutdown(make: Make) -> None:
         with _background(lambda: _recv(receiver, metadata, NEXT_KEY, cancelled=_telling(waits))) as got:
             assert waits.wait(BOUND.total_seconds())
             receiver.shutdown()
-            _fails(Closed, lambda: got.result(BOUND.total_seconds()))
+            _fails(TransportClosedError, lambda: got.result(BOUND.total_seconds()))
         source.shutdown()
         source.shutdown()
         left = {thread.name for thread in set(threading.enumerate()) - before}
         if isinstance(make, Together):  # the group has its own threads, and continues to run
             left = {name for name in left if name.startswith("tft-ckpt")}
         assert not left, f"threads are left: {left}"
-        _fails(Closed, lambda: _send(source, {"a": 1}))
-        _fails(Closed, lambda: _recv(receiver, metadata))
+        _fails(TransportClosedError, lambda: _send(source, {"a": 1}))
+        _fails(TransportClosedError, lambda: _recv(receiver, metadata))
         if _is_http(source):
             _fails_to_connect(metadata)
             with _transports(make, 1) as (other,):
-                _fails(StateUnavailable, lambda: _recv(other, metadata))
+                _fails(StateUnavailableError, lambda: _recv(other, metadata))
 
 
 def check_several_readers(make: Make) -> None:
@@ -412,7 +413,7 @@ def check_no_memory(make: Make) -> None:
     state = {"bulk": torch.zeros(LARGE_BYTES, dtype=torch.uint8)}
     with _transports(make, 2) as (source, receiver):
         with _offering(source, state, may_fail=True), _little_memory(LARGE_BYTES // 2):
-            error = _fails(StateUnavailable, lambda: _recv(receiver, source.metadata()))
+            error = _fails(StateUnavailableError, lambda: _recv(receiver, source.metadata()))
             assert "memory" in str(error), str(error)
         with _offering(source, state):
             assert_same_state(_recv(receiver, source.metadata()), state)
@@ -492,7 +493,7 @@ def check_no_damaged_message_passes(make: Make) -> None:
             with _background(lambda: _send(source, state)) as sent:
                 if rank == 0:
                     # A different version may be honest until its checksum shows damage.
-                    error = _fails(StateCorrupt, lambda: _recv(receiver, source.metadata()))
+                    error = _fails(StateCorruptError, lambda: _recv(receiver, source.metadata()))
                     assert error.source, str(error)
                     _fails(CheckpointError, lambda: sent.result(BOUND.total_seconds()))
                 else:
@@ -500,7 +501,7 @@ def check_no_damaged_message_passes(make: Make) -> None:
                     # error.
                     with suppress(CheckpointError):
                         assert_same_state(_recv(receiver, source.metadata()), state)
-                    _fails(StateCorrupt, lambda: sent.result(BOUND.total_seconds()))
+                    _fails(StateCorruptError, lambda: sent.result(BOUND.total_seconds()))
             assert fault.happened.is_set(), fault
 
 
@@ -510,7 +511,7 @@ def check_a_source_of_a_group_is_killed(make: Make) -> None:
     for per_cent in (1, 50, 99):
         if not isinstance(make, Together):
             return
-        expected = (StateUnavailable, DeadlinePassed) if make.may_miss_a_death else StateUnavailable
+        expected = (StateUnavailableError, TransferTimeoutError) if make.may_miss_a_death else StateUnavailableError
         fault = GroupFault("kill", per_cent=per_cent, of_bytes=state["bulk"].nbytes)
         with _transports(make, 2, {0: partial(FaultyGroup, fault=fault)}) as (source, receiver):
             with _offering(source, state, may_fail=True):
@@ -536,14 +537,14 @@ def check_a_member_of_a_group_stops(make: Make) -> None:
             stops = rank
             waits, hangs = (receive, send) if rank == 0 else (send, receive)
             with _background(hangs) as hung:
-                _fails(DeadlinePassed, waits)
+                _fails(TransferTimeoutError, waits)
                 assert fault.happened.is_set()
                 fault.release.set()
                 _fails(CheckpointError, lambda: hung.result(BOUND.total_seconds()))
 
 
 def check_lasting_damage_is_named(make: Make) -> None:
-    """Check that a source with only damaged data causes StateCorrupt with its address, or gives way to another
+    """Check that a source with only damaged data causes StateCorruptError with its address, or gives way to another
     source.
     """
     state = sample_state(num_bytes=10 << 20)
@@ -555,7 +556,7 @@ def check_lasting_damage_is_named(make: Make) -> None:
             with FaultyProxy(source.metadata(), fault) as proxy:
                 _send(source, state)
                 _send(healthy, state)
-                error = _fails(StateCorrupt, partial(_recv, receiver, proxy.url))
+                error = _fails(StateCorruptError, partial(_recv, receiver, proxy.url))
                 assert error.source == proxy.url
                 assert error.part.split()[0] == ("manifest" if on == "manifest" else "chunk")
                 assert_same_state(_recv(receiver, proxy.url, sources=[healthy.metadata()]), state)
@@ -591,7 +592,7 @@ def check_a_killed_source(make: Make) -> None:
                 assert_same_state(_recv(receiver, dies.url, sources=[lives.url]), state)
                 fetched = dies.passed_bytes + lives.passed_bytes
                 assert fetched < 1.3 * total, f"{fetched} bytes were fetched of {total}"
-                _fails(StateUnavailable, partial(_recv, receiver, dies.url))
+                _fails(StateUnavailableError, partial(_recv, receiver, dies.url))
 
 
 def check_sources_that_differ(make: Make) -> None:
@@ -627,13 +628,13 @@ def check_a_stalled_reader(make: Make) -> None:
 
 
 def check_a_stalled_source(make: Make) -> None:
-    """Check that a source that stalls during the transfer causes DeadlinePassed."""
+    """Check that a source that stalls during the transfer causes TransferTimeoutError."""
     with _transports(make, 2) as (source, receiver):
         if not _is_http(source):
             return
         _send(source, sample_state(num_bytes=10 << 20))
         with FaultyProxy(source.metadata(), Fault("data", "stall", at=1 << 20)) as proxy:
-            _fails(DeadlinePassed, lambda: _recv(receiver, proxy.url, timeout=2 * SHORT))
+            _fails(TransferTimeoutError, lambda: _recv(receiver, proxy.url, timeout=2 * SHORT))
 
 
 def _is_http(transport: Transport) -> bool:

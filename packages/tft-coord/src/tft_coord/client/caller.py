@@ -11,7 +11,14 @@ import time
 from datetime import timedelta
 from typing import final
 
-from tft_coord.errors import Closed, DeadlinePassed, ProtocolError, Refused, SettingError, Unreachable
+from tft_coord.errors import (
+    ConfigError,
+    CoordinationClosedError,
+    ProtocolError,
+    RefusedError,
+    RequestTimeoutError,
+    UnreachableError,
+)
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
@@ -33,14 +40,14 @@ LONGEST = timedelta(milliseconds=MAX_COUNT)
 def seconds(timeout: timedelta, name: str = "timeout") -> float:
     """Return the timeout in seconds.
 
-    Raises: TypeError: `timeout` is no timedelta. SettingError: `timeout` is not positive, or is too long to be sent.
+    Raises: TypeError: `timeout` is no timedelta. ConfigError: `timeout` is not positive, or is too long to be sent.
     """
     if not isinstance(timeout, timedelta):
         raise TypeError(f"{name} must be a datetime.timedelta, not {type(timeout).__name__}")
     if timeout <= timedelta(0):
-        raise SettingError(f"{name} is {timeout}; give a time longer than nothing")
+        raise ConfigError(f"{name} is {timeout}; give a time longer than nothing")
     if timeout > LONGEST:
-        raise SettingError(f"{name} is {timeout}; give at most {LONGEST.days} days")
+        raise ConfigError(f"{name} is {timeout}; give at most {LONGEST.days} days")
     return timeout.total_seconds()
 
 
@@ -58,8 +65,8 @@ class Caller:
             probe.
         waits: retry for the whole connect_timeout when the port refuses connections or the name is unknown, because the
             server may start later.
-    Raises: SettingError: the address is invalid. Unreachable: no server answered. ProtocolError: another kind of server
-        answered.
+    Raises: ConfigError: the address is invalid. UnreachableError: no server answered. ProtocolError: another kind of
+        server answered.
     """
 
     def __init__(
@@ -113,7 +120,7 @@ class Caller:
             tried_at = time.monotonic()
             self._check_open(what)
             if tried_at >= give_up_at:
-                raise DeadlinePassed(f"{what}: no answer from {self.peer} within {timeout_s:g} s")
+                raise RequestTimeoutError(f"{what}: no answer from {self.peer} within {timeout_s:g} s")
             try:
                 return stub(request, timeout=give_up_at - tried_at, metadata=self._metadata)
             except grpc.RpcError as failure:
@@ -121,8 +128,8 @@ class Caller:
                 self._check_open(what)
                 if failure.code() is grpc.StatusCode.UNAUTHENTICATED:
                     refused = secret_refused(failure.details() or "no reason given", shown=bool(self._metadata))
-                    raise Refused(f"{self.peer} {refused}", code="unauthenticated") from None
-                if not isinstance(error, Unreachable) or not again:
+                    raise RefusedError(f"{self.peer} {refused}", code="unauthenticated") from None
+                if not isinstance(error, UnreachableError) or not again:
                     raise error from None  # grpc's own text only repeats this error
                 now = time.monotonic()
                 # A call that waited before it failed had a connection until now.
@@ -131,12 +138,12 @@ class Caller:
                 if now - broken_since >= self._broken_at_most_s:
                     raise error from None
             except ValueError as error:  # grpc raises ValueError when the channel closes between two lines
-                raise Closed(f"{what}: this client was closed; make a new one") from error
+                raise CoordinationClosedError(f"{what}: this client was closed; make a new one") from error
             names.look_up(self.target)  # grpc resolves the name too, and the server may have moved
             time.sleep(random.uniform(0.05, 0.1))
 
     def close(self) -> None:
-        """Close the channel; calls in progress end with Closed. Idempotent."""
+        """Close the channel; calls in progress end with CoordinationClosedError. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -152,12 +159,12 @@ class Caller:
 
     def _check_open(self, what: str) -> None:
         if self._parent_pid:
-            raise Closed(
+            raise CoordinationClosedError(
                 f"{what}: this client belongs to process {self._parent_pid}, from which process {os.getpid()} was "
                 "forked; use it there, or make a new one here"
             )
         if self._closed:
-            raise Closed(f"{what}: this client was closed; make a new one")
+            raise CoordinationClosedError(f"{what}: this client was closed; make a new one")
 
     def _probe(self, within_s: float, *, waits: bool) -> None:
         """Check that a gRPC server answers.

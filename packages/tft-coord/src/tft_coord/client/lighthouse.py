@@ -13,7 +13,14 @@ from typing import Any, final
 from tft_coord.client.caller import Caller, seconds
 from tft_coord.core.events import DrainRequested
 from tft_coord.core.types import Member
-from tft_coord.errors import CoordinationError, DeadlinePassed, ProtocolError, SettingError, UnknownCall, Unreachable
+from tft_coord.errors import (
+    ConfigError,
+    CoordinationError,
+    ProtocolError,
+    RequestTimeoutError,
+    UnknownCallError,
+    UnreachableError,
+)
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.listener import OF_ANOTHER_KIND
 from tft_coord.views import LighthouseDescription, Quorum, quorum_view
@@ -31,8 +38,8 @@ class LighthouseClient:
         token: shared secret, or None.
         waits: retry for the whole connect_timeout when the server is not there yet or its name is unknown. False: use
             the connect_timeout only for a connection that takes long.
-    Raises: SettingError: the address is invalid. Unreachable: no server answered. ProtocolError: another kind of server
-        answered.
+    Raises: ConfigError: the address is invalid. UnreachableError: no server answered. ProtocolError: another kind of
+        server answered.
     """
 
     def __init__(
@@ -68,14 +75,14 @@ class LighthouseClient:
                 contains a member that has gone.
             address, store_address, step, world_size, shrink_only: sent to all members.
             data: a JSON object of the user, sent to all members.
-        Raises: TypeError: data is no dict, timeout no timedelta. SettingError: data is not JSON. DeadlinePassed.
+        Raises: TypeError: data is no dict, timeout no timedelta. ConfigError: data is not JSON. RequestTimeoutError.
         """
         if data is not None and not isinstance(data, dict):
             raise TypeError(f"data must be a dict or None, not {type(data).__name__}")
         try:
             encoded_data = "" if data is None else json.dumps(data)
         except (TypeError, ValueError) as error:
-            raise SettingError(f"data of replica {replica_id} can't be written as JSON: {error}") from error
+            raise ConfigError(f"data of replica {replica_id} can't be written as JSON: {error}") from error
         member = Member(
             replica_id,
             address=address,
@@ -91,7 +98,7 @@ class LighthouseClient:
         return quorum_view(codec.decode_lighthouse_response(answer))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Send a heartbeat. Raises: DeadlinePassed, Unreachable."""
+        """Send a heartbeat. Raises: RequestTimeoutError, UnreachableError."""
         request = codec.encode_heartbeat(replica_id)
         what = f"replica {replica_id}'s heartbeat"
         self._caller.call(self._heartbeat_stub, request, seconds(timeout), what, again=False)
@@ -101,8 +108,8 @@ class LighthouseClient:
 
         torchft's lighthouse does not support this call.
 
-        Raises: UnknownCall: the lighthouse is torchft's. ProtocolError: the server is no lighthouse. Refused: the
-            secret is wrong. DeadlinePassed, Unreachable.
+        Raises: UnknownCallError: the lighthouse is torchft's. ProtocolError: the server is no lighthouse.
+            RefusedError: the secret is wrong. RequestTimeoutError, UnreachableError.
         """
         what = "what the lighthouse says of itself"
         answer = self._call_ours(self._describe_stub, b"", seconds(timeout), what, again=False)
@@ -126,34 +133,34 @@ class LighthouseClient:
             timeout: time limit for the lighthouse to accept the request.
             reason: why; the replica logs it, with the address of the caller.
             serve: for how long the replica may serve its state to healing replicas; None: the replica's default.
-        Raises: Refused: there is no such job or replica (the message lists those present), or the secret is wrong.
-            UnknownCall: the lighthouse is torchft's. ProtocolError: the server is no lighthouse. DeadlinePassed,
-            Unreachable.
+        Raises: RefusedError: there is no such job or replica (the message lists those present), or the secret is wrong.
+            UnknownCallError: the lighthouse is torchft's. ProtocolError: the server is no lighthouse.
+            RequestTimeoutError, UnreachableError.
         """
         serve_ms = 0 if serve is None else int(1_000 * seconds(serve, "serve"))
         request = codec.encode_drain(DrainRequested(0, job, replica_id, reason, serve_ms))
         self._call_ours(self._drain_stub, request, seconds(timeout), f"draining {replica_id}", again=True)
 
     def close(self) -> None:
-        """Close the channel; calls in progress end with Closed. Idempotent."""
+        """Close the channel; calls in progress end with CoordinationClosedError. Idempotent."""
         self._caller.close()
 
     def _call_ours(self, stub: UnaryStub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
         """Make a call that neither torchft's lighthouse nor another program's server knows."""
         try:
             return self._caller.call(stub, request, timeout_s, what, again=again)
-        except UnknownCall:
+        except UnknownCallError:
             pass
         try:
             # A request without a member changes nothing on the server; a lighthouse refuses it.
             self._caller.call(self._quorum_stub, b"", timeout_s, what, again=False)
-        except UnknownCall:
+        except UnknownCallError:
             raise ProtocolError(f"{self._caller.peer} is no lighthouse: {OF_ANOTHER_KIND}") from None
-        except (DeadlinePassed, Unreachable):
+        except (RequestTimeoutError, UnreachableError):
             raise
         except CoordinationError:
             pass  # the server knows the quorum call, so it is a lighthouse
-        raise UnknownCall(
+        raise UnknownCallError(
             f"{self._caller.peer} is torchft's, which does not know this call ({what}); start tft-lighthouse there"
         )
 

@@ -15,7 +15,7 @@ from tft_coord.client.caller import Caller, seconds
 from tft_coord.client.rank_session import RankSession
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
-from tft_coord.errors import Closed, CoordinationError, ProtocolError
+from tft_coord.errors import CoordinationClosedError, CoordinationError, ProtocolError
 from tft_coord.news import News
 from tft_coord.timeouts import Timeouts
 from tft_coord.wire import rank_codec, services
@@ -54,8 +54,8 @@ class ManagerClient:
         is_alive: called several times a second while the session opens, and while it is broken. False means that the
             manager server has ended: opening stops and all waiting calls fail.
         connect_now: check that the server answers. False: the first call connects, and reports a failure.
-    Raises: SettingError: the address is invalid. Unreachable: no server answered in time. ProtocolError: the group has
-        no such rank. Refused: another process is this rank.
+    Raises: ConfigError: the address is invalid. UnreachableError: no server answered in time. ProtocolError: the group
+        has no such rank. RefusedError: another process is this rank.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class ManagerClient:
             timeout: time limit for the plan.
         Returns: this rank's plan, or Unchanged when the plan of `request.held` stands.
         Raises:
-            DeadlinePassed: the request timed out and is withdrawn; the message names the missing peers.
-            StaleQuorum: this rank asked again from another thread; the newer request stands.
-            Refused: the lighthouse refuses this replica; the message says why.
-            GroupLost: a rank of this group is lost.
-            Unreachable: the manager server is gone.
+            RequestTimeoutError: the request timed out and is withdrawn; the message names the missing peers.
+            StaleQuorumError: this rank asked again from another thread; the newer request stands.
+            RefusedError: the lighthouse refuses this replica; the message says why.
+            ReplicaGroupLostError: a rank of this group is lost.
+            UnreachableError: the manager server is gone.
         """
         what = f"rank {group_rank}'s quorum for step {request.step}"
         ask, timeout_s = rank_codec.Ask(group_rank, request), seconds(timeout)
@@ -146,7 +146,8 @@ class ManagerClient:
             key: of the quorum that the step belongs to; None votes as torchft's clients do, in the one open round.
             purpose: what the vote is about.
         Returns: True iff every rank of the group voted yes.
-        Raises: DeadlinePassed, GroupLost, Unreachable: there is no verdict; the caller must neither step nor go on.
+        Raises: RequestTimeoutError, ReplicaGroupLostError, UnreachableError: there is no verdict; the caller must
+        neither step nor go on.
         """
         return self.vote(group_rank, step, should_commit, timeout, key=key, purpose=purpose).yes
 
@@ -202,8 +203,8 @@ class ManagerClient:
             serve_ms: for how long the group serves its state, at most.
             timeout: time limit for the manager server to accept the request.
             finished_step: the last step of the finished training; None: other replicas may train on.
-        Raises: CoordinationError: this rank has no session here. DeadlinePassed, GroupLost, Unreachable: the manager
-            server has not accepted the request.
+        Raises: CoordinationError: this rank has no session here. RequestTimeoutError, ReplicaGroupLostError,
+            UnreachableError: the manager server has not accepted the request.
         """
         session = self._session_of(group_rank)
         if session is None:
@@ -217,7 +218,7 @@ class ManagerClient:
         Args:
             msg: why; the processes log it, with the address of the caller.
             timeout: time limit for the manager server to tell the processes.
-        Raises: DeadlinePassed, Unreachable, Refused: no process was told.
+        Raises: RequestTimeoutError, UnreachableError, RefusedError: no process was told.
         """
         self._caller.call(self._kill_stub, rank_codec.encode_kill(msg), seconds(timeout), "the kill", again=False)
 
@@ -229,7 +230,8 @@ class ManagerClient:
     def checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """Return where the live state of that rank of this manager server's group can be fetched.
 
-        Raises: ProtocolError: "rank not found": the rank has asked for no quorum yet. DeadlinePassed, Unreachable.
+        Raises: ProtocolError: "rank not found": the rank has asked for no quorum yet. RequestTimeoutError,
+        UnreachableError.
         """
         what = f"the checkpoint metadata of rank {rank}"
         request = rank_codec.encode_metadata_request(rank)
@@ -242,11 +244,11 @@ class ManagerClient:
 
         A rank whose stream is broken for longer than reconnect_grace is lost.
 
-        Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager
-            server did not answer.
+        Raises: ProtocolError: the group has no such rank. RefusedError: another process has it. UnreachableError: the
+            manager server did not answer.
         """
         if self._closed:
-            raise Closed("this manager client was closed; make a new one")
+            raise CoordinationClosedError("this manager client was closed; make a new one")
         if self._session is not None:
             raise CoordinationError("this manager client has a session already; make one client for each rank")
         self._session = RankSession(
@@ -293,7 +295,8 @@ class ManagerClient:
             self._session.beat()
 
     def close(self) -> None:
-        """Say goodbye for this rank, if it has a session, and close; calls in progress end with Closed. Idempotent."""
+        """Say goodbye for this rank, if it has a session, and close; calls in progress end with
+        CoordinationClosedError. Idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -34,7 +34,14 @@ from tft_coord.core.types import (
     Verdict,
     WaitsFor,
 )
-from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, GroupLost, Refused, Unreachable
+from tft_coord.errors import (
+    CoordinationClosedError,
+    CoordinationError,
+    RefusedError,
+    ReplicaGroupLostError,
+    RequestTimeoutError,
+    UnreachableError,
+)
 from tft_coord.news import News
 from tft_coord.processes import this_process
 from tft_coord.rpc import grpc
@@ -73,8 +80,8 @@ class RankSession:
             report.
         beat_number: returns the number of the beat that is sent now, on the process's loop; the answer is a
             `QuorumNews` for the listener. 0: no answer is wanted.
-    Raises: ProtocolError: the group has no such rank. Refused: another process has it. Unreachable: the manager server
-        did not answer.
+    Raises: ProtocolError: the group has no such rank. RefusedError: another process has it. UnreachableError: the
+        manager server did not answer.
     """
 
     def __init__(
@@ -107,7 +114,7 @@ class RankSession:
         self._waiting: dict[int, _Waiting] = {}  # only the loop reads and writes it
         self._last_trouble = ""
         self._over: CoordinationError | None = None  # the reason why no call gets an answer any more
-        self._group_lost: GroupLost | None = None
+        self._group_lost: ReplicaGroupLostError | None = None
         self._share = LoopShare(self._what, at_exit=self.close)
         try:
             self._task = self._share.run(self._start(connect_within_s))
@@ -132,7 +139,9 @@ class RankSession:
         loop.call_soon_threadsafe(self._ask, number, waiting)
         try:
             if not waiting.answered.acquire(timeout=timeout_s + LATE_ANSWER_S):
-                raise DeadlinePassed(f"{what}: no answer from the manager server at {self._address} in {timeout_s:g} s")
+                raise RequestTimeoutError(
+                    f"{what}: no answer from the manager server at {self._address} in {timeout_s:g} s"
+                )
         except BaseException:
             with suppress(RuntimeError):  # the loop has ended, and with it every waiting call
                 loop.call_soon_threadsafe(self._withdraw, number)
@@ -143,7 +152,7 @@ class RankSession:
             case CoordinationError() as error:
                 # The traceback of the loop adds nothing, and its text would appear twice.
                 told = type(error)(f"{what}: {error.args[0] if error.args else error}")
-                if isinstance(error, Refused) and isinstance(told, Refused):
+                if isinstance(error, RefusedError) and isinstance(told, RefusedError):
                     told.code = error.code
                 raise told from None
             case answer:
@@ -171,8 +180,8 @@ class RankSession:
         self._share.loop.call_soon_threadsafe(now)
 
     def close(self) -> None:
-        """Say goodbye and close; calls in progress end with Closed. Idempotent, because the exit of the process closes
-        too."""
+        """Say goodbye and close; calls in progress end with CoordinationClosedError. Idempotent, because the exit of
+        the process closes too."""
         if self._share.inherited or self._share.given_back:
             return
         self._share.run_last(self._end())
@@ -216,14 +225,14 @@ class RankSession:
         await asyncio.wait([task])
         why = f" ({self._last_trouble})" if self._last_trouble else ""
         if not self._is_alive():
-            raise Unreachable(f"{self._what} was not taken: the manager server has ended{why}")
-        raise Unreachable(
+            raise UnreachableError(f"{self._what} was not taken: the manager server has ended{why}")
+        raise UnreachableError(
             f"{self._what} was not taken within {within_s:g} s{why}; check the address, which is the manager server's "
             "hostname and port, or raise the time-out"
         )
 
     async def _end(self) -> None:
-        self._over = Closed("this manager client was closed; make a new one")
+        self._over = CoordinationClosedError("this manager client was closed; make a new one")
         self._release_all(self._over)
         if self._outbox is not None:
             self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankGoodbye()))
@@ -249,21 +258,23 @@ class RankSession:
             try:
                 await self._one_stream(known)
                 return
-            except (grpc.aio.AioRpcError, Unreachable) as failure:
+            except (grpc.aio.AioRpcError, UnreachableError) as failure:
                 if self._group_lost is not None:
                     # The manager server has ended, as it announced. Later calls fail at once.
                     self._over = self._group_lost
                     self._release_all(self._over)
                     return
                 error = error_of(failure, self._what) if isinstance(failure, grpc.aio.AioRpcError) else failure
-                if not isinstance(error, Unreachable):
+                if not isinstance(error, UnreachableError):
                     raise error from None
                 if self._outbox is not None:
                     logger.info("%s broke: %s", self._what, error)
                     broken_at = time.monotonic()
                 broken_s = time.monotonic() - broken_at
                 if broken_s >= self._timeouts.heartbeat_timeout_ms / 1000 or not self._is_alive():
-                    self._release_all(Unreachable(f"{self._what} is broken: {error}; the manager server has ended"))
+                    self._release_all(
+                        UnreachableError(f"{self._what} is broken: {error}; the manager server has ended")
+                    )
                 self._last_trouble = str(error)
                 # The traceback of the error holds this frame. A reference to the error from here would be a cycle that
                 # keeps the channel and grpc's thread alive.
@@ -312,7 +323,7 @@ class RankSession:
                     ) as news:
                         self._tell(news)
                     case rank_codec.RanksLost(sentence, left):
-                        self._group_lost = GroupLost(sentence)
+                        self._group_lost = ReplicaGroupLostError(sentence)
                         if not left:  # after a goodbye this rank may end too; it learns of the loss if it asks
                             self._tell(self._group_lost)
                     case rank_codec.RankWelcome():
@@ -322,7 +333,7 @@ class RankSession:
                     case rank_codec.RankRefused(refusal, sentence):
                         raise error_of_code(refusal.value, sentence, self._what)
             if not outbox.closed:
-                raise Unreachable("the manager server ended the stream")
+                raise UnreachableError("the manager server ended the stream")
         finally:
             for helper in helpers:
                 helper.cancel()

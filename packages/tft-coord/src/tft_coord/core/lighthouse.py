@@ -38,7 +38,7 @@ from tft_coord.core.suspicion import (
 from tft_coord.core.troubles import Troubles
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, left_out_wait, quorum_wait, step_wait, waits_since
-from tft_coord.errors import ProtocolError, SettingError
+from tft_coord.errors import ConfigError, ProtocolError
 from tft_coord.timeouts import LONGEST_MS, Timeouts
 
 INELIGIBLE_FIRST_MS = 1_000
@@ -71,7 +71,7 @@ class LighthouseConfig:
         lost_state_timeout_ms: how long a job waits for a lost newest state whose holders fell silent, before it goes on
             from an older one. At least heartbeat_timeout applies; holders that were lost in another way get
             heartbeat_timeout.
-    Raises: SettingError: min_replicas is below 1, or the timeout is negative or longer than a week.
+    Raises: ConfigError: min_replicas is below 1, or the timeout is negative or longer than a week.
     """
 
     min_replicas: int = 1
@@ -81,9 +81,9 @@ class LighthouseConfig:
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:
-            raise SettingError(f"min_replicas is {self.min_replicas}; give at least 1")
+            raise ConfigError(f"min_replicas is {self.min_replicas}; give at least 1")
         if not 0 <= self.lost_state_timeout_ms <= LONGEST_MS:
-            raise SettingError(
+            raise ConfigError(
                 f"lost_state_timeout_ms is {self.lost_state_timeout_ms}; give 0 to {LONGEST_MS} milliseconds (a week)"
             )
 

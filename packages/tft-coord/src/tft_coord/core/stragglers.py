@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tft_coord.core.progress import Phase, Progress
-from tft_coord.errors import SettingError
+from tft_coord.errors import ConfigError
 
 LOOK_EVERY_MS = 500
 LEAST_SHARE = 0.0625  # of a batch
@@ -52,7 +52,7 @@ class StragglerPolicy:
         least_ms: and takes at least so much longer.
         first_pause_ms: how long it is left out the first time; each failed trial doubles that, up to
         longest_pause_ms.
-    Raises: SettingError: a number is out of its range.
+    Raises: ConfigError: a number is out of its range.
     """
 
     action: StragglerAction = StragglerAction.WARN
@@ -65,19 +65,19 @@ class StragglerPolicy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.action, StragglerAction):
-            raise SettingError(f"action is {self.action!r}; give a StragglerAction, such as StragglerAction.LEAVE_OUT")
+            raise ConfigError(f"action is {self.action!r}; give a StragglerAction, such as StragglerAction.LEAVE_OUT")
         if not isinstance(self.ratio, int | float) or not 1.1 <= self.ratio <= 1_000:
-            raise SettingError(f"the straggler ratio is {self.ratio!r}; give a number, 1.1 to 1000")
+            raise ConfigError(f"the straggler ratio is {self.ratio!r}; give a number, 1.1 to 1000")
         for name in ("steps", "patience_ms", "least_ms", "first_pause_ms", "longest_pause_ms"):
             if not isinstance(getattr(self, name), int):
-                raise SettingError(f"{name} is {getattr(self, name)!r}; give a whole number")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; give a whole number")
         if self.steps < 1:
-            raise SettingError(f"steps is {self.steps}; give at least 1")
+            raise ConfigError(f"steps is {self.steps}; give at least 1")
         for name in ("patience_ms", "least_ms", "first_pause_ms", "longest_pause_ms"):
             if not 0 <= getattr(self, name) <= LONGEST_MS:
-                raise SettingError(f"{name} is {getattr(self, name)}; give 0 to {LONGEST_MS} milliseconds (a week)")
+                raise ConfigError(f"{name} is {getattr(self, name)}; give 0 to {LONGEST_MS} milliseconds (a week)")
         if self.first_pause_ms > self.longest_pause_ms:
-            raise SettingError(
+            raise ConfigError(
                 f"first_pause_ms ({self.first_pause_ms}) exceeds longest_pause_ms ({self.longest_pause_ms}); "
                 "lower the first or raise the second"
             )

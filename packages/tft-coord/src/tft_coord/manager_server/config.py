@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from tft_coord.errors import SettingError
+from tft_coord.errors import ConfigError
 from tft_coord.security import bind_without_secret, check_host_without_secret, check_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import check_host, targets
@@ -31,7 +31,7 @@ class ManagerServerConfig:
         token: shared secret of the job, or None.
         timeouts: of the job.
         insecure: serve everybody without a secret. Otherwise a server without one listens at loopback only.
-    Raises: SettingError: one of them is invalid; the message names it.
+    Raises: ConfigError: one of them is invalid; the message names it.
     """
 
     replica_id: str
@@ -49,16 +49,14 @@ class ManagerServerConfig:
     def __post_init__(self) -> None:
         for name, text in (("replica_id", self.replica_id), ("job", self.job), ("hostname", self.hostname)):
             if not 0 < len(text.encode()) <= MAX_NAME_BYTES:
-                raise SettingError(f"{name} is {text[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes")
+                raise ConfigError(f"{name} is {text[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes")
         check_host("hostname", self.hostname)
         if len(self.replaces.encode()) > MAX_NAME_BYTES:
-            raise SettingError(
-                f"replaces is {self.replaces[:64]!r}...; a replica id has at most {MAX_NAME_BYTES} bytes"
-            )
+            raise ConfigError(f"replaces is {self.replaces[:64]!r}...; a replica id has at most {MAX_NAME_BYTES} bytes")
         if len(self.store_addr.encode()) > MAX_ADDRESS_BYTES:
-            raise SettingError(f"store_addr is longer than {MAX_ADDRESS_BYTES} bytes; give host:port")
+            raise ConfigError(f"store_addr is longer than {MAX_ADDRESS_BYTES} bytes; give host:port")
         if isinstance(self.world_size, bool) or not 1 <= self.world_size <= MAX_WORLD_SIZE:
-            raise SettingError(f"world_size is {self.world_size!r}; give 1 to {MAX_WORLD_SIZE}")
+            raise ConfigError(f"world_size is {self.world_size!r}; give 1 to {MAX_WORLD_SIZE}")
         if self.token is not None:
             check_token(self.token)
         elif not self.insecure:
@@ -71,9 +69,9 @@ class ManagerServerConfig:
         """Return `bind`, or without a secret the loopback part of it."""
         return self.bind if self.token is not None or self.insecure else bind_without_secret(self.bind)
 
-    def cannot_listen(self) -> SettingError:
+    def cannot_listen(self) -> ConfigError:
         """Return the error for a `bind` that is not available."""
-        return SettingError(
+        return ConfigError(
             f"replica {self.replica_id} can't listen at {self.bind}: the address is taken or not of this machine; give "
             "the manager server another port (TORCHFT_MANAGER_PORT), or 0 for a free one"
         )
@@ -84,6 +82,6 @@ class ManagerServerConfig:
 
     @classmethod
     def from_json(cls, line: str) -> ManagerServerConfig:
-        """Return the value that `to_json` wrote. Raises: SettingError: it is invalid."""
+        """Return the value that `to_json` wrote. Raises: ConfigError: it is invalid."""
         fields = json.loads(line)
         return cls(**{**fields, "timeouts": Timeouts(**fields["timeouts"])})

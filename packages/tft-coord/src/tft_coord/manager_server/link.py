@@ -55,7 +55,7 @@ from tft_coord.core.session import (
     SessionEffect,
 )
 from tft_coord.core.types import Member, PeerAddresses, Quorum, QuorumKey, Refusal
-from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.errors import ProtocolError, UnreachableError
 from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.foreign import ForeignConversation
 from tft_coord.manager_server.trial import try_peers
@@ -63,7 +63,7 @@ from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import ROUND_TRIPS_TO_BE_BACK, Timeouts
 from tft_coord.transport.address import targets
-from tft_coord.transport.dial import TookTooLong, cancelled, dial
+from tft_coord.transport.dial import DialTimeoutError, cancelled, dial
 from tft_coord.transport.listener import OF_ANOTHER_KIND, no_peer, secret_refused
 from tft_coord.transport.outbox import Outbox
 from tft_coord.wire import codec, services
@@ -337,10 +337,10 @@ class LighthouseLink:
             self._refusal = no_peer("lighthouse", error)
             self._note_trouble(str(error))
             self._dial_failed("wrong_server")
-        except Unreachable as error:
+        except UnreachableError as error:
             # A far lighthouse takes longer than heartbeat_timeout to connect. A lighthouse that was reached faster
             # before is away.
-            if isinstance(error, TookTooLong) and self._target not in self._reached:
+            if isinstance(error, DialTimeoutError) and self._target not in self._reached:
                 self._allow(2 * within_ms)
             self._note_trouble(str(error))
             self._dial_failed("")
@@ -382,7 +382,7 @@ class LighthouseLink:
                 said = codec.decode_description(await describe(b"", metadata=self._metadata, timeout=within_s))
             finally:
                 await channel.close()
-        except (grpc.aio.AioRpcError, ProtocolError, Unreachable) as error:
+        except (grpc.aio.AioRpcError, ProtocolError, UnreachableError) as error:
             logger.debug("replica %s: the lighthouse at %s: %s", self._replica_id, self._targets[address], error)
             return
         serves = any(job.name == self._job for job in said.jobs)

@@ -21,7 +21,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, final
 
-from tft_coord.errors import Closed, CoordinationError, DeadlinePassed, SettingError
+from tft_coord.errors import ConfigError, CoordinationClosedError, CoordinationError, RequestTimeoutError
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.timeouts import Timeouts
@@ -69,8 +69,8 @@ class ManagerServer:
         wait: return when it serves. False: return while the child starts, which takes a fraction of a second that the
             caller can use; `address()` waits for it then, and raises the error that kept it from serving.
     Raises:
-        SettingError: an argument is invalid, or the address can't be bound.
-        DeadlinePassed: the child did not start within connect_timeout.
+        ConfigError: an argument is invalid, or the address can't be bound.
+        RequestTimeoutError: the child did not start within connect_timeout.
         CoordinationError: the child ended before it served.
     """
 
@@ -95,9 +95,9 @@ class ManagerServer:
         insecure: bool = False,
     ) -> None:
         if heartbeat_interval <= timedelta(0) or connect_timeout <= timedelta(0):
-            raise SettingError("heartbeat_interval and connect_timeout must be longer than nothing")
+            raise ConfigError("heartbeat_interval and connect_timeout must be longer than nothing")
         if quorum_retries < 0:
-            raise SettingError(f"quorum_retries is {quorum_retries}; give 0 or more")
+            raise ConfigError(f"quorum_retries is {quorum_retries}; give 0 or more")
         config = ManagerServerConfig(
             replica_id=replica_id,
             lighthouse_addr=lighthouse_addr,
@@ -119,12 +119,14 @@ class ManagerServer:
     def address(self) -> str:
         """Return `http://host:port` of this server, when it serves.
 
-        Raises: Closed: it was shut down. With `wait=False` also the error that kept it from serving, as the constructor
-            does.
+        Raises: CoordinationClosedError: it was shut down. With `wait=False` also the error that kept it from serving,
+            as the constructor does.
         """
         server = self._server
         if server is None:
-            raise Closed(f"the manager server of replica {self._replica_id} was shut down; make a new one")
+            raise CoordinationClosedError(
+                f"the manager server of replica {self._replica_id} was shut down; make a new one"
+            )
         return f"http://{server.address()}"
 
     def alive(self) -> bool:
@@ -189,7 +191,7 @@ class _Child:
 
     def __init__(self, config: ManagerServerConfig, start_within_s: float, *, wait: bool) -> None:
         if not sys.executable:
-            raise SettingError("sys.executable is empty, so that no manager server can be started; use in_process=True")
+            raise ConfigError("sys.executable is empty, so that no manager server can be started; use in_process=True")
         if not wait:
             _check_free(config)
         self._replica_id = config.replica_id
@@ -248,9 +250,11 @@ class _Child:
                 self._report = _read_line(self._report_pipe.fileno(), left_s)
             report, is_closed = self._report, self._report_pipe.closed
         if report is None and is_closed:
-            raise Closed(f"the manager server of replica {self._replica_id} was shut down while it started")
+            raise CoordinationClosedError(
+                f"the manager server of replica {self._replica_id} was shut down while it started"
+            )
         if report is None:
-            raise DeadlinePassed(
+            raise RequestTimeoutError(
                 f"the manager server of replica {self._replica_id} did not start within {self._start_within_s:g} s; "
                 "the machine is overloaded, or raise connect_timeout"
             )
@@ -261,7 +265,7 @@ class _Child:
             )
         told = json.loads(report)
         if "error" in told:
-            raise SettingError(told["error"])
+            raise ConfigError(told["error"])
         return str(told["address"])
 
     def alive(self) -> bool:
@@ -288,7 +292,7 @@ class _Child:
 def _check_free(config: ManagerServerConfig) -> None:
     """Check at once that the port is free; the child checks it again later.
 
-    Raises: SettingError: the port is in use.
+    Raises: ConfigError: the port is in use.
     """
     host, port = host_of(config.listens_at), config.listens_at.rpartition(":")[2]
     if not port.isdecimal() or int(port) == 0:

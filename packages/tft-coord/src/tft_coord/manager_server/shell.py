@@ -85,7 +85,7 @@ class ManagerServerShell:
         """Listen, and start to dial the lighthouse.
 
         Returns: `host:port` under which the ranks reach this server.
-        Raises: SettingError: the address can't be bound.
+        Raises: ConfigError: the address can't be bound.
         """
         config = self._config
         try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 from tft_coord.core.types import PeerAddresses, Unreached, Via
-from tft_coord.errors import SettingError
+from tft_coord.errors import ConfigError
 from tft_coord.transport.address import host_of, target
 
 LOOK_UP_WITHIN_S: Final = 1.4
@@ -56,7 +56,7 @@ async def try_peers(peers: Sequence[PeerAddresses]) -> tuple[Unreached, ...]:
 def _parted(address: str) -> tuple[str, int] | None:
     try:
         bare = target(address)
-    except SettingError:
+    except ConfigError:
         return None
     return host_of(bare), int(bare.rpartition(":")[2])
 

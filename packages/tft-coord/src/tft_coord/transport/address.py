@@ -10,32 +10,30 @@ import re
 from contextlib import suppress
 from urllib.parse import unquote
 
-from tft_coord.errors import SettingError
+from tft_coord.errors import ConfigError
 from tft_coord.wire.limits import MAX_ADDRESS_BYTES
 
 
 def target(address: str) -> str:
     """Return grpc's form of an address as users write it: `host:port`, `http://host:port`, `[::1]:29510`.
 
-    Raises: SettingError: there is no host or no port in it.
+    Raises: ConfigError: there is no host or no port in it.
     """
     bare = address.strip()
     if bare.startswith("https://"):
-        raise SettingError(f"{bare[:MAX_ADDRESS_BYTES]!r} asks for TLS, which is not there yet; give http://host:port")
+        raise ConfigError(f"{bare[:MAX_ADDRESS_BYTES]!r} asks for TLS, which is not there yet; give http://host:port")
     if bare.startswith("http://"):
         bare = bare.removeprefix("http://").rstrip("/")
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s/:\[\]]+):(\d{1,5})", bare)
     if match is None or not 0 < int(match[2]) < 65536 or len(bare) > MAX_ADDRESS_BYTES:
-        raise SettingError(
-            f"{address[:MAX_ADDRESS_BYTES]!r} is no address; give host:port, for example localhost:29510"
-        )
+        raise ConfigError(f"{address[:MAX_ADDRESS_BYTES]!r} is no address; give host:port, for example localhost:29510")
     return bare
 
 
 def targets(addresses: str) -> tuple[str, ...]:
     """Return grpc's form of one address or several with commas between them, in order, each once.
 
-    Raises: SettingError: one of them is invalid, or there is none.
+    Raises: ConfigError: one of them is invalid, or there is none.
     """
     return tuple(dict.fromkeys(target(address) for address in addresses.split(",")))
 
@@ -46,15 +44,15 @@ def check_host(name: str, host: str) -> None:
     Args:
         name: of the setting.
         host: a host's name or its address, an IPv6 one with brackets or without.
-    Raises: SettingError: it does not; the message names the setting.
+    Raises: ConfigError: it does not; the message names the setting.
     """
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         if ":" in bare or bare != host:  # brackets would hide a port behind a name from `target`
             ipaddress.IPv6Address(bare)
         target(f"http://{join_host_port(host, 65535)}")
-    except (SettingError, ValueError):
-        raise SettingError(
+    except (ConfigError, ValueError):
+        raise ConfigError(
             f"{name} is {host[:MAX_ADDRESS_BYTES]!r}; give a host's name or address without a port, for example node-1 "
             "or 10.0.0.1"
         ) from None

@@ -11,7 +11,7 @@ import time
 import weakref
 from typing import Final, final
 
-from tft_coord.errors import Unreachable
+from tft_coord.errors import UnreachableError
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
@@ -23,7 +23,7 @@ CANCEL_AGAIN_S: Final = 0.1
 POLL_S: Final = 0.01
 
 
-class TookTooLong(Unreachable):
+class DialTimeoutError(UnreachableError):
     """The time limit of one attempt passed without a connection; a longer attempt may succeed."""
 
 
@@ -37,8 +37,8 @@ async def dial(
         timeouts: of the job.
         to_lighthouse: a lighthouse has thousands of channels, so the pings on this one are rarer.
         within_ms: time limit of the attempt; None: heartbeat_timeout_ms.
-    Raises: Unreachable: the attempt failed; TookTooLong, if it timed out. ProtocolError: another kind of server
-        answered. Nothing is left open.
+    Raises: UnreachableError: the attempt failed; DialTimeoutError, if it timed out. ProtocolError: another kind of
+        server answered. Nothing is left open.
     """
     within_ms = timeouts.heartbeat_timeout_ms if within_ms is None else within_ms
     options = channel_options(timeouts, to_lighthouse=to_lighthouse, within_ms=within_ms)
@@ -57,7 +57,7 @@ async def dial(
         with contextlib.suppress(asyncio.CancelledError):
             await channel.close()
         if isinstance(error, asyncio.TimeoutError):
-            raise TookTooLong(f"{address} did not answer within {within_ms} ms") from error
+            raise DialTimeoutError(f"{address} did not answer within {within_ms} ms") from error
         raise
     return channel
 

@@ -18,7 +18,7 @@ import threading
 from contextlib import suppress
 from typing import Final
 
-from tft_coord.errors import ProtocolError, Unreachable
+from tft_coord.errors import ProtocolError, UnreachableError
 from tft_coord.transport.address import host_of
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty SETTINGS
@@ -34,7 +34,7 @@ _LOOK_WITHIN_S: Final = 3 * _WITHIN_S  # two connections and a name that is slow
 OF_ANOTHER_KIND: Final = "a gRPC server of another kind answers there; check the host and the port"
 
 
-def no_peer(peer: str, why: Unreachable | ProtocolError, *, within: str = "") -> str:
+def no_peer(peer: str, why: UnreachableError | ProtocolError, *, within: str = "") -> str:
     """Return what is wrong with a server, as the end of a sentence that begins with its name and address.
 
     Args:
@@ -42,7 +42,7 @@ def no_peer(peer: str, why: Unreachable | ProtocolError, *, within: str = "") ->
         why: as `why_unreachable` gives it.
         within: the time limit of the attempts, in words.
     """
-    if isinstance(why, Unreachable):
+    if isinstance(why, UnreachableError):
         return f"can't be reached{within}: {why}; check the address, and that the server runs"
     return f"is no {peer}: {why}"
 
@@ -53,9 +53,9 @@ def secret_refused(details: str, *, shown: bool) -> str:
     return f"refuses {what}: {details}"
 
 
-def look(address: str) -> Unreachable | ProtocolError:
+def look(address: str) -> UnreachableError | ProtocolError:
     """Look as `why_unreachable` does, and wait for the answer; from any thread."""
-    found: list[Unreachable | ProtocolError] = []
+    found: list[UnreachableError | ProtocolError] = []
 
     async def ask() -> None:
         found.append(await why_unreachable(address))
@@ -64,43 +64,43 @@ def look(address: str) -> Unreachable | ProtocolError:
     thread = threading.Thread(target=asyncio.run, args=(ask(),), name="tft-look", daemon=True)
     thread.start()
     thread.join(_LOOK_WITHIN_S)
-    return found[0] if found else Unreachable(f"no look at it has ended within {_LOOK_WITHIN_S:g} s")
+    return found[0] if found else UnreachableError(f"no look at it has ended within {_LOOK_WITHIN_S:g} s")
 
 
-async def why_unreachable(address: str) -> Unreachable | ProtocolError:
+async def why_unreachable(address: str) -> UnreachableError | ProtocolError:
     """Find out what listens at the address.
 
     Args:
         address: `host:port`, as `target` gives it; no gRPC connection to it succeeded just now.
-    Returns: Unreachable: the port refuses connections, the name is unknown, or the server may be the right one while it
-        starts or ends, maybe behind a proxy. ProtocolError: another kind of server answers there.
+    Returns: UnreachableError: the port refuses connections, the name is unknown, or the server may be the right one
+        while it starts or ends, maybe behind a proxy. ProtocolError: another kind of server answers there.
     """
     try:
         answer = await _first_bytes(address, None)
         if answer is not None and not answer and await _speaks_tls(address):
             answer = b"\x15\x03"
     except ConnectionRefusedError:
-        return Unreachable("nobody listens there (connection refused)")
+        return UnreachableError("nobody listens there (connection refused)")
     except socket.gaierror as error:
-        return Unreachable(f"the name {host_of(address)} is unknown ({error.strerror})")
+        return UnreachableError(f"the name {host_of(address)} is unknown ({error.strerror})")
     except (OSError, UnicodeError) as error:
-        return Unreachable(f"no connection can be made ({error})")
+        return UnreachableError(f"no connection can be made ({error})")
     return _verdict(answer)
 
 
-def _verdict(answer: bytes | None) -> Unreachable | ProtocolError:
+def _verdict(answer: bytes | None) -> UnreachableError | ProtocolError:
     """Return the meaning of an answer's first bytes; None: none came in time, b"": the server closed the connection."""
     if answer is None:
-        return Unreachable(f"a server takes the connection and says nothing within {_WITHIN_S:g} s")
+        return UnreachableError(f"a server takes the connection and says nothing within {_WITHIN_S:g} s")
     if not answer:
-        return Unreachable("a server takes the connection and ends it")
+        return UnreachableError("a server takes the connection and ends it")
     if answer.startswith(_TLS):
         return ProtocolError("a server answers there that wants TLS, which a lighthouse does not use; check the port")
     if _may_be_http2(answer):
-        return Unreachable("a server answers there, and the connection broke")
+        return UnreachableError("a server answers there, and the connection broke")
     status = _STATUS.match(answer)
     if status is not None and status[1].decode() in _NOT_YET:
-        return Unreachable(
+        return UnreachableError(
             f"a proxy answers there with HTTP status {status[1].decode()}, so the server behind it may be starting"
         )
     what = "an HTTP server" if answer.startswith((b"HTTP/", b"<")) else "a server of another kind"

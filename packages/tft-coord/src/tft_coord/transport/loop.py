@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, final
 
-from tft_coord.errors import Closed
+from tft_coord.errors import CoordinationClosedError
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import warn_of_handlers
 from tft_coord.threads import join_within
@@ -48,9 +48,9 @@ class LoopShare:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Return the loop. Raises: Closed: this share was given back."""
+        """Return the loop. Raises: CoordinationClosedError: this share was given back."""
         if self._thread is None or self.inherited:
-            raise Closed(f"{self._owner} was shut down; make a new one")
+            raise CoordinationClosedError(f"{self._owner} was shut down; make a new one")
         return self._thread.loop
 
     @property
@@ -64,10 +64,11 @@ class LoopShare:
         return self._thread is None
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run the coroutine on the loop and wait for its result. Raises: Closed: this share was given back."""
+        """Run the coroutine on the loop and wait for its result. Raises: CoordinationClosedError: this share was given
+        back."""
         try:
             loop = self.loop
-        except Closed:
+        except CoordinationClosedError:
             coroutine.close()
             raise
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result()

@@ -11,14 +11,14 @@ from tft_coord import descriptors
 from tft_coord.core.types import Refusal
 from tft_coord.errors import (
     CoordinationError,
-    DeadlinePassed,
-    GroupLost,
-    JobOver,
+    JobOverError,
     ProtocolError,
-    Refused,
-    StaleQuorum,
-    UnknownCall,
-    Unreachable,
+    RefusedError,
+    ReplicaGroupLostError,
+    RequestTimeoutError,
+    StaleQuorumError,
+    UnknownCallError,
+    UnreachableError,
 )
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
@@ -132,17 +132,19 @@ def error_of(failure: grpc.RpcError, what: str) -> CoordinationError:
     sentence = f"{what}: {details}" if details else what
     match status:
         case grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.CANCELLED:
-            return DeadlinePassed(f"{what}: no answer before the deadline")
+            return RequestTimeoutError(f"{what}: no answer before the deadline")
         case grpc.StatusCode.UNAVAILABLE:
-            return Unreachable(sentence)
+            return UnreachableError(sentence)
         case grpc.StatusCode.INTERNAL if details == BROKE_WHILE_WRITING:
-            return Unreachable(f"{what}: its stream ended in the middle of a message")
+            return UnreachableError(f"{what}: its stream ended in the middle of a message")
         case grpc.StatusCode.UNIMPLEMENTED:
-            return UnknownCall(f"{what}: it does not know this call; it is another program's server, or an older one")
+            return UnknownCallError(
+                f"{what}: it does not know this call; it is another program's server, or an older one"
+            )
         case grpc.StatusCode.INVALID_ARGUMENT:
             return ProtocolError(sentence)
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
-            return Refused(sentence, code=status.name.lower())
+            return RefusedError(sentence, code=status.name.lower())
         case _:
             return CoordinationError(f"{what}: {status.name}: {details}")
 
@@ -152,17 +154,17 @@ def error_of_code(code: str, message: str, what: str) -> CoordinationError:
     sentence = f"{what}: {message}"
     match code:
         case "deadline":
-            return DeadlinePassed(sentence)
+            return RequestTimeoutError(sentence)
         case "group_lost":
-            return GroupLost(sentence)
+            return ReplicaGroupLostError(sentence)
         case Refusal.STALE.value:
-            return StaleQuorum(sentence)
+            return StaleQuorumError(sentence)
         case Refusal.MALFORMED.value:
             return ProtocolError(sentence)
         case Refusal.OVER.value:
-            return JobOver(sentence, code=code)
+            return JobOverError(sentence, code=code)
         case _:
-            return Refused(sentence, code=code)
+            return RefusedError(sentence, code=code)
 
 
 def _text(value: Any) -> str:

@@ -43,7 +43,13 @@ from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.patience import Phase
 from tft_pg.backends.rendezvous import meet
 from tft_pg.backends.word_line import WordLine
-from tft_pg.errors import ConfigureFailed, DeadlinePassed, OperationRefused, PeerFailed, ProcessGroupError
+from tft_pg.errors import (
+    CollectiveTimeoutError,
+    ConfigureError,
+    OperationRefusedError,
+    PeerDisconnectedError,
+    ProcessGroupError,
+)
 from tft_pg.forwarding import forward
 from tft_pg.futures import timer, watchdog_timeout
 from tft_pg.ops import Collective
@@ -65,7 +71,7 @@ _ABORT_S = 5.0
 _ABANDON_S = 0.1
 
 _Looking = Callable[[], AbstractContextManager[object]]
-_Fault = type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]
+_Fault = type[PeerDisconnectedError] | type[CollectiveTimeoutError] | type[OperationRefusedError]
 
 
 class Communicator(abc.ABC):
@@ -84,7 +90,7 @@ class Communicator(abc.ABC):
         - `is_completed()` returns without waiting whether the device has finished the operation, or the operation has
           failed.
         - `wait()` is called only after that and returns at once. If the operation has failed, `wait()` raises.
-          OperationRefused means that the group keeps working, and any other RuntimeError that it does not.
+          OperationRefusedError means that the group keeps working, and any other RuntimeError that it does not.
         - `synchronize()` orders the current stream after the operation, and returns at once.
         - `get_future()` returns a future that is ordered like the stream.
         """
@@ -122,8 +128,8 @@ class AcceleratorBackend(abc.ABC):
     def check(self) -> None:
         """Check that the library is usable. Called when a group is made.
 
-        Raises: Unsupported: this torch does not have the library. InvalidSetting: the environment asks for something
-            impossible.
+        Raises: UnsupportedOperationError: this torch does not have the library. ConfigError: the environment asks for
+            something impossible.
         """
 
     @abc.abstractmethod
@@ -148,46 +154,46 @@ class AcceleratorBackend(abc.ABC):
         """
 
 
-class _PeerLetGo(RuntimeError):
+class _PeerAbortedError(RuntimeError):
     """The reason for ending the operations: a rank has disconnected."""
 
 
-class _TookTooLong(RuntimeError):
+class _OperationTimeoutError(RuntimeError):
     """The reason for ending the operations: one of them was late."""
 
 
-def _late(timeout: timedelta) -> _TookTooLong:
-    return _TookTooLong(f"it was not done on the device within {timeout.total_seconds():g} s")
+def _late(timeout: timedelta) -> _OperationTimeoutError:
+    return _OperationTimeoutError(f"it was not done on the device within {timeout.total_seconds():g} s")
 
 
-class _Broke(RuntimeError):
+class _ConnectionBrokenError(RuntimeError):
     """The reason for ending the operations: one has failed on the device."""
 
 
-class _Ended(RuntimeError):
+class _GroupEndedError(RuntimeError):
     """The reason for ending the operations: this rank's own `abort`, `configure` or `shutdown`."""
 
 
 # Error texts of the libraries for failures of the communicator. Any other text is a refusal of the single call.
 _FAULTS: Mapping[str, _Fault] = {
-    "remote process exited": PeerFailed,
-    "network error": PeerFailed,
-    "system error": PeerFailed,
-    "internal error": PeerFailed,
-    "communicator was aborted": PeerFailed,
-    "timed out": DeadlinePassed,
-    "timeout": DeadlinePassed,
+    "remote process exited": PeerDisconnectedError,
+    "network error": PeerDisconnectedError,
+    "system error": PeerDisconnectedError,
+    "internal error": PeerDisconnectedError,
+    "communicator was aborted": PeerDisconnectedError,
+    "timed out": CollectiveTimeoutError,
+    "timeout": CollectiveTimeoutError,
 }
 
 
 def _classify(error: Exception) -> _Fault:
     match error:
-        case _PeerLetGo() | _Ended() | _Broke():
-            return PeerFailed
-        case _TookTooLong():
-            return DeadlinePassed
+        case _PeerAbortedError() | _GroupEndedError() | _ConnectionBrokenError():
+            return PeerDisconnectedError
+        case _OperationTimeoutError():
+            return CollectiveTimeoutError
     text = str(error).lower()
-    return next((fault for words, fault in _FAULTS.items() if words in text), OperationRefused)
+    return next((fault for words, fault in _FAULTS.items() if words in text), OperationRefusedError)
 
 
 @final
@@ -218,17 +224,17 @@ class _Operation:
                     if not self.work.is_completed():
                         return False
                     self.work.wait()
-            except OperationRefused as refused:
+            except OperationRefusedError as refused:
                 self.error = copy.copy(refused)  # without its frames
             except Exception as error:
-                self.error = _Broke(*error.args)
+                self.error = _ConnectionBrokenError(*error.args)
             self.ended = True
         return self.ended
 
     @property
     def is_fatal(self) -> bool:
         """Return whether the operation has failed in a way that ends all others."""
-        return self.error is not None and not isinstance(self.error, OperationRefused)
+        return self.error is not None and not isinstance(self.error, OperationRefusedError)
 
 
 @final
@@ -298,9 +304,9 @@ class _Orders:
             work = forward(torch_group, collective, args, kwargs)
         except RuntimeError as error:
             fault = _classify(error)
-            if fault is not OperationRefused:  # then every later operation fails too
+            if fault is not OperationRefusedError:  # then every later operation fails too
                 # Without its frames, which hold the torch group.
-                kind = _TookTooLong if fault is DeadlinePassed else _Broke
+                kind = _OperationTimeoutError if fault is CollectiveTimeoutError else _ConnectionBrokenError
                 self._drop(kind(*error.args), operation=None)
             raise
         finally:
@@ -337,7 +343,7 @@ class _Orders:
 
     def end(self) -> None:
         """End all operations, here and at the peers, and return at once. Any thread may call this."""
-        self._drop(_Ended("the group was ended"), operation=None)
+        self._drop(_GroupEndedError("the group was ended"), operation=None)
 
     def settle(self) -> None:
         """Wait, after `end`, until the library has aborted or a time limit has passed. Then release the library."""
@@ -406,7 +412,7 @@ class _Orders:
             if failed is not None or self._reason is not None or time.monotonic() >= began_s + grace_s:
                 break
             time.sleep(_LONGEST_MOMENT_S)
-        reason = _PeerLetGo(f"rank {rank} has let go of the group")
+        reason = _PeerAbortedError(f"rank {rank} has let go of the group")
         self._drop(reason, operation=None if pending is None else pending.name)
 
     # --- dropping everything -----------------------------------------------------------------------------------------
@@ -532,7 +538,7 @@ class _DeviceWork(dist.Work):
                 self._raise(orders.reason_again())
         if operation.is_fatal and operation.error is not None:
             orders.fail(operation, operation.error)
-            self._raise(_Broke(*operation.error.args))
+            self._raise(_ConnectionBrokenError(*operation.error.args))
         if operation.error is not None:
             raise copy.copy(operation.error)
 
@@ -572,8 +578,8 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         hostname: name or address of this machine for the other ranks; None: this machine's address on the route to the
             store.
 
-    Raises: Unsupported: this torch does not have the library. InvalidSetting: the environment, or an argument, is
-        invalid.
+    Raises: UnsupportedOperationError: this torch does not have the library. ConfigError: the environment, or an
+        argument, is invalid.
     """
 
     def __init__(
@@ -624,14 +630,14 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         return live
 
     def _meet(self, store: Store, attempt: Attempt, lifeline: Lifeline) -> None:
-        """Find the other ranks, and connect the lifeline. Raises: ConfigureFailed: it names the missing ranks."""
+        """Find the other ranks, and connect the lifeline. Raises: ConfigureError: it names the missing ranks."""
         assert self._store_client is not None
         records = meet(store, attempt, lifeline.record(), silent=self._store_client.silent)
         examination = Examination(store, attempt, lifeline.unconnected)
         attempt.enter(Phase.CONNECTIONS, late=examination.late, examine=examination.run)
         try:
             lifeline.connect(records, attempt)
-        except ConfigureFailed as failure:
+        except ConfigureError as failure:
             raise examination.after(failure) from failure
         attempt.enter(None)  # the library's own connecting, which takes seconds the first time
 
@@ -653,7 +659,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
                 return str(socket.getaddrinfo(self._hostname, None, type=socket.SOCK_STREAM)[0][4][0])
             return address_towards(self._store_client.host, self._store_client.port)
         except OSError as error:
-            raise ConfigureFailed(
+            raise ConfigureError(
                 f"this machine has no address to be reached by ({error}); give the group a hostname"
             ) from error
 
@@ -699,7 +705,7 @@ class _Connecting:
         self._done.set()
 
     def result(self, attempt: Attempt, lifeline: Lifeline) -> Communicator:
-        """Return the connected communicator. Raises: the library's error; the attempt's; ConfigureFailed: a peer
+        """Return the connected communicator. Raises: the library's error; the attempt's; ConfigureError: a peer
         disconnected.
         """
         try:
@@ -707,7 +713,7 @@ class _Connecting:
                 attempt.check()
                 rank = lifeline.cut_by()
                 if rank is not None:
-                    raise ConfigureFailed(
+                    raise ConfigureError(
                         f"rank {rank} let go while the group was built ({attempt.where}); ask for a new quorum",
                         where=attempt.where,
                     )

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import final
 
 from tft_pg.backends.patience import Patience, Phase
-from tft_pg.errors import ConfigureFailed, ProcessGroupError, Where
+from tft_pg.errors import ConfigureError, ProcessGroupError, Where
 from tft_pg.threads import join_within
 
 __all__ = ["EXAMINED_AFTER_S", "Attempt"]
@@ -195,9 +195,9 @@ class Attempt:
 
     def deadline_passed(
         self, waited_for: str, *, missing_ranks: tuple[int, ...] = (), unreached: Mapping[int, str] | None = None
-    ) -> ConfigureFailed:
+    ) -> ConfigureError:
         """Return the error of an attempt whose time is up."""
-        return ConfigureFailed(
+        return ConfigureError(
             f"no group was built within {self._limit_s:g} s ({self.where}): {waited_for}; "
             "ask for a new quorum and configure under its prefix",
             where=self.where,
@@ -205,7 +205,7 @@ class Attempt:
             unreached=unreached,
         )
 
-    def _nobody_answered(self) -> ConfigureFailed:
+    def _nobody_answered(self) -> ConfigureError:
         return self.deadline_passed("the store or a peer did not answer")
 
     def _is_over(self) -> bool:

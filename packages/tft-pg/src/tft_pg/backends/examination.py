@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.patience import Phase
 from tft_pg.calls import Place, call_all
-from tft_pg.errors import ConfigureFailed
+from tft_pg.errors import ConfigureError
 
 __all__ = ["Examination", "give_up", "names", "who_gave_up"]
 
@@ -73,7 +73,7 @@ class Examination:
         self._attempt = attempt
         self._unconnected = unconnected
         self._lock = threading.Lock()
-        self._found: ConfigureFailed | None = None
+        self._found: ConfigureError | None = None
 
     def run(self) -> None:
         """Search, and stop the attempt if there is a reason. Otherwise wait until its time is nearly up and
@@ -92,7 +92,7 @@ class Examination:
             give_up(self._store, attempt.where.rank)
             attempt.stop(found)
 
-    def late(self) -> ConfigureFailed:
+    def late(self) -> ConfigureError:
         """Return the error when the attempt's time is up."""
         return self._found or self._attempt.deadline_passed("a peer did not answer")
 
@@ -105,13 +105,13 @@ class Examination:
             give_up(self._store, self._attempt.where.rank)
         return found or error
 
-    def check_nobody_gave_up(self, silent: Callable[[], ConfigureFailed]) -> None:
+    def check_nobody_gave_up(self, silent: Callable[[], ConfigureError]) -> None:
         """Check the store once for ranks that gave up, after the builder has succeeded late.
 
         Args:
             silent: returns the error if the store does not answer any more.
 
-        Raises: ConfigureFailed: a peer gave up, so the group would lack that member.
+        Raises: ConfigureError: a peer gave up, so the group would lack that member.
         """
         self._attempt.enter(Phase.STORE, late=silent)
         where = self._attempt.where
@@ -123,20 +123,20 @@ class Examination:
         self._attempt.check()
         if gone:
             give_up(self._store, where.rank)
-            raise ConfigureFailed(
+            raise ConfigureError(
                 f"no group was built ({where}): {names(gone)} gave up; ask for a new quorum and configure under its "
                 "prefix",
                 where=where,
             )
 
-    def _reason(self) -> ConfigureFailed | None:
+    def _reason(self) -> ConfigureError | None:
         """Probe the unconnected peers, once. Returns: the error that names the blocking ranks, or None."""
         with self._lock:
             if self._found is None and self._attempt.goes_on:
                 self._found = self._look()
             return self._found
 
-    def _look(self) -> ConfigureFailed | None:
+    def _look(self) -> ConfigureError | None:
         attempt, unconnected = self._attempt, self._unconnected()
         places = {(rank, at): place for rank, of_rank in unconnected.items() for at, place in enumerate(of_rank)}
         # An expired attempt has no time left to probe, but a refusal is known after a moment even then.
@@ -151,7 +151,7 @@ class Examination:
         told = [f"rank {rank} can't be reached ({why})" for rank, why in sorted(unreached.items())]
         if gone:
             told.append(f"{names(gone)} gave up")
-        return ConfigureFailed(
+        return ConfigureError(
             f"no group was built ({attempt.where}): {', '.join(told)}; ask for a new quorum and configure under its "
             "prefix",
             where=attempt.where,

@@ -50,12 +50,12 @@ from tft_pg.backends.word_meeting import WordMeeting
 from tft_pg.calls import NO_ANSWER, Place, call_all
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import (
-    ConfigureFailed,
-    DeadlinePassed,
-    InvalidSetting,
-    OperationRefused,
-    PeerFailed,
-    Unsupported,
+    CollectiveTimeoutError,
+    ConfigError,
+    ConfigureError,
+    OperationRefusedError,
+    PeerDisconnectedError,
+    UnsupportedOperationError,
     Where,
 )
 from tft_pg.forks import Inheritance, forks_wait, let_go_in_child
@@ -98,7 +98,8 @@ class ProcessGroupGloo(NativeProcessGroup):
     - the address of this machine's own name, as torch does
     - this machine's address on the route to the store, if its own name means loopback or nothing
 
-    Raises: InvalidSetting: both are given, or the timeout is not above zero. Unsupported: not on this system.
+    Raises: ConfigError: both are given, or the timeout is not above zero. UnsupportedOperationError: not on this
+    system.
     """
 
     def __init__(
@@ -110,9 +111,9 @@ class ProcessGroupGloo(NativeProcessGroup):
     ) -> None:
         super().__init__(timeout)
         if interface and hostname:
-            raise InvalidSetting(f"name an interface ({interface}) or a hostname ({hostname}), not both")
+            raise ConfigError(f"name an interface ({interface}) or a hostname ({hostname}), not both")
         if not sockets.supported():
-            raise Unsupported("ProcessGroupGloo needs Linux: it finds its connections through /proc")
+            raise UnsupportedOperationError("ProcessGroupGloo needs Linux: it finds its connections through /proc")
         self._interface = interface
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
@@ -245,7 +246,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         try:
             return address_towards(store_host, store_port)
         except OSError as error:
-            raise ConfigureFailed(
+            raise ConfigureError(
                 f"this machine has no address to be reached by ({error}); name an interface in {_INTERFACES_ENV}",
                 is_own=True,
             ) from error
@@ -259,7 +260,7 @@ class _Place:
     hostname: str = ""
 
     def make_devices(self) -> tuple[object, ...]:
-        """Make the listeners, one for each interface. Raises: ConfigureFailed: nothing can listen there."""
+        """Make the listeners, one for each interface. Raises: ConfigureError: nothing can listen there."""
         try:
             if self.interfaces:
                 return tuple(_Gloo.create_device(interface=name, lazy_init=False) for name in self.interfaces)
@@ -268,7 +269,7 @@ class _Place:
             return (_Gloo.create_default_device(lazy_init=False),)
         except RuntimeError as error:
             place = ", ".join(self.interfaces) or self.hostname or "the address of this machine's own name"
-            raise ConfigureFailed(
+            raise ConfigureError(
                 f"Gloo can't listen on {place} ({str(error).splitlines()[0]}); name another interface in "
                 f"{_INTERFACES_ENV}, or another hostname",
                 is_own=True,
@@ -292,7 +293,7 @@ def _start(
     fault = fault_of(collective, args, kwargs, rank=where.rank or 0, world_size=where.world_size or 1)
     fault = fault or lacks(collective, args, kwargs)
     if fault:
-        raise OperationRefused(f"{collective.name} was refused ({where}): {fault}; mend the call", where=where)
+        raise OperationRefusedError(f"{collective.name} was refused ({where}): {fault}; mend the call", where=where)
     if collective.name in _REDUCE_SCATTERS:
         return start_reduce_scatter(torch_group, collective, args, kwargs)
     if collective.name not in _POINT_TO_POINT:
@@ -344,7 +345,7 @@ class _Published:
     def read(cls, record: bytes) -> _Published:
         """Parse Gloo's record: host name, sockaddr_storage with a number, numbers; lengths first, native byte order.
 
-        Raises: ConfigureFailed: the record has another form, as other versions of torch may publish.
+        Raises: ConfigureError: the record has another form, as other versions of torch may publish.
         """
         try:
             (name_bytes,) = struct.unpack_from("=Q", record, 0)
@@ -358,7 +359,7 @@ class _Published:
                 raise ValueError(f"address family {family}")
             numbers = tuple(number for (number,) in struct.iter_unpack("=q", record[start + address_bytes :]))
         except (struct.error, ValueError, OverflowError) as error:
-            raise ConfigureFailed(
+            raise ConfigureError(
                 f"this torch ({torch.__version__}) publishes Gloo addresses in a form that tft-pg can't read, so "
                 "nothing could be aborted; use a version that it supports"
             ) from error
@@ -426,7 +427,7 @@ class _Mesh:
             num_devices: the number of devices on which each rank listens.
             threads: the threads that started during the build: the group's own, and possibly some of another group.
 
-        Raises: ConfigureFailed: connections are missing, so a peer is already gone.
+        Raises: ConfigureError: connections are missing, so a peer is already gone.
         """
         self._threads = threads
         self._is_built = True
@@ -436,7 +437,7 @@ class _Mesh:
             own = self.own()
             self._inodes -= sockets.connected(local=own) - _without_strangers(sockets.connected(local=own))
         if len(self._inodes) < expected:
-            raise ConfigureFailed(
+            raise ConfigureError(
                 f"only {len(self._inodes)} of {expected} connections to peers were left when the group was built; "
                 "a peer is gone, ask for a new quorum"
             )
@@ -580,7 +581,7 @@ class _WitnessStore(Store):
         attempt: Attempt,
         *,
         on_published: Callable[[], None],
-        silent: Callable[[], ConfigureFailed],
+        silent: Callable[[], ConfigureError],
         examination: Examination,
     ) -> None:
         super().__init__()
@@ -605,7 +606,7 @@ class _WitnessStore(Store):
             self._attempt.enter(Phase.RANKS, late=self._silent)
             found = self._store.compare_set(key, "", published)  # type: ignore[arg-type]  # takes bytes in fact
             if found != published:
-                raise ConfigureFailed(
+                raise ConfigureError(
                     f"rank {self._attempt.where.rank} found its place under the store prefix taken; every configure "
                     "needs a fresh prefix",
                     where=self._attempt.where,
@@ -644,7 +645,7 @@ class _WitnessStore(Store):
         self._attempt.enter(Phase.CONNECTIONS, late=self._examination.late, examine=self._examination.run)
         try:
             self._meeting.call(device)
-        except ConfigureFailed as failure:
+        except ConfigureError as failure:
             raise self._examination.after(failure) from failure
 
 
@@ -667,17 +668,19 @@ def _device_of(key: str) -> str:
 
 
 # Error texts of Gloo (third_party/gloo of torch 2.13). Any other text is a refusal of the call.
-_FAULTS: Mapping[str, type[PeerFailed] | type[DeadlinePassed]] = {
-    "Timed out waiting": DeadlinePassed,
-    "timed out": DeadlinePassed,
-    "Application timeout": DeadlinePassed,
-    "/transport/tcp/": PeerFailed,
-    "Connection closed": PeerFailed,
-    "Broken pipe": PeerFailed,
-    "Connection reset": PeerFailed,
+_FAULTS: Mapping[str, type[PeerDisconnectedError] | type[CollectiveTimeoutError]] = {
+    "Timed out waiting": CollectiveTimeoutError,
+    "timed out": CollectiveTimeoutError,
+    "Application timeout": CollectiveTimeoutError,
+    "/transport/tcp/": PeerDisconnectedError,
+    "Connection closed": PeerDisconnectedError,
+    "Broken pipe": PeerDisconnectedError,
+    "Connection reset": PeerDisconnectedError,
 }
 
 
-def _classify(error: Exception) -> type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]:
+def _classify(
+    error: Exception,
+) -> type[PeerDisconnectedError] | type[CollectiveTimeoutError] | type[OperationRefusedError]:
     text = str(error)
-    return next((fault for words, fault in _FAULTS.items() if words in text), OperationRefused)
+    return next((fault for words, fault in _FAULTS.items() if words in text), OperationRefusedError)

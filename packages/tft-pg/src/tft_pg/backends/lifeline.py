@@ -31,7 +31,7 @@ from typing import final
 
 from tft_pg.backends.attempt import Attempt
 from tft_pg.calls import Place
-from tft_pg.errors import ConfigureFailed
+from tft_pg.errors import ConfigureError
 from tft_pg.forks import Inheritance, forks_wait, let_go_in_child
 from tft_pg.sockets import Endpoint
 from tft_pg.threads import join_within
@@ -74,7 +74,7 @@ class _Invitation:
 
     @classmethod
     def read(cls, record: bytes, rank: int) -> _Invitation:
-        """Parse an invitation. Raises: ConfigureFailed: the record is not an invitation."""
+        """Parse an invitation. Raises: ConfigureError: the record is not an invitation."""
         try:
             if len(record) > _RECORD_BYTES_MAX:
                 raise ValueError("too long")
@@ -83,7 +83,7 @@ class _Invitation:
             if len(invitation.token) != _TOKEN_BYTES or not 0 <= invitation.port < 1 << 16:
                 raise ValueError("out of range")
         except ValueError as error:
-            raise ConfigureFailed(
+            raise ConfigureError(
                 f"rank {rank} has put something else than its address into the store ({error}); give each kind of "
                 "group a prefix of its own"
             ) from error
@@ -102,7 +102,7 @@ class Lifeline:
         address: this machine's numeric address to listen on.
         name: of this rank's replica, for the others' messages.
 
-    Raises: ConfigureFailed: nothing can listen there.
+    Raises: ConfigureError: nothing can listen there.
     """
 
     def __init__(self, rank: int, world_size: int, address: str, name: str = "") -> None:
@@ -132,7 +132,7 @@ class Lifeline:
         try:
             self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         except OSError as error:
-            raise ConfigureFailed(
+            raise ConfigureError(
                 f"nothing can listen on {address} ({error}); name another hostname", is_own=True
             ) from error
         self._listener.setblocking(False)
@@ -153,7 +153,7 @@ class Lifeline:
             records: of all ranks, in order.
             attempt: ends the wait.
 
-        Raises: ConfigureFailed: a rank can't be reached; the attempt's error. Nothing is left open then.
+        Raises: ConfigureError: a rank can't be reached; the attempt's error. Nothing is left open then.
         """
         self.call(records, attempt)
         self.take_calls(attempt)
@@ -376,8 +376,8 @@ def _finish_call(connection: socket.socket, rank: int, invitation: _Invitation, 
         raise _unreachable(rank, invitation, error, attempt) from error
 
 
-def _unreachable(rank: int, invitation: _Invitation, error: OSError, attempt: Attempt) -> ConfigureFailed:
-    return ConfigureFailed(
+def _unreachable(rank: int, invitation: _Invitation, error: OSError, attempt: Attempt) -> ConfigureError:
+    return ConfigureError(
         f"rank {rank} can't be reached at {invitation.address} port {invitation.port} ({error.strerror}); ask for a "
         "new quorum, or have that rank listen on another hostname",
         where=attempt.where,

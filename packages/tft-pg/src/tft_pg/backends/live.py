@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from tft_pg.backends.word_line import WordLine
 from tft_pg.errors import (
-    Aborted,
-    Closed,
-    DeadlinePassed,
-    OperationRefused,
-    PeerFailed,
+    AbortedError,
+    CollectiveTimeoutError,
+    OperationRefusedError,
+    PeerDisconnectedError,
+    ProcessGroupClosedError,
     ProcessGroupError,
     Where,
 )
@@ -43,12 +43,12 @@ _MOMENT_S = 0.001
 _RELEASE_S = 5.0
 
 _Start = Callable[[dist.ProcessGroup, Collective, tuple[object, ...], Mapping[str, object]], dist.Work]
-_Fault = type[PeerFailed] | type[DeadlinePassed] | type[OperationRefused]
+_Fault = type[PeerDisconnectedError] | type[CollectiveTimeoutError] | type[OperationRefusedError]
 
 _SENTENCES: Mapping[_Fault, str] = {
-    PeerFailed: "a connection to another rank ended; configure the group without it",
-    DeadlinePassed: "its time-out passed; abort the group and configure it again",
-    OperationRefused: "the backend refused it; mend the call",
+    PeerDisconnectedError: "a connection to another rank ended; configure the group without it",
+    CollectiveTimeoutError: "its time-out passed; abort the group and configure it again",
+    OperationRefusedError: "the backend refused it; mend the call",
 }
 
 
@@ -162,7 +162,8 @@ class LiveGroup:
         return self._ended or self._failed
 
     def run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
-        """Start a collective. Raises: Aborted or Closed after `end`; OperationRefused; TypeError."""
+        """Start a collective. Raises: AbortedError or ProcessGroupClosedError after `end`; OperationRefusedError;
+        TypeError."""
         # A stored error must not keep the torch group and its threads alive, so this frame drops its reference.
         torch_group = self._torch_group
         try:
@@ -185,7 +186,8 @@ class LiveGroup:
             torch_group = None
 
     def exchange_word(self, values: tuple[int, ...], round_number: int, timeout: timedelta) -> WordExchange:
-        """Start to exchange a word. Raises: Aborted or Closed after `end`; the errors of `WordLine.start`."""
+        """Start to exchange a word. Raises: AbortedError or ProcessGroupClosedError after `end`; the errors of
+        `WordLine.start`."""
         assert self.words is not None
         if self._ended is not None:
             raise self._because_ended("exchange_word")
@@ -206,14 +208,14 @@ class LiveGroup:
         fault = self._classify(error)
         reason = (str(error).splitlines() or [""])[0]
         converted = self._error_of(fault, f"{operation} failed ({self.where}): {_SENTENCES[fault]} ({reason})")
-        if fault is not OperationRefused:
+        if fault is not OperationRefusedError:
             with self._lock:
                 if self._failed is None:
                     self._failed = copy.copy(converted)
         return converted
 
     def _error_of(self, fault: _Fault, message: str) -> ProcessGroupError:
-        if issubclass(fault, PeerFailed):
+        if issubclass(fault, PeerDisconnectedError):
             return fault(message, where=self.where, unreached=self._blame())
         return fault(message, where=self.where)
 
@@ -228,8 +230,9 @@ class LiveGroup:
         with self._lock:
             if self._failed is None:
                 self._failed = self._error_of(
-                    PeerFailed,
-                    f"{operation} failed ({self.where}): {_SENTENCES[PeerFailed]} (in the middle of a message)",
+                    PeerDisconnectedError,
+                    f"{operation} failed ({self.where}): {_SENTENCES[PeerDisconnectedError]}"
+                    " (in the middle of a message)",
                 )
             return copy.copy(self._failed)
 
@@ -269,7 +272,7 @@ class LiveGroup:
         """Make this group unusable in a forked child, and never destroy its torch group there."""
         self._lock = threading.Lock()
         torch_group, self._torch_group = self._torch_group, None
-        self._ended = self._ended or Closed(
+        self._ended = self._ended or ProcessGroupClosedError(
             f"the group ({self.where}) belongs to the process that this one was forked from; use it there",
             where=self.where,
         )
@@ -320,5 +323,5 @@ class LiveGroup:
 
     def _because_ended(self, operation: str) -> ProcessGroupError:
         assert self._ended is not None
-        kind = Closed if isinstance(self._ended, Closed) else Aborted
+        kind = ProcessGroupClosedError if isinstance(self._ended, ProcessGroupClosedError) else AbortedError
         return kind(f"{operation} was ended: {self._ended}", where=self.where)

@@ -24,11 +24,11 @@ from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.patience import Patience, Phase
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import (
-    Aborted,
-    Closed,
-    ConfigureFailed,
-    InvalidSetting,
-    NotConfigured,
+    AbortedError,
+    ConfigError,
+    ConfigureError,
+    NotConfiguredError,
+    ProcessGroupClosedError,
     ProcessGroupError,
     Where,
 )
@@ -101,9 +101,9 @@ class NativeProcessGroup(ProcessGroup):
     ) -> None:
         address = parse_store_addr(store_addr)
         if world_size < 1 or not 0 <= rank < world_size:
-            raise InvalidSetting(f"rank {rank} of {world_size} can't be: ranks go from 0 to the world size less one")
+            raise ConfigError(f"rank {rank} of {world_size} can't be: ranks go from 0 to the world size less one")
         if global_ranks is not None and len(global_ranks) != world_size:
-            raise InvalidSetting(f"there are {len(global_ranks)} global ranks for a world size of {world_size}")
+            raise ConfigError(f"there are {len(global_ranks)} global ranks for a world size of {world_size}")
         where = Where(rank, world_size, replica_id, quorum_id, group_rank)
         limit = self._timeout if timeout is None else checked_timeout(timeout)
         # Another quorum without the unreachable member follows soon. Without a quorum there is no second chance so
@@ -127,10 +127,10 @@ class NativeProcessGroup(ProcessGroup):
             if self._closed:
                 raise self._because_closed("configure")
             self._attempt, before, self._live = attempt, self._live, None
-            self._error = NotConfigured(f"the group is being configured ({attempt.where}); wait for that")
+            self._error = NotConfiguredError(f"the group is being configured ({attempt.where}); wait for that")
             self._where = attempt.where
         if before is not None:
-            before.end(Aborted(f"a new configure replaced the group ({before.where})", where=before.where))
+            before.end(AbortedError(f"a new configure replaced the group ({before.where})", where=before.where))
             before.release()
 
     def _connect(self, address: StoreAddress, attempt: Attempt) -> Store:
@@ -162,7 +162,7 @@ class NativeProcessGroup(ProcessGroup):
             failure = (
                 error
                 if isinstance(error, ProcessGroupError)
-                else ConfigureFailed(
+                else ConfigureError(
                     f"no group was built ({attempt.where}): {_first_line(error)}; "
                     "ask for a new quorum and configure under its prefix",
                     where=attempt.where,
@@ -217,25 +217,27 @@ class NativeProcessGroup(ProcessGroup):
             return self._because_closed(operation)
         error = self._error
         if error is None:
-            return NotConfigured(f"{operation} came before the first configure; configure the group")
-        kind = Aborted if isinstance(error, Aborted) else NotConfigured
+            return NotConfiguredError(f"{operation} came before the first configure; configure the group")
+        kind = AbortedError if isinstance(error, AbortedError) else NotConfiguredError
         return kind(f"{operation} found no group: {error}", where=error.where)
 
-    def _because_closed(self, operation: str) -> Closed:
+    def _because_closed(self, operation: str) -> ProcessGroupClosedError:
         if self._parent_pid:
-            return Closed(
+            return ProcessGroupClosedError(
                 f"{operation} was called in process {os.getpid()}, which was forked from process {self._parent_pid}, "
                 f"the owner of this group ({self._where}); use the group there, or make a new one here",
                 where=self._where,
             )
-        return Closed(f"{operation} came after shutdown ({self._where}); make a new group", where=self._where)
+        return ProcessGroupClosedError(
+            f"{operation} came after shutdown ({self._where}); make a new group", where=self._where
+        )
 
     @always_leaves_an_error
     def abort(self) -> None:
         with self._lock:
             if self._closed:
                 return
-            why = Aborted(f"abort was called ({self._where}); configure the group again", where=self._where)
+            why = AbortedError(f"abort was called ({self._where}); configure the group again", where=self._where)
             attempt, live = self._attempt, self._live
             if live is None:
                 self._error = why

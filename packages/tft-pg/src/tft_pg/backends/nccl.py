@@ -40,7 +40,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             store.
         backend: a replacement of torch's library, for tests; see `tft_pg.testing.FakeAccelerator`.
 
-    Raises: Unsupported: this torch has no NCCL. InvalidSetting: an argument, or the environment, is invalid.
+    Raises: UnsupportedOperationError: this torch has no NCCL. ConfigError: an argument, or the environment, is invalid.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.examination import give_up, names
 from tft_pg.backends.patience import Phase
-from tft_pg.errors import ConfigureFailed
+from tft_pg.errors import ConfigureError
 
 __all__ = ["meet"]
 
@@ -23,7 +23,7 @@ _PLACE = "tft-pg/rank"
 
 
 def meet(
-    store: Store, attempt: Attempt, record: bytes, *, silent: Callable[[], ConfigureFailed] | None = None
+    store: Store, attempt: Attempt, record: bytes, *, silent: Callable[[], ConfigureError] | None = None
 ) -> list[bytes]:
     """Publish this rank's record, and wait for the records of all ranks.
 
@@ -34,7 +34,7 @@ def meet(
         silent: returns the error if the store does not answer any more.
 
     Returns: the record of each rank, in order.
-    Raises: ConfigureFailed: the prefix was used before, or ranks are missing (the error names them). The attempt's own
+    Raises: ConfigureError: the prefix was used before, or ranks are missing (the error names them). The attempt's own
         error, if it was stopped.
     """
     where = attempt.where
@@ -42,7 +42,7 @@ def meet(
     store.set_timeout(attempt.remaining())
     found = store.compare_set(f"{_PLACE}/{where.rank}", "", record)  # type: ignore[arg-type]  # takes bytes in fact
     if found != record:
-        raise ConfigureFailed(
+        raise ConfigureError(
             f"rank {where.rank} found its place under the store prefix taken; every configure needs a fresh prefix",
             where=where,
         )

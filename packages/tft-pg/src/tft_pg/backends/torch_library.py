@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.accelerator import AcceleratorBackend, Communicator
-from tft_pg.errors import InvalidSetting, Unsupported
+from tft_pg.errors import ConfigError, UnsupportedOperationError
 from tft_pg.forks import fork_safe_lock
 
 __all__ = ["Library", "TorchLibrary", "checked_device"]
@@ -73,12 +73,12 @@ class Library:
 
 
 def checked_device(device: torch.device | int | str | None, library: Library) -> torch.device | None:
-    """Return a device of the library from the user's setting. Raises: InvalidSetting: the device has another type."""
+    """Return a device of the library from the user's setting. Raises: ConfigError: the device has another type."""
     if device is None:
         return None
     found = torch.device(library.device_type, device) if isinstance(device, int) else torch.device(device)
     if found.type != library.device_type:
-        raise InvalidSetting(f"{library.group} moves tensors on {library.device_type}, so its device can't be {found}")
+        raise ConfigError(f"{library.group} moves tensors on {library.device_type}, so its device can't be {found}")
     return found
 
 
@@ -92,13 +92,13 @@ class TorchLibrary(AcceleratorBackend):
     def check(self) -> None:
         library = self._library
         if getattr(dist, library.torch_class, None) is None:
-            raise Unsupported(
+            raise UnsupportedOperationError(
                 f"this torch ({torch.__version__}) was built without {library.name}, which {library.group} needs; "
                 f"install a build of torch for {library.device_type} devices, or use ProcessGroupGloo"
             )
         for name in library.blocking_wait_envs:
             if os.environ.get(name, "").strip().lower() in _NO:
-                raise InvalidSetting(
+                raise ConfigError(
                     f"{name} is set to {os.environ[name]!r}, with which torch's watchdog ends the process when an "
                     f"operation of {library.group} fails; unset it"
                 )

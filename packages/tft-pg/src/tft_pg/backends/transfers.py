@@ -24,7 +24,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from tft_pg.errors import Unsupported
+from tft_pg.errors import UnsupportedOperationError
 from tft_pg.work import FailedWork
 
 __all__ = ["Transfers", "check_supported"]
@@ -44,7 +44,7 @@ _Abort = Callable[[int], None]
 def _aborts() -> Mapping[int, _Abort]:
     """Return the functions that end a wait, by the address of the virtual function table.
 
-    Raises: Unsupported: this torch has no such functions.
+    Raises: UnsupportedOperationError: this torch has no such functions.
     """
     try:
         library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
@@ -55,7 +55,7 @@ def _aborts() -> Mapping[int, _Abort]:
             abort.argtypes, abort.restype = [ctypes.c_void_p], None
             found[table + _TABLE_START_BYTES] = abort
     except (OSError, ValueError, AttributeError) as error:
-        raise Unsupported(
+        raise UnsupportedOperationError(
             f"this torch ({torch.__version__}) has no way to end a wait for a send or a receive; use a version that "
             "tft-pg supports"
         ) from error
@@ -63,21 +63,23 @@ def _aborts() -> Mapping[int, _Abort]:
 
 
 def check_supported() -> None:
-    """Check that this torch can end the wait of a send or a receive. Raises: Unsupported: it can't."""
+    """Check that this torch can end the wait of a send or a receive. Raises: UnsupportedOperationError: it can't."""
     _aborts()
 
 
 def _waker(work: dist.Work) -> Callable[[], None]:
     """Return a function that ends a wait of this torch Work. It is valid while the Work exists.
 
-    Raises: Unsupported: the Work is not a send or a receive of a supported torch.
+    Raises: UnsupportedOperationError: the Work is not a send or a receive of a supported torch.
     """
     # In a pybind11 object, the address of the C++ object follows the Python object head.
     address = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value
     table = ctypes.c_void_p.from_address(address).value if address else None
     abort = _aborts().get(table) if table else None
     if address is None or abort is None:
-        raise Unsupported(f"a wait for {work!r} could not be ended; use a version of torch that tft-pg supports")
+        raise UnsupportedOperationError(
+            f"a wait for {work!r} could not be ended; use a version of torch that tft-pg supports"
+        )
     return functools.partial(abort, address)
 
 
@@ -100,8 +102,8 @@ class Transfers:
         self._timeout = timeout
 
     def adopt(self, work: dist.Work) -> dist.Work:
-        """Wrap the Work of a send or a receive so that its wait can be ended. Raises: Unsupported: with another
-        torch.
+        """Wrap the Work of a send or a receive so that its wait can be ended. Raises: UnsupportedOperationError: with
+        another torch.
         """
         return _Transfer(work, _waker(work), self, self._timeout)
 
@@ -180,7 +182,9 @@ class _Transfer(dist.Work):
         self._ended = True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        raise Unsupported("a send or a receive over Gloo has no future; call wait, on a thread of your own if need be")
+        raise UnsupportedOperationError(
+            "a send or a receive over Gloo has no future; call wait, on a thread of your own if need be"
+        )
 
     def is_completed(self) -> bool:
         return self._ended

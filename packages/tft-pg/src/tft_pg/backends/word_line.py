@@ -26,8 +26,8 @@ from typing import Final, final
 
 from tft_pg.backends.examination import names
 from tft_pg.backends.lifeline import Lifeline
-from tft_pg.backends.word_round import BadFrame, Step, WordRound, steps_of
-from tft_pg.errors import DeadlinePassed, InvalidSetting, PeerFailed, ProcessGroupError, Where
+from tft_pg.backends.word_round import BadFrameError, Step, WordRound, steps_of
+from tft_pg.errors import CollectiveTimeoutError, ConfigError, PeerDisconnectedError, ProcessGroupError, Where
 from tft_pg.word import EndedExchange, WordExchange, check_round, checked_sums
 
 __all__ = ["WordLine"]
@@ -88,11 +88,11 @@ class WordLine:
             timeout: from now.
             fail: receives an error that ends the group's words, and returns the error to raise.
 
-        Raises: InvalidSetting: the round's number; nothing was sent. ProcessGroupError: a peer is gone.
+        Raises: ConfigError: the round's number; nothing was sent. ProcessGroupError: a peer is gone.
         """
         check_round(round_number, self._last_round)
         if self.lifeline.is_exchanging:
-            raise InvalidSetting(
+            raise ConfigError(
                 f"the word of round {round_number} came while that of round {self._last_round} has not ended; wait for "
                 "its exchange first",
                 where=self.where,
@@ -209,7 +209,7 @@ class _LineExchange(WordExchange):
         Such a rank can't have finished its exchange without this rank's word. Its own word may have arrived even so,
         and then no other check would notice.
 
-        Raises: PeerFailed: a rank disconnected before it could get this rank's word.
+        Raises: PeerDisconnectedError: a rank disconnected before it could get this rank's word.
         """
         self._check_not_ended()
         poll, ranks = self._line.ends(peers)
@@ -275,16 +275,17 @@ class _LineExchange(WordExchange):
             raise self._peer_failed(rank, f"the connection to {self._name(rank)} ended before its word came")
         try:
             return self._state.hear(rank, heard)
-        except BadFrame as fault:
+        except BadFrameError as fault:
             raise self._peer_failed(rank, f"{self._name(rank)} {fault}") from None
 
     def _check_not_ended(self) -> None:
-        """Check this rank's own connections. Raises: PeerFailed: they were shut down."""
+        """Check this rank's own connections. Raises: PeerDisconnectedError: they were shut down."""
         if self._line.lifeline.ended:
             raise self._peer_failed(None, self._line.lifeline.ended_because or "the group was ended")
 
     def _check_acknowledged(self, peers: dict[int, socket.socket]) -> None:
-        """Check that the missing ranks acknowledge data. Raises: PeerFailed: the machine of a missing rank does not."""
+        """Check that the missing ranks acknowledge data. Raises: PeerDisconnectedError: the machine of a missing rank
+        does not."""
         for rank in self._state.missing:
             information = peers[rank].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             if information[_TCP_RETRANSMITS] >= _RETRANSMITS_MOST:
@@ -296,14 +297,16 @@ class _LineExchange(WordExchange):
         if self._ended_rank is not None:
             why = f"the connection to {self._name(self._ended_rank)} ended, and {missing} did not come"
             return self._peer_failed(self._ended_rank, why)
-        return DeadlinePassed(
+        return CollectiveTimeoutError(
             f"exchange_word failed ({self._line.where}): {missing} for round {self._round_number} did not come within "
             f"{self._timeout.total_seconds():g} s; abort the group and configure it again",
             where=self._line.where,
         )
 
-    def _peer_failed(self, rank: int | None, why: str, *, unreached: dict[int, str] | None = None) -> PeerFailed:
-        return PeerFailed(
+    def _peer_failed(
+        self, rank: int | None, why: str, *, unreached: dict[int, str] | None = None
+    ) -> PeerDisconnectedError:
+        return PeerDisconnectedError(
             f"exchange_word failed ({self._line.where}) in round {self._round_number}: {why}; configure the group "
             "without the rank that is gone",
             where=self._line.where,

@@ -62,7 +62,7 @@ class WordMeeting:
             record: Gloo's record.
             address: the listening address of the device.
 
-        Raises: ConfigureFailed: nothing can listen there.
+        Raises: ConfigureError: nothing can listen there.
         """
         if self._device is not None:
             return record

@@ -17,7 +17,7 @@ import struct
 from dataclasses import dataclass
 from typing import Final, final
 
-__all__ = ["DIRECT_MOST", "BadFrame", "Step", "WordRound", "steps_of"]
+__all__ = ["DIRECT_MOST", "BadFrameError", "Step", "WordRound", "steps_of"]
 
 DIRECT_MOST: Final = 7
 """The largest group in which each rank sends its word to every other one; measured, see `benchmarks/word_exchange`."""
@@ -33,7 +33,7 @@ _LOW_BITS: Final = 64
 _LOW_MASK: Final = (1 << _LOW_BITS) - 1
 
 
-class BadFrame(Exception):
+class BadFrameError(Exception):
     """A frame of a peer that is not the expected one. The text describes it, as the end of a sentence."""
 
 
@@ -138,7 +138,7 @@ class WordRound:
     def hear(self, rank: int, data: bytes) -> bool:
         """Process bytes of a missing rank's frame. Returns: whether the frame is complete.
 
-        Raises: BadFrame: the frame is not the expected one. A frame that is too long is refused before its rest is
+        Raises: BadFrameError: the frame is not the expected one. A frame that is too long is refused before its rest is
             read.
         """
         if self._partial:
@@ -157,18 +157,21 @@ class WordRound:
         return True
 
     def _length(self, frame: bytes) -> int:
-        """Return the length of the frame with this beginning. Raises: BadFrame: the frame is not the expected one."""
+        """Return the length of the frame with this beginning. Raises: BadFrameError: the frame is not the expected
+        one."""
         if frame.startswith(self._head):
             return _HEADER.size + self._narrow.size
         kind, step, num_values, round_number = _HEADER.unpack_from(frame)
         if kind not in (_NARROW, _WIDE):
-            raise BadFrame(f"sent something that is no word (first byte {kind:#04x})")
+            raise BadFrameError(f"sent something that is no word (first byte {kind:#04x})")
         if round_number != self._round_number:
-            raise BadFrame(f"sent the word of round {round_number}, and this rank is in round {self._round_number}")
+            raise BadFrameError(
+                f"sent the word of round {round_number}, and this rank is in round {self._round_number}"
+            )
         if num_values != len(self._sums):
-            raise BadFrame(f"sent a word of {num_values} values, and this rank's has {len(self._sums)}")
+            raise BadFrameError(f"sent a word of {num_values} values, and this rank's has {len(self._sums)}")
         if step != self._step.number:
-            raise BadFrame(f"sent step {step} of the word, and this rank is at step {self._step.number}")
+            raise BadFrameError(f"sent step {step} of the word, and this rank is at step {self._step.number}")
         return _HEADER.size + self._wide.size
 
     def advance(self) -> bool:

@@ -46,7 +46,7 @@ class ProcessGroupXCCL(AcceleratorProcessGroup):
             store.
         backend: a replacement of torch's library, for tests; see `tft_pg.testing.FakeAccelerator`.
 
-    Raises: Unsupported: this torch has no XCCL. InvalidSetting: an argument, or the environment, is invalid.
+    Raises: UnsupportedOperationError: this torch has no XCCL. ConfigError: an argument, or the environment, is invalid.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 arithmetic.
 
 A group may lack combinations. A supported combination gives the expected result on all ranks. An unsupported one is an
-`OperationRefused` on all ranks that names the dtype or the reduction. The group then keeps working.
+`OperationRefusedError` on all ranks that names the dtype or the reduction. The group then keeps working.
 
 Law of this file: checks of results only; dying ranks are in `dying`.
 """
@@ -21,7 +21,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import DeadlinePassed, OperationRefused
+from tft_pg.errors import CollectiveTimeoutError, OperationRefusedError
 from tft_pg.ops import collective
 from tft_pg.testing.bench import GUARD_S, Bench
 from tft_pg.testing.cases import CASES, REDUCTIONS, Case, Sample, Started
@@ -115,7 +115,9 @@ def _try(
         refusals = [outcome for outcome in outcomes if outcome is not None]
         assert len(refusals) in (0, len(outcomes)), f"{what}: refused on some ranks only: {outcomes}"
         for error in refusals:
-            assert isinstance(error, OperationRefused), f"{what}: expected a result or OperationRefused, got {error!r}"
+            assert isinstance(error, OperationRefusedError), (
+                f"{what}: expected a result or OperationRefusedError, got {error!r}"
+            )
             words = str(error)
             named = not must_name or _name(sample.dtype) in words or (case.reduces and sample.op in words)
             assert named, f"{what}: names neither its dtype nor its reduction: {words}"
@@ -130,7 +132,7 @@ def _tried(group: ProcessGroup, case: Case, sample: Sample) -> BaseException | N
         started = case.start(group, sample)
         for work in started.works:
             work.wait(_PATIENCE)
-    except OperationRefused as error:
+    except OperationRefusedError as error:
         agree(reduce_ones(group), torch.full((3,), float(sample.world_size)))
         return error
     except Exception as error:  # the caller reports it, for all ranks at once
@@ -170,8 +172,8 @@ def every_combination_agrees_or_is_refused(subject: Subject) -> None:
     """Check that each collective in each dtype and reduction gives the expected result or is refused, alike on all
     ranks.
 
-    A refusal is an `OperationRefused` that names the collective and its dtype or reduction. The group keeps working
-    without a `configure`.
+    A refusal is an `OperationRefusedError` that names the collective and its dtype or reduction. The group keeps
+    working without a `configure`.
     """
     for world_size in sorted({min(subject.world_sizes), subject.most}):
         combinations(subject, world_size)
@@ -186,7 +188,7 @@ def every_size_agrees(subject: Subject) -> None:
 
 
 def what_it_lacks_is_refused(subject: Subject) -> None:
-    """Check that unsupported collectives raise an `OperationRefused` with their name, on all ranks, and the group
+    """Check that unsupported collectives raise an `OperationRefusedError` with their name, on all ranks, and the group
     works on.
     """
     lacking = [case for case in CASES if case.row in subject.lacks]
@@ -533,7 +535,7 @@ def _joined(value: Any) -> torch.Tensor:
 
 
 def a_wait_may_be_given_up_and_repeated(subject: Subject) -> None:
-    """Check that a `wait` with an expired timeout raises `DeadlinePassed`, and a later one succeeds once the
+    """Check that a `wait` with an expired timeout raises `CollectiveTimeoutError`, and a later one succeeds once the
     peers start.
     """
     n = subject.most
@@ -545,7 +547,7 @@ def a_wait_may_be_given_up_and_repeated(subject: Subject) -> None:
         case = CASES[0]
         started = case.start(groups[0], sample)
         early = failure(groups[0], lambda: started.works[0].wait(timedelta(milliseconds=20)))
-        require(early, DeadlinePassed)
+        require(early, CollectiveTimeoutError)
         others = bench.outcomes(groups[1:], lambda rank, group: _tried(group, case, sample.at(rank + 1)))
         assert [outcome.get() for outcome in others] == [None] * (n - 1)
         assert started.works[0].wait()

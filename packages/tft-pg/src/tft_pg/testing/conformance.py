@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from multiprocessing.reduction import ForkingPickler
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import InvalidSetting
+from tft_pg.errors import ConfigError
 from tft_pg.testing import computing, dying, living, wording
 from tft_pg.testing.subject import Subject
 
@@ -40,7 +40,7 @@ def check_process_group(
         meets_peers: whether `configure` waits for the other ranks.
         lacks: the unsupported collectives, which the group refuses; by their names in `tft_pg.COLLECTIVES`.
 
-    Raises: InvalidSetting: `make` can't be pickled; nothing was checked then.
+    Raises: ConfigError: `make` can't be pickled; nothing was checked then.
     """
     subject = Subject(make, tuple(world_sizes), ready, meets_peers, frozenset(lacks))
     _require_sendable(subject)
@@ -54,7 +54,7 @@ def _require_sendable(subject: Subject) -> None:
     try:
         ForkingPickler.dumps(subject.make)
     except Exception as error:  # pickling raises any type of error
-        raise InvalidSetting(
+        raise ConfigError(
             f"{subject.make!r} can't be sent to the processes that the checks start ({error}); give a class, or a "
             "function at the top of a module"
         ) from error

@@ -1,9 +1,9 @@
 """Checks of a peer's death: killed, stopped or disconnected, at each point of a collective, in real processes.
 
 Two ranks survive, this process and a child, and a third is the victim. The survivors must fail at once with
-`PeerFailed`. If the victim is only stopped, nothing reports that, and `abort` must end the operation. Then the
-survivors must work in a smaller group. Victims that survive their fault join the next group, so that few processes are
-started.
+`PeerDisconnectedError`. If the victim is only stopped, nothing reports that, and `abort` must end the operation. Then
+the survivors must work in a smaller group. Victims that survive their fault join the next group, so that few processes
+are started.
 
 Law of this file: processes report every moment, and no wait depends on a timeout of the group.
 """
@@ -30,7 +30,7 @@ import torch
 
 from tft_pg import sockets
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import Aborted, PeerFailed, ProcessGroupError
+from tft_pg.errors import AbortedError, PeerDisconnectedError, ProcessGroupError
 from tft_pg.sockets import Endpoint
 from tft_pg.store import parse_store_addr
 from tft_pg.testing.bench import GUARD_S, Bench
@@ -291,9 +291,9 @@ class _Stage:
         began_s = time.monotonic()
         if fault is Fault.STOPPED and point is not Point.AFTER:
             self.group.abort()
-            expected: tuple[type[ProcessGroupError], ...] = (Aborted,)
+            expected: tuple[type[ProcessGroupError], ...] = (AbortedError,)
         else:
-            expected = (PeerFailed,)
+            expected = (PeerDisconnectedError,)
         mine, theirs = failure(self.group, run.finish), self.survivor.answer()
         took_s = time.monotonic() - began_s
         assert took_s < _ABORT_S + _SLACK_S, f"it took {took_s:.2f} s"
@@ -301,7 +301,7 @@ class _Stage:
         mine_may_end = point is Point.AFTER or large
         if mine is not None or not mine_may_end:
             require(mine, *expected)
-        assert (theirs is None and point is not Point.BEFORE) or (theirs or ("",))[0] == "PeerFailed", theirs
+        assert (theirs is None and point is not Point.BEFORE) or (theirs or ("",))[0] == "PeerDisconnectedError", theirs
         self._go_on_without_the_victim(fault)
         # A victim that disconnects itself runs until then, and may have sent the rest.
         return mine is not None or not large or fault is Fault.CUT_OFF
@@ -334,9 +334,9 @@ class _Stage:
         if point is Point.AFTER and error is None:
             assert found == [(3, 3)]
         else:
-            require(error, PeerFailed, Aborted)
+            require(error, PeerDisconnectedError, AbortedError)
         # The survivor itself has compared the sum.
-        assert (theirs is None and point is Point.AFTER) or (theirs or ("",))[0] == "PeerFailed", theirs
+        assert (theirs is None and point is Point.AFTER) or (theirs or ("",))[0] == "PeerDisconnectedError", theirs
         self._go_on_without_the_victim(fault)
 
     def _let_pass(self, before: dict[int, sockets.Traffic]) -> None:
@@ -417,8 +417,8 @@ def a_dead_peer_fails_the_collective(subject: Subject) -> None:
         assert child.answer() is None
         run = _Run(group, "allreduce", Sample(0, 2))
         child.process.kill()
-        require(failure(group, run.finish), PeerFailed)
-        require(group.errored(), PeerFailed)
+        require(failure(group, run.finish), PeerDisconnectedError)
+        require(group.errored(), PeerDisconnectedError)
 
 
 CHECKS: tuple[Callable[[Subject], None], ...] = (

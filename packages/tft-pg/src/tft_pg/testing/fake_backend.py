@@ -28,7 +28,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tft_pg.backends.accelerator import AcceleratorBackend, Communicator
 from tft_pg.backends.gloo import ProcessGroupGloo
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import OperationRefused, ProcessGroupError
+from tft_pg.errors import OperationRefusedError, ProcessGroupError
 from tft_pg.forwarding import forward, forward_collectives
 from tft_pg.ops import Collective
 from tft_pg.store import format_store_addr
@@ -158,7 +158,7 @@ class _FakeCommunicator(Communicator):
                 tuple(_copied(value, copies) for value in args),
                 {name: _copied(value, copies) for name, value in kwargs.items()},
             )
-        except OperationRefused:
+        except OperationRefusedError:
             raise
         except ProcessGroupError:
             work = None  # the peers are gone: the operation is accepted and never ends
@@ -171,7 +171,7 @@ class _FakeCommunicator(Communicator):
     def _run_stream(self) -> None:
         while (kernel := self._queue.get()) is not None:
             error = self._run(kernel)
-            hangs = isinstance(error, _PeersGone) and not self._library.propagates
+            hangs = isinstance(error, _PeersDisconnectedError) and not self._library.propagates
             if not self._library.wait_until_running(self._aborted):
                 return
             if hangs:
@@ -187,14 +187,14 @@ class _FakeCommunicator(Communicator):
             if kernel.work is not None:
                 kernel.work.wait()
                 return None
-        except OperationRefused as refused:
+        except OperationRefusedError as refused:
             return refused
         except ProcessGroupError:
             pass
-        return _PeersGone("async error: remote process exited")
+        return _PeersDisconnectedError("async error: remote process exited")
 
 
-class _PeersGone(RuntimeError):
+class _PeersDisconnectedError(RuntimeError):
     """The late error of a network library when the other end of a connection is gone."""
 
 
@@ -229,7 +229,7 @@ class _Kernel:
         self._ended.set()
         if error is None:
             self._pending.finish([tensor for tensor, _ in self._writes])
-        elif isinstance(error, OperationRefused):
+        elif isinstance(error, OperationRefusedError):
             self._pending.fail(error)
 
     def is_left(self) -> bool:

@@ -18,13 +18,13 @@ from torch.distributed import ReduceOp
 
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import (
-    Aborted,
-    Closed,
-    ConfigureFailed,
-    DeadlinePassed,
-    InvalidSetting,
-    NotConfigured,
-    PeerFailed,
+    AbortedError,
+    CollectiveTimeoutError,
+    ConfigError,
+    ConfigureError,
+    NotConfiguredError,
+    PeerDisconnectedError,
+    ProcessGroupClosedError,
     StoreAddressError,
 )
 from tft_pg.testing.bench import GUARD_S, Bench
@@ -54,15 +54,15 @@ _RACE_S = 0.006
 
 
 def use_before_configure_is_an_error(subject: Subject) -> None:
-    """Check that an unconfigured group raises `NotConfigured`, reports no error, and can be printed."""
+    """Check that an unconfigured group raises `NotConfiguredError`, reports no error, and can be printed."""
     with Bench(subject.make) as bench:
         group = bench.make()
         assert group.errored() is None
         assert type(group).__name__ in repr(group)
         assert group.getBackendName()
         if not subject.ready:
-            require(failure(group, group.size), NotConfigured)
-            _every_collective_fails(bench, NotConfigured)
+            require(failure(group, group.size), NotConfiguredError)
+            _every_collective_fails(bench, NotConfiguredError)
 
 
 def bad_arguments_are_errors(subject: Subject) -> None:
@@ -72,26 +72,26 @@ def bad_arguments_are_errors(subject: Subject) -> None:
         group, address = groups[0], bench.fresh_address()
         for rank, world_size in ((-1, 1), (subject.most, subject.most), (0, 0)):
             error = failure(group, partial(group.configure, address, rank, world_size))
-            require(error, InvalidSetting)
-        require(failure(group, lambda: group.set_timeout(timedelta(0))), InvalidSetting)
+            require(error, ConfigError)
+        require(failure(group, lambda: group.set_timeout(timedelta(0))), ConfigError)
         if subject.meets_peers:
             require(failure(group, lambda: group.configure("nowhere", 0, 1)), StoreAddressError)
         all_work(bench, groups)
 
 
 def shutdown_is_for_ever(subject: Subject) -> None:
-    """Check that every use after `shutdown` raises `Closed`, also before the first `configure`. `shutdown` may be
-    repeated.
+    """Check that every use after `shutdown` raises `ProcessGroupClosedError`, also before the first `configure`.
+    `shutdown` may be repeated.
     """
     with Bench(subject.make) as bench:
         for group in [bench.make(), *bench.configured(subject.most)]:
             group.shutdown()
             group.shutdown()
             group.abort()
-            _every_collective_fails(bench, Closed, group)
+            _every_collective_fails(bench, ProcessGroupClosedError, group)
             address = bench.fresh_address()
-            require(failure(group, partial(group.configure, address, 0, 1)), Closed)
-            require(group.errored(), Closed)
+            require(failure(group, partial(group.configure, address, 0, 1)), ProcessGroupClosedError)
+            require(group.errored(), ProcessGroupClosedError)
 
 
 def shutdown_leaves_nothing(subject: Subject) -> None:
@@ -124,21 +124,21 @@ def abort_before_configure_is_harmless(subject: Subject) -> None:
         groups = [bench.make() for _ in range(subject.most)]
         for group in groups:
             group.abort()
-            require(group.errored(), Aborted)
+            require(group.errored(), AbortedError)
         bench.configure(groups)
         all_work(bench, groups)
 
 
 def abort_leaves_an_error_until_configure(subject: Subject) -> None:
-    """Check that `abort` leaves an error, collectives then raise `Aborted`, and a new `configure` clears both."""
+    """Check that `abort` leaves an error, collectives then raise `AbortedError`, and a new `configure` clears both."""
     with Bench(subject.make) as bench:
         groups = bench.configured(subject.most)
         for _ in range(2):
             for group in groups:
                 group.abort()
                 group.abort()
-                require(group.errored(), Aborted)
-                require(failure(group, partial(reduce_ones, group)), Aborted)
+                require(group.errored(), AbortedError)
+                require(failure(group, partial(reduce_ones, group)), AbortedError)
             bench.configure(groups)
             all_work(bench, groups)
 
@@ -158,12 +158,12 @@ def abort_ends_a_running_collective(subject: Subject) -> None:
         works = [group.allreduce([tensor], ReduceOp.SUM) for group, tensor in zip(groups, tensors, strict=False)]
         waits = [bench.start(partial(failure, group, work.wait)) for group, work in zip(groups, works, strict=False)]
         groups[0].abort()
-        require(waits[0]().get(), Aborted)
+        require(waits[0]().get(), AbortedError)
         for group, finish in zip(groups[1:], waits[1:], strict=False):
-            require(finish().get(), PeerFailed)
-            require(group.errored(), PeerFailed)
+            require(finish().get(), PeerDisconnectedError)
+            require(group.errored(), PeerDisconnectedError)
         left = [tensor.clone() for tensor in tensors]
-        require(failure(groups[-1], partial(reduce_ones, groups[-1])), PeerFailed)
+        require(failure(groups[-1], partial(reduce_ones, groups[-1])), PeerDisconnectedError)
         bench.configure(groups)
         all_work(bench, groups)
         agree(tensors, left)
@@ -193,8 +193,8 @@ def abort_ends_a_running_configure(subject: Subject) -> None:
             finally:
                 finished.set()
                 aborting().get()
-            require(error, Aborted)
-            require(groups[0].errored(), Aborted)
+            require(error, AbortedError)
+            require(groups[0].errored(), AbortedError)
         bench.configure(groups)
         all_work(bench, groups)
 
@@ -208,11 +208,11 @@ def a_missing_peer_fails_configure(subject: Subject) -> None:
         limit = timedelta(milliseconds=200)
         address = bench.fresh_address()
         error = failure(groups[0], lambda: groups[0].configure(address, 0, subject.most, timeout=limit))
-        require(error, ConfigureFailed)
-        assert isinstance(error, ConfigureFailed)
+        require(error, ConfigureError)
+        assert isinstance(error, ConfigureError)
         assert error.missing_ranks == tuple(range(1, subject.most)), error
-        require(groups[0].errored(), ConfigureFailed)
-        require(failure(groups[0], lambda: reduce_ones(groups[0])), NotConfigured)
+        require(groups[0].errored(), ConfigureError)
+        require(failure(groups[0], lambda: reduce_ones(groups[0])), NotConfiguredError)
         bench.configure(groups)
         all_work(bench, groups)
 
@@ -232,7 +232,7 @@ def a_used_prefix_is_refused(subject: Subject) -> None:
 
         assert bench.all(groups, configure) == [None] * len(groups)
         for error in bench.all(groups, configure):
-            require(error, ConfigureFailed)
+            require(error, ConfigureError)
             assert "fresh prefix" in str(error), error
         bench.configure(groups)
         all_work(bench, groups)
@@ -251,8 +251,8 @@ def set_timeout_acts_at_once(subject: Subject) -> None:
             groups[0].set_timeout(timedelta(milliseconds=100))
             case = next(case for case in CASES if case.row == row)
             error = failure(groups[0], partial(_run, groups[0], case, sample))
-            require(error, DeadlinePassed)
-            require(groups[0].errored(), DeadlinePassed)
+            require(error, CollectiveTimeoutError)
+            require(groups[0].errored(), CollectiveTimeoutError)
         groups[0].set_timeout(timedelta(seconds=GUARD_S))
         bench.configure(groups)
         all_work(bench, groups)
@@ -291,7 +291,7 @@ def abort_and_configure_may_race(subject: Subject) -> None:
                     aborting().get()
 
             for error in bench.all(groups, race):
-                assert error is None or isinstance(error, (Aborted, ConfigureFailed)), f"{error!r}"
+                assert error is None or isinstance(error, (AbortedError, ConfigureError)), f"{error!r}"
         bench.configure(groups)
         all_work(bench, groups)
 

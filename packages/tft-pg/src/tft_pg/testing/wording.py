@@ -13,13 +13,13 @@ from functools import partial
 
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import (
-    Aborted,
-    Closed,
-    DeadlinePassed,
-    InvalidSetting,
-    NotConfigured,
-    OperationRefused,
-    PeerFailed,
+    AbortedError,
+    CollectiveTimeoutError,
+    ConfigError,
+    NotConfiguredError,
+    OperationRefusedError,
+    PeerDisconnectedError,
+    ProcessGroupClosedError,
 )
 from tft_pg.testing.bench import GUARD_S, Bench
 from tft_pg.testing.subject import Subject, all_work, failure, require
@@ -101,7 +101,7 @@ def a_sum_that_does_not_fit_is_refused_everywhere(subject: Subject) -> None:
                 ),
             )
             for error in errors:
-                require(error, OperationRefused)
+                require(error, OperationRefusedError)
         assert bench.all(groups, lambda rank, group: _exchanged(group, [rank], 4)) == [(sum(range(size)),)] * size
         all_work(bench, groups)
 
@@ -121,8 +121,8 @@ def a_word_that_can_not_be_is_refused(subject: Subject) -> None:
             ([1], 1 << 64),
         ):
             for group in groups:
-                require(failure(group, partial(_start, group, words, number)), InvalidSetting)  # type: ignore[arg-type]
-        require(failure(groups[0], lambda: _start(groups[0], [1], 1, timedelta(0))), InvalidSetting)
+                require(failure(group, partial(_start, group, words, number)), ConfigError)  # type: ignore[arg-type]
+        require(failure(groups[0], lambda: _start(groups[0], [1], 1, timedelta(0))), ConfigError)
         assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(len(groups),)] * len(groups)
 
 
@@ -133,16 +133,16 @@ def a_word_needs_a_group(subject: Subject) -> None:
     with Bench(subject.make) as bench:
         groups = [bench.make() for _ in range(subject.most)]
         if not subject.ready:
-            require(failure(groups[0], partial(_start, groups[0], [1], 1)), NotConfigured)
+            require(failure(groups[0], partial(_start, groups[0], [1], 1)), NotConfiguredError)
         bench.configure(groups)
         for group in groups:
             group.abort()
-            require(failure(group, partial(_start, group, [1], 1)), Aborted)
+            require(failure(group, partial(_start, group, [1], 1)), AbortedError)
         bench.configure(groups)
         assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(len(groups),)] * len(groups)
         for group in groups:
             group.shutdown()
-            require(failure(group, partial(_start, group, [1], 1)), Closed)
+            require(failure(group, partial(_start, group, [1], 1)), ProcessGroupClosedError)
 
 
 def rounds_are_not_mixed(subject: Subject) -> None:
@@ -169,7 +169,7 @@ def rounds_are_not_mixed(subject: Subject) -> None:
                 return _aborting(group, partial(_exchanged, group, words[rank], numbers[rank]))
 
             for error in bench.all(groups, act):
-                require(error, PeerFailed)
+                require(error, PeerDisconnectedError)
         bench.configure(groups)
         all_work(bench, groups)
 
@@ -195,7 +195,7 @@ def words_of_two_configures_are_not_mixed(subject: Subject) -> None:
         for exchange in started:
             try:
                 sums = exchange.wait()
-            except (Aborted, PeerFailed):
+            except (AbortedError, PeerDisconnectedError):
                 continue
             raise AssertionError(f"a word of a group that is gone ended with {sums}")
         all_work(bench, groups)
@@ -236,13 +236,13 @@ def a_late_word_fails_at_its_deadline(subject: Subject) -> None:
         limit = timedelta(milliseconds=50)
         exchanges = [_start(group, [1], 1, limit) for group in groups[:-1]]
         error = failure(groups[0], exchanges[0].wait)
-        require(error, DeadlinePassed)
-        require(groups[0].errored(), DeadlinePassed)
-        require(failure(groups[0], exchanges[0].wait), DeadlinePassed)
+        require(error, CollectiveTimeoutError)
+        require(groups[0].errored(), CollectiveTimeoutError)
+        require(failure(groups[0], exchanges[0].wait), CollectiveTimeoutError)
         for group in groups:
             group.abort()
         for group, exchange in zip(groups[1:], exchanges[1:], strict=False):
-            require(failure(group, exchange.wait), Aborted, PeerFailed, DeadlinePassed)
+            require(failure(group, exchange.wait), AbortedError, PeerDisconnectedError, CollectiveTimeoutError)
         bench.configure(groups)
         assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(size,)] * size
         all_work(bench, groups)
@@ -265,11 +265,11 @@ def abort_ends_a_word(subject: Subject) -> None:
         waits = [bench.start(partial(wait, group)) for group in groups[:-1]]
         entered.wait(GUARD_S)
         groups[0].abort()
-        require(waits[0]().get(), Aborted)
+        require(waits[0]().get(), AbortedError)
         # The others have rank 0's word and wait for the last rank's. Rank 0's abort must end that wait soon.
         for finish in waits[1:]:
-            require(finish().get(), PeerFailed)
-        require(failure(groups[-1], partial(_exchanged, groups[-1], [1], 1)), PeerFailed)
+            require(finish().get(), PeerDisconnectedError)
+        require(failure(groups[-1], partial(_exchanged, groups[-1], [1], 1)), PeerDisconnectedError)
         bench.configure(groups)
         assert bench.all(groups, lambda rank, group: _exchanged(group, [1], 1)) == [(size,)] * size
         all_work(bench, groups)
@@ -322,7 +322,7 @@ def _check_death(bench: Bench, groups: Sequence[ProcessGroup], victim: int, deat
         if isinstance(outcome, tuple):
             assert outcome == expected, f"rank {rank} got {outcome}, and a rank died {death.value}"
         elif rank != victim:
-            require(outcome, PeerFailed)
+            require(outcome, PeerDisconnectedError)
     if death is _Death.BEFORE:
         assert not any(isinstance(outcome, tuple) for outcome in outcomes), outcomes
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import Aborted, Closed, InvalidSetting, OperationRefused, ProcessGroupError
+from tft_pg.errors import AbortedError, ConfigError, OperationRefusedError, ProcessGroupClosedError, ProcessGroupError
 from tft_pg.ops import Collective
 from tft_pg.settings import always_leaves_an_error, checked_timeout, place_first
 from tft_pg.word import EndedExchange, WordExchange, check_round, checked_values
@@ -35,7 +35,7 @@ class ProcessGroupDummy(ProcessGroup):
         rank: 0.
         world: 1.
 
-    Raises: InvalidSetting: another rank or size.
+    Raises: ConfigError: another rank or size.
     """
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
@@ -49,13 +49,13 @@ class ProcessGroupDummy(ProcessGroup):
 
     def _require_alone(self, rank: int, world_size: int) -> None:
         if (rank, world_size) != (0, 1):
-            raise InvalidSetting(f"a dummy group is rank 0 of 1, but was asked to be rank {rank} of {world_size}")
+            raise ConfigError(f"a dummy group is rank 0 of 1, but was asked to be rank {rank} of {world_size}")
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         if self._error is not None:
             raise type(self._error)(f"{collective.name} found no group: {self._error}")
         if collective.reduction(args, kwargs) == "PREMUL_SUM":
-            raise OperationRefused(
+            raise OperationRefusedError(
                 f"{collective.name} in a dummy group has no PREMUL_SUM: it does not compute; multiply first, then SUM"
             )
         collective.copy_to_self(args, kwargs)
@@ -75,8 +75,8 @@ class ProcessGroupDummy(ProcessGroup):
         global_ranks: Sequence[int] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        if isinstance(self._error, Closed):
-            raise Closed(f"configure found no group: {self._error}")
+        if isinstance(self._error, ProcessGroupClosedError):
+            raise ProcessGroupClosedError(f"configure found no group: {self._error}")
         self._require_alone(rank, world_size)
         self.configure_count += 1
         self._error = None
@@ -84,8 +84,8 @@ class ProcessGroupDummy(ProcessGroup):
 
     @always_leaves_an_error
     def abort(self) -> None:
-        if not isinstance(self._error, Closed):
-            self._error = Aborted("abort was called (dummy group); configure the group again")
+        if not isinstance(self._error, ProcessGroupClosedError):
+            self._error = AbortedError("abort was called (dummy group); configure the group again")
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
         if self._error is not None:
@@ -100,7 +100,7 @@ class ProcessGroupDummy(ProcessGroup):
         return self._error
 
     def shutdown(self) -> None:
-        self._error = Closed("the dummy group was shut down; make a new group")
+        self._error = ProcessGroupClosedError("the dummy group was shut down; make a new group")
 
     def set_timeout(self, timeout: timedelta) -> None:
         checked_timeout(timeout)

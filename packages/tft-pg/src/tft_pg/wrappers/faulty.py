@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import Aborted, DeadlinePassed, InvalidSetting, PeerFailed, ProcessGroupError
+from tft_pg.errors import AbortedError, CollectiveTimeoutError, ConfigError, PeerDisconnectedError, ProcessGroupError
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective, collective
 from tft_pg.settings import checked_timeout
@@ -69,11 +69,11 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         Args:
             nth: the number of the call from now, 1 for the next.
             operation: count only calls of this collective; None: of any.
-            error: the error to raise; None: a PeerFailed that names the injected failure.
+            error: the error to raise; None: a PeerDisconnectedError that names the injected failure.
 
-        Raises: InvalidSetting: nth is below 1, or there is no such collective.
+        Raises: ConfigError: nth is below 1, or there is no such collective.
         """
-        chosen = error or PeerFailed("a failure was injected; configure the group again")
+        chosen = error or PeerDisconnectedError("a failure was injected; configure the group again")
 
         def act(row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
             work = self._hanging(row.name)
@@ -100,10 +100,10 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
 
         Only calls that fill in a tensor count. The result is wrong from the end of the call on, for `wait` and future.
 
-        Raises: InvalidSetting: also if the collective fills in nothing.
+        Raises: ConfigError: also if the collective fills in nothing.
         """
         if operation is not None and collective(operation).outputs is None:
-            raise InvalidSetting(f"{operation} fills in no tensor, so there is nothing to corrupt")
+            raise ConfigError(f"{operation} fills in no tensor, so there is nothing to corrupt")
 
         def act(row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
             return _CorruptedWork(forward(self._parent, row, args, kwargs), row.results(args, kwargs))
@@ -116,7 +116,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
 
     def _add(self, nth: int, operation: str | None, act: _Act, *, needs_result: bool = False) -> None:
         if nth < 1:
-            raise InvalidSetting(f"calls are counted from 1, so there is no call {nth}")
+            raise ConfigError(f"calls are counted from 1, so there is no call {nth}")
         name = collective(operation).name if operation is not None else None
         with self._lock:
             self._faults.append(_Fault(nth, name, act, needs_result))
@@ -149,8 +149,8 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
             return due
 
     def _hanging(self, operation: str) -> PendingWork:
-        def on_timeout(limit: timedelta) -> DeadlinePassed:
-            return DeadlinePassed(
+        def on_timeout(limit: timedelta) -> CollectiveTimeoutError:
+            return CollectiveTimeoutError(
                 f"{operation} hung for {limit.total_seconds():g} s, as was asked for; abort the group"
             )
 
@@ -176,7 +176,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         with self._lock:
             pending, self._pending = self._pending, []
         for work in pending:
-            work.fail(Aborted("the hanging call was ended; configure the group again"))
+            work.fail(AbortedError("the hanging call was ended; configure the group again"))
 
 
 @final

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import InvalidSetting, Unsupported
+from tft_pg.errors import ConfigError, UnsupportedOperationError
 from tft_pg.ops import Collective
 from tft_pg.word import LINGER, WordExchange
 from tft_pg.work import DummyWork
@@ -94,11 +94,11 @@ class ManagedProcessGroup(ProcessGroup):
         tensors = collective.results(args, kwargs)
         if collective.name == "allreduce":
             if len(tensors) != 1:
-                raise InvalidSetting(
+                raise ConfigError(
                     f"a managed allreduce takes one tensor, but got {len(tensors)}; reduce each by itself"
                 )
         elif collective.name != "allreduce_coalesced":
-            raise Unsupported(
+            raise UnsupportedOperationError(
                 f"a managed group has no {collective.name}: it reduces over the participants, and has no other ranks "
                 f"to exchange with; {_instead_of(collective)}"
             )
@@ -112,14 +112,14 @@ class ManagedProcessGroup(ProcessGroup):
             value = collective.argument(place, args, kwargs)
             root = getattr(value, "rootRank", value)
             if root not in (None, 0):
-                raise InvalidSetting(
+                raise ConfigError(
                     f"{collective.name} of a managed group has the root {root}, but each replica group is alone there; "
                     "the root is 0"
                 )
         try:
             collective.copy_to_self(args, kwargs)
-        except InvalidSetting as error:
-            raise Unsupported(
+        except ConfigError as error:
+            raise UnsupportedOperationError(
                 f"a managed group has no {collective.name} over the participants: each replica group is alone there "
                 f"and gets its own tensor alone ({error}); {_instead_of(collective)}"
             ) from None
@@ -152,8 +152,8 @@ class ManagedProcessGroup(ProcessGroup):
     def linger(self, timeout: timedelta = LINGER) -> bool:
         raise self._manager_does("linger")
 
-    def _manager_does(self, operation: str) -> Unsupported:
-        return Unsupported(f"a managed group has no {operation}; its Manager does that")
+    def _manager_does(self, operation: str) -> UnsupportedOperationError:
+        return UnsupportedOperationError(f"a managed group has no {operation}; its Manager does that")
 
     def errored(self) -> Exception | None:
         """Return None always. Errors go to the Manager, which votes against the step."""
@@ -188,7 +188,7 @@ def _reduce_op(value: object) -> dist.ReduceOp.RedOpType:
     op: Any = getattr(value, "reduceOp", value)
     reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM if op is None else getattr(op, "op", op)
     if reduce_op == _PREMUL_SUM:
-        raise Unsupported("a managed group has no PREMUL_SUM; multiply the tensor and use SUM")
+        raise UnsupportedOperationError("a managed group has no PREMUL_SUM; multiply the tensor and use SUM")
     return reduce_op
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import InvalidSetting, OperationRefused, ProcessGroupError, Unsupported
+from tft_pg.errors import ConfigError, OperationRefusedError, ProcessGroupError, UnsupportedOperationError
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.word import WordExchange
@@ -26,15 +26,15 @@ from tft_pg.wrappers.wrapping import WrappingProcessGroup, takes_one_group
 __all__ = ["ErrorSwallowingProcessGroupWrapper"]
 
 # Every rank gets these errors at the call, before any data is sent. A new `configure` does not fix them.
-_THE_CALLERS = (OperationRefused, InvalidSetting, Unsupported)
+_THE_CALLERS = (OperationRefusedError, ConfigError, UnsupportedOperationError)
 
 
 @final
 class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
     """A wrapper that swallows the errors of every collective until the next `configure`.
 
-    An invalid call still raises `OperationRefused`, `InvalidSetting` or `Unsupported`. It is no error of the group,
-    because no `configure` would fix it.
+    An invalid call still raises `OperationRefusedError`, `ConfigError` or `UnsupportedOperationError`. It is no error
+    of the group, because no `configure` would fix it.
 
     Args:
         pg: the wrapped group.
@@ -150,7 +150,7 @@ class _SwallowingWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and not isinstance(timeout, timedelta):
-            raise InvalidSetting(f"a wait takes a timedelta, and got {timeout!r}; give timedelta(seconds=...)")
+            raise ConfigError(f"a wait takes a timedelta, and got {timeout!r}; give timedelta(seconds=...)")
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
         except Exception as error:

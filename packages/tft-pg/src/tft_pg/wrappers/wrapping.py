@@ -16,7 +16,7 @@ from typing import Concatenate, ParamSpec, TypeVar, final
 import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
-from tft_pg.errors import InvalidSetting
+from tft_pg.errors import ConfigError
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.settings import always_leaves_an_error, place_first
@@ -31,7 +31,7 @@ _Self = TypeVar("_Self")
 def takes_one_group(init: Callable[Concatenate[_Self, _P], None]) -> Callable[Concatenate[_Self, _P], None]:
     """Decorate a wrapper's `__init__` so that it takes one group, and all other arguments by keyword.
 
-    Raises: InvalidSetting, from the constructor.
+    Raises: ConfigError, from the constructor.
     """
 
     @functools.wraps(init)
@@ -39,7 +39,7 @@ def takes_one_group(init: Callable[Concatenate[_Self, _P], None]) -> Callable[Co
         given = [*args, *([kwargs["pg"]] if "pg" in kwargs else [])]
         if len(given) != 1 or not isinstance(given[0], ProcessGroup):
             kind = type(self).__name__
-            raise InvalidSetting(
+            raise ConfigError(
                 f"{kind} takes one tft_pg.ProcessGroup, which it wraps, but got {given}; "
                 f"write {kind}(ProcessGroupGloo(timeout=...))"
             )

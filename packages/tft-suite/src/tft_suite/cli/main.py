@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from tft_suite import __version__
-from tft_suite.errors import MissingExtraError, SettingError, SuiteError
+from tft_suite.errors import ConfigError, MissingExtraError, SuiteError
 
 DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
@@ -87,7 +87,7 @@ def doctor(
     1.
     """
     if not 0.001 <= timeout <= 3600:
-        raise SettingError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
+        raise ConfigError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own messages would appear beside ours
     from tft_suite.doctor.findings import findings
     from tft_suite.doctor.report import report
@@ -113,7 +113,7 @@ def drain(
 ) -> int:
     """Ask a replica to leave its job after its running step. The other replicas lose no step and do not wait."""
     if not 0.001 <= timeout <= 3600:
-        raise SettingError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
+        raise ConfigError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own messages would appear beside ours
     from tft_suite import drain as draining
 

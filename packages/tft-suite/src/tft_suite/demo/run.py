@@ -22,7 +22,7 @@ from tft_suite.demo.settings import DemoSettings
 from tft_suite.demo.supervisor import Outcome, Supervisor, caught_signals, log_of
 from tft_suite.demo.timeline import draw
 from tft_suite.demo.view import view_for
-from tft_suite.errors import SettingError
+from tft_suite.errors import ConfigError
 
 # torch imports torch._dynamo with the first optimizer, which takes a second.
 PRELOADED = ("__main__", "torch", "torch._dynamo", "tft_suite.demo.nursery")
@@ -35,7 +35,7 @@ def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> 
     Args:
         console: shows the run and its result.
         body: the work of each replica, as `module:function`. See Supervisor.
-    Raises: SettingError: the output folder can't be made or written.
+    Raises: ConfigError: the output folder can't be made or written.
     """
     prepare(settings.out, replicas=settings.replicas)
     console.print(f"{title_of(settings)}; logs in {settings.out}", highlight=False, soft_wrap=True, markup=False)
@@ -72,7 +72,7 @@ def title_of(settings: DemoSettings) -> str:
 def prepare(out: Path, *, replicas: int) -> None:
     """Make the folder, and remove the files of an earlier run.
 
-    Raises: SettingError: the folder can't be made or written.
+    Raises: ConfigError: the folder can't be made or written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def prepare(out: Path, *, replicas: int) -> None:
             old.unlink(missing_ok=True)
         log_of(out, replicas - 1).touch()
     except OSError as error:
-        raise SettingError(f"--out {out} can't be written ({error.strerror}); give another folder.") from error
+        raise ConfigError(f"--out {out} can't be written ({error.strerror}); give another folder.") from error
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from tft_suite.demo.schedule import kill_window
-from tft_suite.errors import SettingError
+from tft_suite.errors import ConfigError
 
 REPLICAS_MAX = 16
 STEPS_MAX = 1_000_000
@@ -27,7 +27,7 @@ class DemoSettings:
         kills: the number of kills. A kill needs a second replica, from which the killed one heals.
         seed: of the kills, the initial weights and the samples.
         out: folder for report.json, timeline.png and a log of each replica. It is made if it does not exist.
-    Raises: SettingError: a number is out of its range, or the kills don't fit. The message is one sentence.
+    Raises: ConfigError: a number is out of its range, or the kills don't fit. The message is one sentence.
     """
 
     replicas: int = 3
@@ -38,21 +38,21 @@ class DemoSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.replicas <= REPLICAS_MAX:
-            raise SettingError(f"--replicas is {self.replicas}; give 1 to {REPLICAS_MAX}.")
+            raise ConfigError(f"--replicas is {self.replicas}; give 1 to {REPLICAS_MAX}.")
         if not 1 <= self.steps <= STEPS_MAX:
-            raise SettingError(f"--steps is {self.steps}; give 1 to {STEPS_MAX}.")
+            raise ConfigError(f"--steps is {self.steps}; give 1 to {STEPS_MAX}.")
         if self.kills < 0:
-            raise SettingError(f"--kills is {self.kills}; give 0 or more.")
+            raise ConfigError(f"--kills is {self.kills}; give 0 or more.")
         if not 0 <= self.seed < 2**32:
-            raise SettingError(f"--seed is {self.seed}; give 0 to {2**32 - 1}.")
+            raise ConfigError(f"--seed is {self.seed}; give 0 to {2**32 - 1}.")
         if self.out == Path() or not str(self.out).isprintable():
-            raise SettingError(f"--out is {str(self.out)!r}; give a folder of its own, in printable characters.")
+            raise ConfigError(f"--out is {str(self.out)!r}; give a folder of its own, in printable characters.")
         if self.kills and self.replicas < 2:
-            raise SettingError(
+            raise ConfigError(
                 "--kills needs --replicas 2 or more, as a killed replica heals from another; else give --kills 0."
             )
         if self.kills > (room := len(kill_window(self.steps))):
-            raise SettingError(
+            raise ConfigError(
                 f"--kills {self.kills} does not fit into {room} steps (15 % to 50 % of --steps {self.steps}); "
                 "raise --steps."
             )

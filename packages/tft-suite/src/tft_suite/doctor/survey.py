@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 
-from tft_algos.errors import SettingError
+from tft_algos.errors import ConfigError
 from tft_algos.manager.config import ManagerConfig, from_environment
 from tft_algos.manager.group_store import is_loopback, own_host
 from tft_coord import LighthouseClient
-from tft_coord.errors import CoordinationError, UnknownCall
-from tft_coord.errors import SettingError as CoordinationSettingError
+from tft_coord.errors import ConfigError as CoordinationConfigError
+from tft_coord.errors import CoordinationError, UnknownCallError
 from tft_coord.security import read_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
@@ -52,7 +52,7 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
     token, setting_error = _token(environ), ""
     try:
         resolved = from_environment(ManagerConfig(lighthouse_addr=lighthouse), environ, own_host=lambda: hostname)
-    except SettingError as error:
+    except ConfigError as error:
         setting_error = str(error)
     else:
         timeouts = resolved.timeouts
@@ -79,14 +79,14 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
 def _token(environ: Mapping[str, str]) -> str | None:
     try:
         return read_token(environ)
-    except CoordinationSettingError:
+    except CoordinationConfigError:
         return None  # the settings' own error says this
 
 
 def _is_address(address: str) -> bool:
     try:
         return bool(target(address.strip()))
-    except CoordinationSettingError:
+    except CoordinationConfigError:
         return False  # the settings' own error says this
 
 
@@ -124,7 +124,7 @@ def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFa
         with LighthouseClient(address, timeout, token=token, waits=False) as client:
             description = client.describe(timeout)
             clock_ahead_ms = description.now_ms - time.time_ns() // 1_000_000
-    except UnknownCall:
+    except UnknownCallError:
         return LighthouseFacts(address=address, is_foreign=True, local_address=local_address)
     except CoordinationError as error:
         return LighthouseFacts(address=address, trouble=in_our_words(error), local_address=local_address)

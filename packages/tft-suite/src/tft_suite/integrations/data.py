@@ -11,7 +11,7 @@ from typing import Any, Protocol, final
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tft_algos import SettingError
+from tft_algos import ConfigError
 
 
 class MapDataset(Protocol):
@@ -46,8 +46,8 @@ def endless(dataset: MapDataset, *, seed: int | None = None) -> IterableDataset[
     Args:
         dataset: this replica's share of the data. Workers of a DataLoader divide it among themselves.
         seed: of the order. None: another order in each start of the process.
-    Raises: SettingError: the data set is empty.
+    Raises: ConfigError: the data set is empty.
     """
     if len(dataset) == 0:
-        raise SettingError("the data set is empty; give this replica at least one sample")
+        raise ConfigError("the data set is empty; give this replica at least one sample")
     return _Endless(dataset, torch.Generator().seed() if seed is None else seed)

@@ -19,7 +19,7 @@ import contextlib
 import sys
 from typing import Any, final
 
-from tft_algos import Manager, Optimizer, PureDistributedDataParallel, SettingError, Unsupported, UsageError
+from tft_algos import ConfigError, Manager, Optimizer, PureDistributedDataParallel, UnsupportedFeatureError, UsageError
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -43,8 +43,8 @@ class FaultToleranceCallback(TrainerCallback):
 
     Args:
         manager: of this replica. The callback registers model, optimizer, scheduler and the best metric with it.
-    Raises (in `train`): Unsupported: the Trainer runs several processes, an fp16 scaler, or an optimizer that can't be
-        wrapped. SettingError: the training data has a length. UsageError: `train` was called before.
+    Raises (in `train`): UnsupportedFeatureError: the Trainer runs several processes, an fp16 scaler, or an optimizer
+        that can't be wrapped. ConfigError: the training data has a length. UsageError: `train` was called before.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -111,16 +111,18 @@ class FaultToleranceCallback(TrainerCallback):
 
 def _check(args: TrainingArguments, state: TrainerState, optimizer: Any) -> None:
     if args.world_size > 1:
-        raise Unsupported(
+        raise UnsupportedFeatureError(
             f"the Trainer runs {args.world_size} processes; start each replica as one process, without torchrun"
         )
     if not isinstance(optimizer, AcceleratedOptimizer) or hasattr(optimizer.optimizer, "train"):
         name = type(getattr(optimizer, "optimizer", optimizer)).__name__
-        raise Unsupported(f"the Trainer's optimizer is a {name}, which can't wait for a commit; use AdamW or SGD")
+        raise UnsupportedFeatureError(
+            f"the Trainer's optimizer is a {name}, which can't wait for a commit; use AdamW or SGD"
+        )
     if optimizer.scaler is not None:
-        raise Unsupported("fp16 needs a gradient scaler, which would step without a commit; say bf16=True")
+        raise UnsupportedFeatureError("fp16 needs a gradient scaler, which would step without a commit; say bf16=True")
     if state.num_train_epochs < sys.maxsize:
-        raise SettingError(
+        raise ConfigError(
             "the training data has a length, so that a discarded step would end the training before max_steps; give "
             "max_steps, and train_dataset=endless(dataset) from tft_suite.integrations.data"
         )

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, final
 
-from tft_algos import Manager, Optimizer, PureDistributedDataParallel, SettingError, Unsupported, UsageError
+from tft_algos import ConfigError, Manager, Optimizer, PureDistributedDataParallel, UnsupportedFeatureError, UsageError
 
 try:
     # The distributions `lightning` and `pytorch-lightning` contain two copies of the same classes.
@@ -47,8 +47,9 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         manager: of this replica. The strategy registers module, optimizer and schedulers with it.
         device: the device on which the module is trained.
         options: of SingleDeviceStrategy.
-    Raises (in `fit`): Unsupported: manual optimization, several optimizers, or a gradient scaler. SettingError: the end
-        is not given by max_steps, or a scheduler steps by epoch. UsageError: `fit` was called before.
+    Raises (in `fit`): UnsupportedFeatureError: manual optimization, several optimizers, or a gradient scaler.
+        ConfigError: the end is not given by max_steps, or a scheduler steps by epoch. UsageError: `fit` was called
+        before.
     """
 
     def __init__(self, manager: Manager, device: Any = "cpu", **options: Any) -> None:
@@ -136,10 +137,12 @@ class _Stepping:
 
 def _check(trainer: Any, module: Any, strategy: FaultTolerantStrategy) -> None:
     if not module.automatic_optimization or len(strategy.optimizers) != 1:
-        raise Unsupported("only automatic optimization with one optimizer can wait for a commit")
+        raise UnsupportedFeatureError("only automatic optimization with one optimizer can wait for a commit")
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
-        raise Unsupported("16-mixed needs a gradient scaler, which would step without a commit; say bf16-mixed")
+        raise UnsupportedFeatureError(
+            "16-mixed needs a gradient scaler, which would step without a commit; say bf16-mixed"
+        )
     if trainer.max_steps < 1 or trainer.max_epochs != -1:
-        raise SettingError("a discarded step must not count; give Trainer max_steps, and leave max_epochs out or -1")
+        raise ConfigError("a discarded step must not count; give Trainer max_steps, and leave max_epochs out or -1")
     if any(config.interval != "step" for config in strategy.lr_scheduler_configs):
-        raise SettingError("epochs differ between replicas; give each scheduler interval: step")
+        raise ConfigError("epochs differ between replicas; give each scheduler interval: step")

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from datetime import timedelta
 
-from tft_algos.errors import SettingError, TrainingError
+from tft_algos.errors import ConfigError, TrainingError
 
 
 class Action(enum.Enum):
@@ -62,7 +62,7 @@ class InjectedError(RuntimeError):
         self.fault = fault
 
 
-class NotStruck(TrainingError, AssertionError):
+class FaultNotInjectedError(TrainingError, AssertionError):
     """Requested faults have not happened, so the test proves nothing. Check the place and the step of each fault.
 
     Args:
@@ -89,7 +89,7 @@ class Fault:
         hang_for: for HANG, the duration.
         with_children: for STOP, also stop the processes that this one has started. On rank 0 the manager server is one
             of them.
-    Raises: SettingError: a value is invalid. One sentence names it.
+    Raises: ConfigError: a value is invalid. One sentence names it.
     """
 
     action: Action
@@ -102,23 +102,23 @@ class Fault:
 
     def __post_init__(self) -> None:
         if not isinstance(self.action, Action):
-            raise SettingError(f"action is {self.action!r}; give an Action, one of {_names(Action)}")
+            raise ConfigError(f"action is {self.action!r}; give an Action, one of {_names(Action)}")
         if not isinstance(self.place, Place):
-            raise SettingError(f"place is {self.place!r}; give a Place, one of {_names(Place)}")
+            raise ConfigError(f"place is {self.place!r}; give a Place, one of {_names(Place)}")
         if not isinstance(self.replica, str) or not self.replica:
-            raise SettingError(f"replica is {self.replica!r}; give the name that the Manager was given as replica_id")
+            raise ConfigError(f"replica is {self.replica!r}; give the name that the Manager was given as replica_id")
         for name in ("rank", "step"):
             value = getattr(self, name)
             if value is None and name == "step":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise SettingError(f"{name} is {value!r}; give a whole number, at least 0")
+                raise ConfigError(f"{name} is {value!r}; give a whole number, at least 0")
         if not isinstance(self.hang_for, timedelta) or self.hang_for <= timedelta():
-            raise SettingError(f"hang_for is {self.hang_for!r}; give a timedelta above zero")
+            raise ConfigError(f"hang_for is {self.hang_for!r}; give a timedelta above zero")
         if not isinstance(self.with_children, bool):
-            raise SettingError(f"with_children is {self.with_children!r}; give True or False")
+            raise ConfigError(f"with_children is {self.with_children!r}; give True or False")
         if self.with_children and self.action is not Action.STOP:
-            raise SettingError(f"with_children belongs to STOP and action is {self.action.name}; leave one of them out")
+            raise ConfigError(f"with_children belongs to STOP and action is {self.action.name}; leave one of them out")
 
     def strikes(self, place: Place, *, replica: str, rank: int, step: int) -> bool:
         """Return whether the fault is due for this rank, here and now."""

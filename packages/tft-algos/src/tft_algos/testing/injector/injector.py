@@ -30,11 +30,11 @@ from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 
-from tft_algos.errors import SettingError, UsageError
+from tft_algos.errors import ConfigError, UsageError
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.coordinator import GroupCoordinator
 from tft_algos.manager.parts import Coordinator, Group
-from tft_algos.testing.injector.fault import Action, Fault, InjectedError, NotStruck, Place
+from tft_algos.testing.injector.fault import Action, Fault, FaultNotInjectedError, InjectedError, Place
 from tft_algos.testing.injector.wrappers import StruckGroup, StruckTransport, struck_coordinator
 from tft_ckpt import CheckpointTransport
 
@@ -89,7 +89,7 @@ class EventInjector:
         faults: the faults to perform. Faults of other replicas and ranks are ignored, so that all processes may get the
             same list.
         on_strike: called with a fault just before it happens, on the affected thread.
-    Raises: SettingError: an argument is not a Fault.
+    Raises: ConfigError: an argument is not a Fault.
     """
 
     def __init__(self, *faults: Fault, on_strike: Callable[[Fault], object] = lambda _: None) -> None:
@@ -108,10 +108,10 @@ class EventInjector:
     def inject(self, fault: Fault) -> EventInjector:
         """Request one more fault, from any thread. Return this injector.
 
-        Raises: SettingError: `fault` is not a Fault. UsageError: as `attach`.
+        Raises: ConfigError: `fault` is not a Fault. UsageError: as `attach`.
         """
         if not isinstance(fault, Fault):
-            raise SettingError(f"a fault is a {type(fault).__name__}; give a Fault")
+            raise ConfigError(f"a fault is a {type(fault).__name__}; give a Fault")
         with self._lock:
             if self._manager is not None:
                 self._check_can_strike(fault, self._manager)
@@ -137,7 +137,7 @@ class EventInjector:
 
         Args:
             elsewhere: faults that have happened in other processes, from `struck` or `on_strike` there.
-        Raises: NotStruck: some faults have not happened. The message describes them.
+        Raises: FaultNotInjectedError: some faults have not happened. The message describes them.
         """
         with self._lock:
             left = list(self._pending)
@@ -145,7 +145,7 @@ class EventInjector:
             if fault in left:
                 left.remove(fault)
         if left:
-            raise NotStruck(tuple(left))
+            raise FaultNotInjectedError(tuple(left))
 
     def attach(self, manager: Attached) -> None:
         """Set the Manager of the steps. Call this after all parts are wrapped, and before the first step.

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from tft_algos.manager.parts import Coordinator, Group, StandingCoordinator
 from tft_algos.manager.wording import standing_coordinator
 from tft_algos.testing.injector.fault import Fault, Place
-from tft_ckpt import CheckpointTransport, StateKey, StateUnavailable
+from tft_ckpt import CheckpointTransport, StateKey, StateUnavailableError
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, QuorumNews, RankRequest, Verdict
-from tft_coord.errors import DeadlinePassed
+from tft_coord.errors import RequestTimeoutError
 from tft_coord.news import News
 from tft_pg import WordExchange
-from tft_pg.errors import ConfigureFailed, PeerFailed
+from tft_pg.errors import ConfigureError, PeerDisconnectedError
 from tft_pg.work import PendingWork
 
 
@@ -44,7 +44,7 @@ class Injector(Protocol):
 class StruckGroup:
     """A wrapped process group.
 
-    FAIL: configure raises ConfigureFailed. The Work of a reduction fails, and its connections break. The same holds for
+    FAIL: configure raises ConfigureError. The Work of a reduction fails, and its connections break. The same holds for
     a word.
     """
 
@@ -63,7 +63,7 @@ class StruckGroup:
         fault = self._injector.reached(Place.WORD)
         if fault is not None:
             self._inside.abort()
-            raise PeerFailed(fault.describe())
+            raise PeerDisconnectedError(fault.describe())
         return exchange(words, round_number=round_number, timeout=timeout)
 
     def configure(
@@ -80,7 +80,7 @@ class StruckGroup:
     ) -> None:
         fault = self._injector.reached(Place.CONFIGURE)
         if fault is not None:
-            raise ConfigureFailed(fault.describe())
+            raise ConfigureError(fault.describe())
         self._inside.configure(
             store_addr,
             rank,
@@ -100,7 +100,7 @@ class StruckGroup:
         # configure.
         self._inside.abort()
         work = PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=timedelta(seconds=1))
-        work.fail(PeerFailed(fault.describe()))
+        work.fail(PeerDisconnectedError(fault.describe()))
         return work
 
     def errored(self) -> Exception | None:
@@ -118,7 +118,7 @@ class StruckGroup:
 
 
 class StruckCoordinator:
-    """A wrapped coordinator. FAIL: a time-out, DeadlinePassed. Only votes on a commit count as VOTE."""
+    """A wrapped coordinator. FAIL: a time-out, RequestTimeoutError. Only votes on a commit count as VOTE."""
 
     def __init__(self, inside: Coordinator, injector: Injector) -> None:
         self._inside = inside
@@ -145,7 +145,7 @@ class StruckCoordinator:
     def _answered(self, place: Place) -> None:
         fault = self._injector.reached(place)
         if fault is not None:
-            raise DeadlinePassed(fault.describe())
+            raise RequestTimeoutError(fault.describe())
 
     def listen(self, listener: Callable[[News], None]) -> None:
         self._inside.listen(listener)
@@ -253,7 +253,7 @@ class StruckTransport(CheckpointTransport[Any]):
         # The transport does not know the class of this object, so it refuses the state, and tells the waiting
         # receivers.
         self._inside.send_checkpoint(dst_ranks, step, {fault.describe(): _CantTravel()}, timeout, key=key)
-        raise StateUnavailable(fault.describe(), source=self._inside.metadata(), key=key)
+        raise StateUnavailableError(fault.describe(), source=self._inside.metadata(), key=key)
 
     def check_state(self, state_dict: Any) -> None:
         self._inside.check_state(state_dict)
@@ -281,7 +281,7 @@ class StruckTransport(CheckpointTransport[Any]):
     ) -> Any:
         fault = self._injector.reached(Place.HEALING)
         if fault is not None:
-            raise StateUnavailable(fault.describe(), source=metadata, key=key)
+            raise StateUnavailableError(fault.describe(), source=metadata, key=key)
         return self._inside.recv_checkpoint(
             src_rank,
             metadata,

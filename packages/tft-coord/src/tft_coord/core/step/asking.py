@@ -13,11 +13,11 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
-from tft_coord.core.step.errors import StepAbandoned, UsageError
+from tft_coord.core.step.errors import StepAbandonedError, UsageError
 from tft_coord.core.step.rounds import Rounds
 from tft_coord.core.step.values import Healing, Phase, StepSettings
 from tft_coord.core.types import Plan, RankRequest, Refusal, Unreached
-from tft_coord.errors import Refused, StaleQuorum
+from tft_coord.errors import RefusedError, StaleQuorumError
 
 # A new or healed replica makes all others wait in its first step, and in the step in which it catches up. It must not
 # spend that time on preparations to serve the state that it has just received.
@@ -191,7 +191,9 @@ class Asking:
         orders = self._planned(plan)
         books.abort()
         last = books.flights.last
-        error = StepAbandoned(f"this rank can't go on in quorum {plan.key} ({why}); the next step asks for another")
+        error = StepAbandonedError(
+            f"this rank can't go on in quorum {plan.key} ({why}); the next step asks for another"
+        )
         last.note(error)
         return (do.AbortGroup(), *orders, do.ReportError(last.name, error, True))
 
@@ -219,13 +221,13 @@ class Asking:
     def unchanged_arrived(self, event: on.UnchangedArrived, now_ms: int) -> Effects:
         """Handle the short answer.
 
-        Raises: StaleQuorum: this rank does not hold that quorum. Nothing has changed then.
+        Raises: StaleQuorumError: this rank does not hold that quorum. Nothing has changed then.
         """
         if not self._is_asked(event.attempt):
             return ()
         books, before = self._books, self._stands
         if before is None or before.key != event.key or books.own.lineage is None:
-            raise StaleQuorum(
+            raise StaleQuorumError(
                 f"the answer names quorum {event.key} and this rank holds {books.held}; the next step asks again"
             )
         return self._answered(standing_plan(before, books.own.step, books.own.lineage, books.settings), now_ms)
@@ -273,10 +275,10 @@ class Asking:
         books, flights, error = self._books, self._books.flights, event.error
         if flights.phase is Phase.IDLE or flights.last.name.attempt != event.attempt:
             return ()
-        if isinstance(error, Refused) and error.code == Refusal.LEFT.value:
+        if isinstance(error, RefusedError) and error.code == Refusal.LEFT.value:
             # Another rank of this group had no quorum to go on in, and has left with all of them.
             books.leaving.told()
-            error = StepAbandoned(str(error))
+            error = StepAbandonedError(str(error))
         flights.without_quorum(error, others_go_on=books.by_strategy)
         books.pends = False
         books.excused = True

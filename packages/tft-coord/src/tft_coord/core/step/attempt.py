@@ -15,10 +15,10 @@ from tft_coord.core.step.errors import UsageError
 from tft_coord.core.step.status import AttemptStatus
 from tft_coord.core.step.values import Healing, StepName
 from tft_coord.core.types import Plan
-from tft_coord.errors import Closed, GroupLost, ProtocolError, Refused
+from tft_coord.errors import CoordinationClosedError, ProtocolError, RefusedError, ReplicaGroupLostError
 
 # These errors can't be repaired inside this process: a lost group, a wrong peer, calls that can't work.
-FATAL: Final = (GroupLost, Refused, ProtocolError, Closed, UsageError)
+FATAL: Final = (ReplicaGroupLostError, RefusedError, ProtocolError, CoordinationClosedError, UsageError)
 MAX_ERRORS_KEPT: Final = 16
 
 

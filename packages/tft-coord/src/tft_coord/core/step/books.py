@@ -16,7 +16,7 @@ from tft_coord.core.step.losses import Losses
 from tft_coord.core.step.own_state import OwnState
 from tft_coord.core.step.status import StepStatus
 from tft_coord.core.types import QuorumKey
-from tft_coord.errors import GroupLost
+from tft_coord.errors import ReplicaGroupLostError
 from tft_coord.timeouts import Timeouts
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Books:
         self.held: QuorumKey | None = None
         self.configured: QuorumKey | None = None
         self.is_aborted = False
-        self.group_lost: GroupLost | None = None
+        self.group_lost: ReplicaGroupLostError | None = None
         self.failed_heals = 0
         self.healed_in: int | None = None
         self.is_left_out = False
@@ -104,7 +104,7 @@ class Books:
 
     def fatal_of(self, attempt: Attempt) -> Exception | None:
         """Return why this process can't go on with that attempt or any other, or None."""
-        if isinstance(attempt.fatal, GroupLost):
+        if isinstance(attempt.fatal, ReplicaGroupLostError):
             return self.group_lost or attempt.fatal  # the manager server knows which rank was lost
         return attempt.fatal or self.group_lost
 

@@ -57,7 +57,7 @@ class StepCore:
             event: what happened.
             now_ms: milliseconds of a monotonic clock.
         Returns: the effects, to be performed in this order.
-        Raises: UsageError, StateUnavailable, StaleQuorum: the rules forbid the event; nothing has changed.
+        Raises: UsageError, UserStateError, StaleQuorumError: the rules forbid the event; nothing has changed.
         """
         effects = self._handlers[type(event)](event, now_ms)
         if type(event) not in _QUIET:

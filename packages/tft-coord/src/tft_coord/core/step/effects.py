@@ -268,7 +268,7 @@ class ExplainDivergence:
 
     Args:
         plan: that says to heal.
-        stops: raise `StateDiverged`; otherwise log it, and report `DivergenceExplained`.
+        stops: raise `StateDivergedError`; otherwise log it, and report `DivergenceExplained`.
         again: the last recovery has not repaired it.
     """
 

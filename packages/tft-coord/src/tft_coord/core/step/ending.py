@@ -17,7 +17,7 @@ from tft_coord.core.step import events as on
 from tft_coord.core.step.attempt import Attempt
 from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
-from tft_coord.core.step.errors import StepAbandoned, SyncAbandoned, UsageError
+from tft_coord.core.step.errors import StepAbandonedError, SyncAbandonedError, UsageError
 from tft_coord.core.step.rounds import ERROR_IS_SAID_FOR_MS, Rounds
 from tft_coord.core.step.values import Healing, Phase, StepName
 
@@ -225,7 +225,7 @@ class Ending:
     def flights_given_up(self, event: on.FlightsGivenUp, now_ms: int) -> Effects:
         replica_id = self._books.settings.replica_id
         aborts = self._rounds.given_up()
-        self._books.flights.give_up(SyncAbandoned(f"replica {replica_id} gave up what it had in flight"))
+        self._books.flights.give_up(SyncAbandonedError(f"replica {replica_id} gave up what it had in flight"))
         return aborts
 
     # --- leaving ------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class Ending:
         books, leaving = self._books, self._books.leaving
         leaving.left = True
         books.flights.abandon_all(
-            StepAbandoned(f"replica {books.settings.replica_id} has left the job while this step was in flight")
+            StepAbandonedError(f"replica {books.settings.replica_id} has left the job while this step was in flight")
         )
         reason = leaving.reason
         return do.ReportLeft(reason), do.TellLeaving(reason, leaving.serve_ms(now_ms), finished_step)

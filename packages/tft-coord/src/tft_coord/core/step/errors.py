@@ -20,24 +20,23 @@ class TrainingError(Exception):
 
 
 class UsageError(TrainingError, RuntimeError):
-    """The calls came in an order that can't work: change the training loop as the message says."""
+    """The training loop calls the Manager in a wrong order. Next: change the loop as the message says."""
 
 
-class StepAbandoned(TrainingError, RuntimeError):
-    """This step can't commit: its replica has left the job, or this rank could not go on when the others of its group
-    began it."""
+class StepAbandonedError(TrainingError, RuntimeError):
+    """This step can't commit: its replica leaves the job, or this rank could not join its group. Next: start a new
+    step."""
 
 
-class SyncAbandoned(TrainingError, RuntimeError):
-    """A step in flight has failed with others: another quorum came, or an earlier one of them was not committed.
+class SyncAbandonedError(TrainingError, RuntimeError):
+    """A deferred step failed, because the quorum changed or an earlier step did not commit. Next: train on.
 
-    Restore what the step was about; later steps go on.
+    Restore the parameters of that step first, if the strategy is your own.
     """
 
 
-class QuorumBroken(TrainingError, RuntimeError):
-    """A member of this quorum was lost or can't go on in it, so no more reductions can run: the next step asks for
-    another.
+class QuorumBrokenError(TrainingError, RuntimeError):
+    """A member of this quorum was lost, so its reductions can't run. Next: go on; the next step gets a new quorum.
 
     Args:
         message: one sentence.
@@ -49,8 +48,8 @@ class QuorumBroken(TrainingError, RuntimeError):
         self.replica_id = replica_id
 
 
-class HealingFailed(TrainingError, RuntimeError):
-    """The live state could not be fetched or loaded; the next quorum tries again, with another source if there is one.
+class HealingError(TrainingError, RuntimeError):
+    """The live state could not be fetched or loaded. Next: go on; the next quorum tries again, from another source.
 
     Args:
         message: one sentence.
@@ -62,5 +61,5 @@ class HealingFailed(TrainingError, RuntimeError):
         self.sources = sources
 
 
-class StateUnavailable(TrainingError, RuntimeError):
-    """The user's state can't be taken or loaded now: change what the message names."""
+class UserStateError(TrainingError, RuntimeError):
+    """The registered state can't be taken or loaded. Next: change what the message names."""

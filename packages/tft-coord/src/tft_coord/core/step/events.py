@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.step.values import Stage, StepName
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, QuorumNews, Unreached
-from tft_coord.errors import GroupLost
+from tft_coord.errors import ReplicaGroupLostError
 
 # --- a step begins: the training thread -------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class LossNoticed:
 class GroupWasLost:
     """This replica group was lost, for this and every attempt to come."""
 
-    error: GroupLost
+    error: ReplicaGroupLostError
 
 
 @dataclass(frozen=True, slots=True)

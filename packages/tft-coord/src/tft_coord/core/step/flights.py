@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Final, final
 
 from tft_coord.core.step.attempt import Attempt
-from tft_coord.core.step.errors import SyncAbandoned
+from tft_coord.core.step.errors import SyncAbandonedError
 from tft_coord.core.step.values import Healing, Phase, StepName
 from tft_coord.core.types import Plan, QuorumKey
 
@@ -158,7 +158,7 @@ class Flights:
         others = [attempt for attempt in self.deferred if attempt.plan is None or attempt.plan.key != key]
         for attempt in others:
             self.deferred.remove(attempt)
-            attempt.abandoned = SyncAbandoned(
+            attempt.abandoned = SyncAbandonedError(
                 f"{attempt.name} was in flight when quorum {key} came; all that are in flight fail with it"
             )
         self.failed_quorums += sum(attempt.plan is None for attempt in others)
@@ -204,7 +204,9 @@ class Flights:
                 left_others = attempt.plan is not None and attempt.own_error is not None
                 self.left_others = self.left_others or left_others
                 self.abandon_all(
-                    SyncAbandoned(f"{attempt.name} was not committed; all that were in flight with it fail with it")
+                    SyncAbandonedError(
+                        f"{attempt.name} was not committed; all that were in flight with it fail with it"
+                    )
                 )
         self._count(attempt, yes=yes, planned=attempt.plan is not None, is_left_out=is_left_out)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final, final
 
-from tft_coord.core.step.errors import QuorumBroken
+from tft_coord.core.step.errors import QuorumBrokenError
 from tft_coord.core.types import LossNotice, QuorumKey
 
 MAX_NOTICES_KEPT: Final = 1024
@@ -20,8 +20,8 @@ class Losses:
     def __init__(self) -> None:
         self._notices: list[LossNotice] = []
         self._held: QuorumKey | None = None
-        self._over: QuorumBroken | None = None  # set if the held quorum is over without a reported loss
-        self.broken: QuorumBroken | None = None  # why nothing can start in the held quorum
+        self._over: QuorumBrokenError | None = None  # set if the held quorum is over without a reported loss
+        self.broken: QuorumBrokenError | None = None  # why nothing can start in the held quorum
 
     def hold(self, key: QuorumKey | None) -> None:
         """Hold that quorum from now on; earlier ones are over."""
@@ -48,7 +48,7 @@ class Losses:
         self._judge()
         return True
 
-    def ends(self, error: QuorumBroken) -> None:
+    def ends(self, error: QuorumBrokenError) -> None:
         """Note that the held quorum is over, although no loss was reported."""
         self._over = error
         self._judge()
@@ -63,7 +63,7 @@ class Losses:
         self.broken = (
             self._over
             if first is None
-            else QuorumBroken(f"{first}; the next step asks for another", replica_id=first.replica_id)
+            else QuorumBrokenError(f"{first}; the next step asks for another", replica_id=first.replica_id)
         )
 
 

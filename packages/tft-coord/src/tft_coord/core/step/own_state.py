@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineage
-from tft_coord.core.step.errors import HealingFailed, StateUnavailable
+from tft_coord.core.step.errors import HealingError, UserStateError
 from tft_coord.core.step.values import Check
 from tft_coord.core.types import MAX_INT64, Plan
 
@@ -65,7 +65,7 @@ class OwnState:
     def loaded(self, state: Mapping[str, Any]) -> None:
         """Take over a state from outside this job.
 
-        Raises: StateUnavailable: it is no state of a Manager. Nothing has changed then.
+        Raises: UserStateError: it is no state of a Manager. Nothing has changed then.
         """
         step, batches, lineage = _read(state)
         self.step, self.batches_committed, self.lineage = step, batches, lineage
@@ -122,27 +122,27 @@ class OwnState:
         return True
 
 
-def mismatch(plan: Plan, own: Mapping[str, Any]) -> HealingFailed | None:
+def mismatch(plan: Plan, own: Mapping[str, Any]) -> HealingError | None:
     """Return why a fetched state is not the plan's reference, or None."""
     wanted = {"step": plan.step, "lineage": f"{plan.lineage:016x}"}
     got = {name: own.get(name) for name in wanted}
     if got == wanted and isinstance(own.get("batches_committed"), int):
         return None
-    return HealingFailed(
+    return HealingError(
         f"the fetched state says {got} and the plan {wanted}; it was dropped, and the next quorum tries again",
         sources=tuple(source.replica_id for source in plan.sources),
     )
 
 
 def _read(state: Mapping[str, Any]) -> tuple[int, int, int | None]:
-    """Return step, batches and lineage of a Manager's state. Raises: StateUnavailable."""
+    """Return step, batches and lineage of a Manager's state. Raises: UserStateError."""
     if not isinstance(state, Mapping):
-        raise StateUnavailable(
+        raise UserStateError(
             f"a Manager's state is a dict, and this one is {type(state).__name__}; give what state_dict() returned"
         )
     step, batches, lineage = state.get("step"), state.get("batches_committed"), state.get("lineage")
     if not _is_count(step) or not _is_count(batches):
-        raise StateUnavailable(
+        raise UserStateError(
             f"a Manager's state has the whole numbers step and batches_committed, and this one has {dict(state)}"
         )
     if lineage is not None:
@@ -151,7 +151,7 @@ def _read(state: Mapping[str, Any]) -> tuple[int, int, int | None]:
         except ValueError:
             lineage = -1
         if not 0 <= lineage < 2**64:
-            raise StateUnavailable(
+            raise UserStateError(
                 f"a Manager's lineage is 16 hexadecimal digits, and this state has {state['lineage']!r}"
             )
     return int(step), int(batches), lineage  # type: ignore[arg-type]  # counted above

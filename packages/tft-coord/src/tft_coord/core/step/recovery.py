@@ -15,7 +15,7 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
-from tft_coord.core.step.errors import HealingFailed, StateUnavailable, UsageError
+from tft_coord.core.step.errors import HealingError, UsageError, UserStateError
 from tft_coord.core.step.own_state import mismatch
 from tft_coord.core.step.repeats import Repeats
 from tft_coord.core.step.status import own_state
@@ -92,7 +92,7 @@ class Recovery:
         self._in_vain = self._books.is_awaited
         why = None
         if self._in_vain:
-            why = HealingFailed(
+            why = HealingError(
                 f"replica {plan.replica_id} does not wait for the state of step {plan.step}, because its source "
                 "waits for a process group that could not be configured here; the next quorum tries again",
                 sources=_sources(plan),
@@ -212,7 +212,7 @@ class Recovery:
             orders.append(do.AbortGroup())
         if is_over:
             settings = books.settings
-            ends = StateUnavailable(
+            ends = UserStateError(
                 f"replica {settings.replica_id}, rank {settings.rank}, could not take over step {plan.step} for the "
                 f"same reason as the last time: {error}. It ends, so that the others are not disturbed by further "
                 "attempts; mend what is named, and start this replica again"
@@ -226,8 +226,8 @@ class Recovery:
         self._own = None
         self._books.flights.last.exchanged = True
 
-    def _other_rank_failed(self, plan: Plan, what: str) -> HealingFailed:
-        return HealingFailed(
+    def _other_rank_failed(self, plan: Plan, what: str) -> HealingError:
+        return HealingError(
             f"another rank of replica {self._books.settings.replica_id} could not {what} step {plan.step}; a group "
             "heals whole, so the next quorum tries again",
             sources=_sources(plan),
@@ -249,14 +249,14 @@ class Recovery:
         return (do.WarnLateState(),) if attempt > 1 and event.compared else ()
 
     def state_loaded(self, event: on.StateLoaded, now_ms: int) -> Effects:
-        """Take over a state from outside. Raises: StateUnavailable: it is no state of a Manager. Nothing has changed
+        """Take over a state from outside. Raises: UserStateError: it is no state of a Manager. Nothing has changed
         then."""
         own, flights = self._books.own, self._books.flights
         own.loaded(event.state)
         self._books.changed = "a state was loaded by hand"
         if flights.phase is not Phase.IDLE or flights.deferred:
             flights.fail_own(
-                StateUnavailable(f"the state of step {own.step} was loaded while a step ran; that step fails")
+                UserStateError(f"the state of step {own.step} was loaded while a step ran; that step fails")
             )
         return ()
 

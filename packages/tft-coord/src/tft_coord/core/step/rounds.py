@@ -13,7 +13,7 @@ from tft_coord.core.standing import NUM_WORDS, Vote, Word
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.effects import Effects
-from tft_coord.core.step.errors import QuorumBroken
+from tft_coord.core.step.errors import QuorumBrokenError
 from tft_coord.core.step.values import Healing, Phase
 from tft_coord.core.types import Plan
 
@@ -158,5 +158,5 @@ class Rounds:
         if key is None or key != books.held or books.losses.broken is not None:
             return ()
         why = f"quorum {key} is over for this replica, as the lighthouse says"
-        books.losses.ends(QuorumBroken(f"{why}; the next step asks for another", replica_id=""))
+        books.losses.ends(QuorumBrokenError(f"{why}; the next step asks for another", replica_id=""))
         return (do.EndQuorum(key, why),)

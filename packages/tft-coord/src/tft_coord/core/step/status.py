@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tft_coord.core.standing import State
-from tft_coord.core.step.errors import QuorumBroken
+from tft_coord.core.step.errors import QuorumBrokenError
 from tft_coord.core.step.values import Check, Healing, Phase, StepName
 from tft_coord.core.types import LossNotice, Plan, QuorumKey
 
@@ -79,7 +79,7 @@ class StepStatus(NamedTuple):
     verdict: bool | None
     exchanged: bool
     fatal: Exception | None
-    broken: QuorumBroken | None
+    broken: QuorumBrokenError | None
     held: QuorumKey | None
     configured: QuorumKey | None
     pends: bool
