@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.step_worker import tell
-from tft_coord.core.kinds import Kinds
+from tft_coord.compat.router import ProtocolRouter
 from tft_lighthouse import LighthouseServer
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     heard: Counter[str] = Counter()
     # Each message of a stream and each unary call passes here before any decision.
     for name in ("handle", "handle_unary"):
-        setattr(Kinds, name, _counted(getattr(Kinds, name), heard))
+        setattr(ProtocolRouter, name, _counted(getattr(ProtocolRouter, name), heard))
     with LighthouseServer("127.0.0.1:0", min_replicas=arguments.min_replicas) as lighthouse:
         tell(address=str(lighthouse.address))
         for _ in sys.stdin:
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _counted(handle: Any, heard: Counter[str]) -> Any:
-    def count(self: Kinds, event: Any, now_ms: int, wall_ms: int) -> Any:
+    def count(self: ProtocolRouter, event: Any, now_ms: int, wall_ms: int) -> Any:
         heard[type(event).__name__] += 1
         return handle(self, event, now_ms, wall_ms)
 

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tft_algos import Group, Manager, Optimizer
+from tft_algos import Manager, Optimizer, ProcessGroupLike
 from tft_algos.testing import digest
 from tft_pg import ProcessGroupGloo, create_store_client
 
 PIECES = 8
 
 
-class Tickets(Group):
+class Tickets(ProcessGroupLike):
     """A process group whose members can draw tickets in a round, at the store of the quorum that it is built for."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroupLike) -> None:
         self._group = group
         self._store: Any = None
         self._round = 0

@@ -21,7 +21,7 @@ from typing import Final
 import grpc
 
 from tft_ckpt import StateKey
-from tft_ckpt.http.routes import data_path, manifest_path
+from tft_ckpt.transfer.routes import data_path, manifest_path
 from tft_coord.wire import services
 
 MANY: Final = 700

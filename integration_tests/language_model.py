@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from examples.train_lm import Settings, Training
 from integration_tests.conftest import Spawn
 from tft_algos import Manager, Optimizer, extend_mesh
-from tft_algos.manager.parts import Group
+from tft_algos.manager.interfaces import ProcessGroupLike
 from tft_algos.testing import Action, EventInjector, Fault, Place, digest
 from tft_ckpt import HTTPTransport
 from tft_coord.core.types import Plan, QuorumKey, RankRequest
@@ -114,7 +114,7 @@ def manager_with_faults(
     tell: Callable[[Event], None],
     *,
     timeouts: Timeouts = TIMEOUTS,
-    around: Callable[[Group], Group] = lambda group: group,
+    around: Callable[[ProcessGroupLike], ProcessGroupLike] = lambda group: group,
     **settings: Any,
 ) -> tuple[Manager, EventInjector]:
     """Return a Manager with an injector on every part. Each injected fault is reported.

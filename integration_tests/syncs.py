@@ -31,7 +31,7 @@ from integration_tests.language_model import (
     manager_with_faults,
 )
 from tft_algos import DiLoCo, Manager
-from tft_algos.manager.parts import Group
+from tft_algos.manager.interfaces import ProcessGroupLike
 from tft_algos.testing import Fault, InjectedError, Place, digest
 
 WIDTHS: Final = (8, 24, 16, 40, 8)  # fragments have different sizes, so that a reduction's size identifies its fragment
@@ -67,7 +67,7 @@ class Syncs:
 class Watched:
     """A process group that remembers the last reduction of each size, until it is reconfigured."""
 
-    def __init__(self, inside: Group) -> None:
+    def __init__(self, inside: ProcessGroupLike) -> None:
         self._inside = inside
         self._last: dict[int, dist.Work] = {}
 
@@ -168,7 +168,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
     outer = [torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments]
     groups: list[Watched] = []
 
-    def watch(group: Group) -> Group:
+    def watch(group: ProcessGroupLike) -> ProcessGroupLike:
         groups.append(Watched(group))
         return groups[0]
 

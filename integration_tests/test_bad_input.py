@@ -42,7 +42,7 @@ from integration_tests.hostile import (
 from integration_tests.strangers import HELD, RANK, SCRIPTS, a_round
 from tft_algos import Manager
 from tft_ckpt import HTTPTransport, StateKey
-from tft_ckpt.http.routes import data_path, manifest_path
+from tft_ckpt.transfer.routes import data_path, manifest_path
 from tft_coord import ManagerClient, ManagerServer
 from tft_coord.core.types import Plan, Purpose, RankRequest
 from tft_coord.errors import CoordinationError

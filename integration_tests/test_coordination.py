@@ -32,7 +32,7 @@ from tft_coord import (
 )
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.types import LossNotice, NewcomerAsks
-from tft_coord.news import News
+from tft_coord.notifications import Notification
 from tft_lighthouse import LighthouseServer
 
 LATE: Final = timedelta(seconds=30)
@@ -46,7 +46,7 @@ class Rank:
     """One rank's part of coordination: it keeps its step and lineage."""
 
     def __init__(self, address: str, rank: int, timeouts: Timeouts) -> None:
-        self.losses: queue.Queue[tuple[float, News]] = queue.Queue()  # with the time of each notice
+        self.losses: queue.Queue[tuple[float, Notification]] = queue.Queue()  # with the time of each notice
         self.client = ManagerClient(
             address,
             LATE,
@@ -60,7 +60,7 @@ class Rank:
         self.live = False
         self.key: QuorumKey | None = None
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: Notification) -> None:
         if not isinstance(news, NewcomerAsks):
             self.losses.put((time.monotonic(), news))
 

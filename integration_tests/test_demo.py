@@ -21,7 +21,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from integration_tests.conftest import Launch, started_by_us
-from tft_algos.manager.coordinator import GroupCoordinator
+from tft_algos.manager.quorum.coordinator import GroupCoordinator
 from tft_coord.core.types import Verdict
 from tft_suite.demo.events import ReplicaEvent, StepCommitted
 from tft_suite.demo.link import Link

@@ -46,7 +46,7 @@ from integration_tests.sharded import (
 )
 from tft_algos import extend_mesh, reduce_across
 from tft_algos.manager.clock import SystemClock
-from tft_algos.manager.reduction import Reduction
+from tft_algos.manager.reduce.reduction import Reduction
 from tft_algos.testing import digest
 from tft_coord.core.step.reducing import mean_factors
 from tft_lighthouse import LighthouseServer

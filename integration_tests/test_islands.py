@@ -46,7 +46,7 @@ from integration_tests.language_model import (
 )
 from tft_algos import DiLoCo, LocalSGD
 from tft_algos.dtensors import cut_like
-from tft_algos.manager.island import whole
+from tft_algos.manager.quorum.rank0_groups import whole
 from tft_algos.testing import Action, Fault, Place, digest
 from tft_algos.testing.trajectory import Recipe, reference
 from tft_lighthouse import LighthouseServer

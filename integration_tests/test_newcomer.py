@@ -10,7 +10,7 @@ import pytest
 
 from integration_tests.conftest import Spawn
 from integration_tests.training import Event, Job, Spec, Trainer, _train
-from tft_algos.manager.early import LOOK_AFTER_ATTEMPTS
+from tft_algos.manager.recovery.speculative import LOOK_AFTER_ATTEMPTS
 from tft_lighthouse import LighthouseServer
 
 LIVES = 6  # in each of them a newcomer may ask when the others have just begun to wait for it

@@ -20,9 +20,9 @@ from integration_tests.training import Event, Job, Trainer, heard_of_the_manager
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.testing import digest
 from tft_ckpt import HTTPTransport
-from tft_ckpt.buffers import BufferPool
-from tft_ckpt.http import server
-from tft_ckpt.memory import FreeMemory
+from tft_ckpt.state.buffers import BufferPool
+from tft_ckpt.state.memory import FreeMemory
+from tft_ckpt.transfer import server
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 

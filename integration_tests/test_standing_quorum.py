@@ -14,9 +14,9 @@ import pytest
 
 from tft_coord import ManagerClient, ManagerServer, Plan, RankRequest, Timeouts
 from tft_coord.core.lineage import fold_lineage, initial_lineage
-from tft_coord.core.standing import Ask, Standing, Word
+from tft_coord.core.standing import Ask, StandingQuorum, Word
 from tft_coord.core.types import LossNotice, QuorumNews
-from tft_coord.news import News
+from tft_coord.notifications import Notification
 from tft_lighthouse import LighthouseServer
 
 LATE: Final = timedelta(seconds=30)
@@ -32,7 +32,7 @@ class Rank:
 
     def __init__(self, name: str, lighthouse: str) -> None:
         self.server = ManagerServer(name, lighthouse, "127.0.0.1", "127.0.0.1:0", "", 1, timeouts=TIMEOUTS)
-        self.core = Standing(TIMEOUTS)
+        self.core = StandingQuorum(TIMEOUTS)
         self.num_asked = 0
         self.num_answers = 0  # answers to beats
         self.step, self.lineage, self.live = 0, initial_lineage("default"), False
@@ -46,7 +46,7 @@ class Rank:
             beat_number=lambda: self.core.beat(now_ms()),
         )
 
-    def _told(self, news: News) -> None:
+    def _told(self, news: Notification) -> None:
         match news:
             case QuorumNews():
                 self.num_answers += news.beat > 0

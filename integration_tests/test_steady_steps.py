@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tft_algos import Coordinator, Group, Manager, ResolvedConfig
+from tft_algos import Coordinator, Manager, ProcessGroupLike, ResolvedConfig
 from tft_algos.errors import LeftJob
-from tft_algos.manager.wording import lease_of
+from tft_algos.manager.step.control_words import lease_of
 from tft_coord.core import events
 from tft_coord.core.lighthouse import LighthouseCore
 from tft_lighthouse import LighthouseServer
@@ -321,7 +321,7 @@ def test_a_lease_of_zero_asks_in_every_step(job: Job) -> None:
 
 
 def test_a_replica_that_asks_in_every_step_makes_all_do_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lease(config: ResolvedConfig, group: Group, coordinator: Coordinator) -> int | None:
+    def lease(config: ResolvedConfig, group: ProcessGroupLike, coordinator: Coordinator) -> int | None:
         return None if config.replica_id == "b" else lease_of(config, group, coordinator)
 
     monkeypatch.setattr("tft_algos.manager.assembly.lease_of", lease)

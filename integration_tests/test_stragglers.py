@@ -20,7 +20,7 @@ import torch
 from integration_tests.conftest import Spawn
 from integration_tests.training import Event, Job, Trainer
 from tft_algos import DistributedDataParallel, Manager, Optimizer
-from tft_coord import StragglerAction, StragglerNews, StragglerPolicy
+from tft_coord import StragglerAction, StragglerNotice, StragglerPolicy
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
@@ -61,7 +61,7 @@ def train(spec: Spec, connection: Connection) -> None:
         with telling:
             connection.send(event)
 
-    def heard(news: StragglerNews) -> None:
+    def heard(news: StragglerNotice) -> None:
         tell(Event("pace", text=news.kind.name))
 
     module = torch.nn.Linear(8, 8)

@@ -23,7 +23,7 @@ from integration_tests.hostile import (
     state_server_program,
 )
 from tft_ckpt import HTTPTransport, StateKey
-from tft_ckpt.http.routes import manifest_path
+from tft_ckpt.transfer.routes import manifest_path
 from tft_coord import LighthouseClient, ManagerClient
 from tft_coord.wire import services
 

@@ -60,7 +60,9 @@ def test_the_import_and_the_supervisor_bring_no_torch() -> None:
 
 def test_a_manager_imports_what_it_talks_with_while_its_server_starts_and_not_before() -> None:
     run("import sys, tft_algos; assert not {'grpc', 'tft_coord.client'} & set(sys.modules)")
-    lighthouses = "{'tft_coord.core.events', 'tft_coord.core.effects', 'tft_coord.wire.codec', 'tft_coord.views'}"
+    lighthouses = (
+        "{'tft_coord.core.events', 'tft_coord.core.effects', 'tft_coord.wire.codec', 'tft_coord.compat.views'}"
+    )
     run(f"import sys; from tft_coord import ManagerClient; assert not {lighthouses} & set(sys.modules)")
 
 

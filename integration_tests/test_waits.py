@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tft_algos import Manager
-from tft_algos.manager import coordinator
+from tft_algos.manager.quorum import coordinator
 from tft_coord import LighthouseClient, ManagerServer
 from tft_coord.core.names import shorten
 from tft_coord.errors import RequestTimeoutError

@@ -26,13 +26,13 @@ from tft_algos import (
     StateDivergedError,
     UserStateError,
 )
-from tft_algos.manager.divergence import StateDigester, difference, differences
-from tft_algos.manager.early import look_at
-from tft_algos.manager.healing import state_key
+from tft_algos.manager.recovery.divergence import StateDigester, difference, differences
+from tft_algos.manager.recovery.healing import state_key
+from tft_algos.manager.recovery.speculative import look_at
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import StateKey
-from tft_ckpt.manifest import check_state
-from tft_ckpt.tree import Limits
+from tft_ckpt.state.manifest import check_state
+from tft_ckpt.state.tree import Limits
 from tft_coord.core.step.repeats import Repeats
 from tft_coord.core.types import Plan
 

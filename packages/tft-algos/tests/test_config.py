@@ -10,7 +10,7 @@ import pytest
 
 from tft_algos.errors import ConfigError, UnknownSettingError
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMode, config_of, from_environment
-from tft_algos.manager.group_store import own_host
+from tft_algos.manager.quorum.group_store import own_host
 from tft_algos.manager.settings import ManagerSettings
 from tft_algos.testing import MemoryTransport
 from tft_ckpt import HTTPTransport

@@ -17,11 +17,11 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore  # typ
 
 import tft_coord
 from tft_algos.errors import ConfigError, ServerRestartedError, UsageError
-from tft_algos.manager import coordinator as module
-from tft_algos.manager import group_store
 from tft_algos.manager.config import ResolvedConfig, config_of, from_environment
-from tft_algos.manager.coordinator import GroupCoordinator
-from tft_algos.manager.group_store import GroupStore, is_loopback, join_address, open_group_store
+from tft_algos.manager.quorum import coordinator as module
+from tft_algos.manager.quorum import group_store
+from tft_algos.manager.quorum.coordinator import GroupCoordinator
+from tft_algos.manager.quorum.group_store import GroupStore, is_loopback, join_address, open_group_store
 from tft_algos.testing import plan_of
 from tft_coord.core import waits
 from tft_coord.core.progress import Phase, Progress

@@ -11,7 +11,13 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.utils import parameters_to_vector
 
-from tft_algos.manager.coverage import forgotten_schedulers, held_by_models, held_by_optimizers, shortened, uncovered
+from tft_algos.manager.recovery.coverage import (
+    forgotten_schedulers,
+    held_by_models,
+    held_by_optimizers,
+    shortened,
+    uncovered,
+)
 from tft_ckpt import LocalShard, Placement, Sharding
 
 

@@ -19,7 +19,7 @@ from tft_algos import (
     UserStateError,
 )
 from tft_algos.errors import ServerRestartedError
-from tft_algos.manager.healing import state_key
+from tft_algos.manager.recovery.healing import state_key
 from tft_algos.testing import ManualClock, MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase

@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import ConfigError, StateDivergedError, UserStateError
-from tft_algos.manager.divergence import (
+from tft_algos.manager.quorum.group_store import GroupStore
+from tft_algos.manager.recovery.divergence import (
     CHUNK_WORDS,
     StateDigester,
     combine,
     describe,
     differences,
 )
-from tft_algos.manager.group_store import GroupStore
-from tft_algos.manager.healing import state_key
+from tft_algos.manager.recovery.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_algos.testing import digest as digest_of_states
 from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineage

@@ -24,7 +24,7 @@ def test_importing_the_package_imports_only_what_every_replica_needs() -> None:
         "before = set(sys.modules)\n"
         "import tft_algos\n"
         "print(*sorted({'torch.distributed.tensor', 'sympy', 'grpc', 'aiohttp'} & (set(sys.modules) - before)))\n"
-        "print(tft_algos.manager.divergence.is_dtensor(torch.ones(1)))\n"
+        "print(tft_algos.manager.recovery.divergence.is_dtensor(torch.ones(1)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines() == ["", "False"]

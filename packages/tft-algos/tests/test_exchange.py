@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tft_algos import ManagerClosedError, UsageError, UserStateError
-from tft_algos.manager.healing import state_key
+from tft_algos.manager.recovery.healing import state_key
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import StateKey, StateUnavailableError
 from tft_coord.core.progress import Phase

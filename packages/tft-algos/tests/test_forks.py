@@ -11,9 +11,9 @@ _FORKS = """
 import os, signal, sys, time
 import torch
 from tft_algos import Manager
-from tft_algos.manager.group_store import open_group_store
+from tft_algos.manager.quorum.group_store import open_group_store
 from tft_algos.manager.config import config_of, from_environment
-from tft_algos.manager.signals import SignalHandlers
+from tft_algos.manager.lifecycle.signals import SignalHandlers
 
 config = from_environment(config_of(None, {"lighthouse_addr": "127.0.0.1:9"}), {}, own_host=lambda: "localhost")
 group = open_group_store(config)

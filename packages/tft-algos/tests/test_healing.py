@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tft_algos.errors import HealingError
-from tft_algos.manager import healing
-from tft_algos.manager.healing import Fetch, state_key
-from tft_algos.manager.source_calls import silent_sources
+from tft_algos.manager.recovery import healing
+from tft_algos.manager.recovery.healing import Fetch, state_key
+from tft_algos.manager.recovery.source_calls import silent_sources
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.step.asking import PREPARED_AFTER_ATTEMPTS
 from tft_coord.core.types import QuorumKey, Via

@@ -33,9 +33,9 @@ from tft_algos import (
 from tft_algos.local_sgd.fragment import Fragment
 from tft_algos.local_sgd.island import Island, island_of
 from tft_algos.manager.config import from_environment
-from tft_algos.manager.healing import state_key
-from tft_algos.manager.island import whole
-from tft_algos.manager.shards import cut_whole
+from tft_algos.manager.quorum.rank0_groups import whole
+from tft_algos.manager.recovery.healing import state_key
+from tft_algos.manager.recovery.shards import cut_whole
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import LocalShard, PGTransport, StateUnavailableError
 from tft_coord.core.types import Purpose, QuorumKey

@@ -14,8 +14,8 @@ import pytest
 from tft_algos import ConfigError, ManagerClosedError, UsageError
 from tft_algos.errors import LeftJob
 from tft_algos.testing import ManualClock, plan_of
-from tft_coord.core.stragglers import PaceKind, StragglerNews
-from tft_coord.core.types import KillOrder, LeaveRequest, Plan, QuorumKey, RankRequest, Released, Verdict, WaitsFor
+from tft_coord.core.stragglers import PaceKind, StragglerNotice
+from tft_coord.core.types import DrainComplete, KillOrder, LeaveRequest, Plan, QuorumKey, RankRequest, Verdict, WaitsFor
 from tft_coord.core.waits import left_out_wait
 from tft_coord.errors import RefusedError, RequestTimeoutError
 
@@ -205,7 +205,7 @@ def test_shutdown_serves_until_nobody_heals(rigs: Any) -> None:
     ends = threading.Thread(target=rig.manager.shutdown)
     ends.start()
     assert not rig.coordinator.closed
-    rig.coordinator.listener(Released())
+    rig.coordinator.listener(DrainComplete())
     ends.join(20)
     assert rig.coordinator.closed
 
@@ -367,7 +367,7 @@ def test_who_is_left_out_and_is_asked_to_leave_does_not_wait_for_a_quorum(
     rig.coordinator.progress()  # a beat
     assert not any(thread.name == "tft-leave" for thread in threading.enumerate())
     if is_straggler:
-        rig.coordinator.listener(StragglerNews("replica_0", PaceKind.LEFT_OUT, sentence="left out as a straggler"))
+        rig.coordinator.listener(StragglerNotice("replica_0", PaceKind.LEFT_OUT, sentence="left out as a straggler"))
     else:
         rig.coordinator.listener(WaitsFor(left_out_wait("b can't reach it")))
     clock.pass_s(2)

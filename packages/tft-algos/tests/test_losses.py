@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tft_algos import QuorumBrokenError, UsageError
-from tft_algos.manager.healing import state_key
+from tft_algos.manager.recovery.healing import state_key
 from tft_algos.testing import ManualClock, MemoryTransport, plan_of
 from tft_coord.core.step.attempt import MAX_ERRORS_KEPT
 from tft_coord.core.types import LossNotice, Purpose, QuorumKey

@@ -24,8 +24,8 @@ from tft_algos import (
     UserStateError,
 )
 from tft_algos.errors import ServerRestartedError
-from tft_algos.manager import reduction
-from tft_algos.manager.healing import state_key
+from tft_algos.manager.recovery.healing import state_key
+from tft_algos.manager.reduce import reduction
 from tft_algos.testing import FakeGroup, ManualClock, MemoryTransport, plan_of
 from tft_ckpt import StateUnavailableError, StateUnsupportedError
 from tft_coord.core.types import Purpose, QuorumKey

@@ -25,7 +25,7 @@ from tft_algos.testing import FakeGroup, MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Verdict
-from tft_coord.news import News
+from tft_coord.notifications import Notification
 
 GUARD_S = 60.0
 SEEDS = range(max(3, int(os.environ.get("TFT_RACES", "0"))))
@@ -45,7 +45,7 @@ class Lighthouse:
         self.mistakes: list[str] = []
         self.key: QuorumKey | None = None
         self.left = False
-        self.listener: Callable[[News], None] = lambda _: None
+        self.listener: Callable[[Notification], None] = lambda _: None
         self.progress: Callable[[], Progress | None] = lambda: None
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
@@ -79,7 +79,7 @@ class Lighthouse:
     def follow(self, progress: Callable[[], Progress]) -> None:
         self.progress = progress
 
-    def listen(self, listener: Callable[[News], None]) -> None:
+    def listen(self, listener: Callable[[Notification], None]) -> None:
         self.listener = listener
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tft_algos import HealingError
-from tft_algos.manager.shards import has_shards, place_shards
+from tft_algos.manager.recovery.shards import has_shards, place_shards
 from tft_algos.testing import MemoryTransport, digest, plan_of
 from tft_ckpt import LocalShard
 from tft_coord.core.types import Purpose, Verdict

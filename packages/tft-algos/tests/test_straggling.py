@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tft_algos import ConfigError, TooManyFailuresError
-from tft_algos.manager.own_time import OwnTime
-from tft_algos.manager.reduction import Reduction
+from tft_algos.manager.reduce.reduction import Reduction
+from tft_algos.manager.step.own_time import OwnTime
 from tft_algos.testing import ManualClock, plan_of
-from tft_coord import PaceKind, StragglerNews
+from tft_coord import PaceKind, StragglerNotice
 from tft_coord.core.types import QuorumKey
 from tft_coord.errors import RequestTimeoutError
 
@@ -175,15 +175,15 @@ def test_another_quorum_measures_anew(rigs: Any, clock: ManualClock) -> None:
 
 # --- what it hears ----------------------------------------------------------------------------------------------------
 
-SLOW = StragglerNews("r", PaceKind.SLOW, 900, 200, sentence="replica r is a straggler")
-OUT = StragglerNews("r", PaceKind.LEFT_OUT, 900, 200, pause_ms=5_000, sentence="replica r is left out")
-BACK = StragglerNews("r", PaceKind.LET_BACK, sentence="replica r may join again")
-QUARTER = StragglerNews("r", PaceKind.SHARE, 900, 200, 0.25, sentence="replica r is to take 0.25 of its batch")
-WHOLE = StragglerNews("r", PaceKind.KEEPS_UP, 50, 200, 1.0, sentence="replica r is to take its whole batch")
+SLOW = StragglerNotice("r", PaceKind.SLOW, 900, 200, sentence="replica r is a straggler")
+OUT = StragglerNotice("r", PaceKind.LEFT_OUT, 900, 200, pause_ms=5_000, sentence="replica r is left out")
+BACK = StragglerNotice("r", PaceKind.LET_BACK, sentence="replica r may join again")
+QUARTER = StragglerNotice("r", PaceKind.SHARE, 900, 200, 0.25, sentence="replica r is to take 0.25 of its batch")
+WHOLE = StragglerNotice("r", PaceKind.KEEPS_UP, 50, 200, 1.0, sentence="replica r is to take its whole batch")
 
 
 def test_each_change_is_logged_and_told_once(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[StragglerNews] = []
+    told: list[StragglerNotice] = []
     rig = rigs(plan_of(size=2), on_straggler=told.append)
     with caplog.at_level(logging.INFO):
         for news in (SLOW, SLOW, QUARTER, QUARTER, WHOLE):
@@ -211,12 +211,12 @@ def test_the_share_is_what_was_told_last(rigs: Any) -> None:
 def test_a_lighthouse_that_knows_of_no_straggler_ends_the_smaller_share(
     rigs: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[StragglerNews] = []
+    told: list[StragglerNotice] = []
     rig = rigs(plan_of(size=2), on_straggler=told.append)
     with caplog.at_level(logging.INFO):
         rig.coordinator.listener(QUARTER)
-        rig.coordinator.listener(StragglerNews("r", PaceKind.SHARE))
-        rig.coordinator.listener(StragglerNews("r", PaceKind.SHARE))
+        rig.coordinator.listener(StragglerNotice("r", PaceKind.SHARE))
+        rig.coordinator.listener(StragglerNotice("r", PaceKind.SHARE))
     assert rig.manager.status().share == 1.0
     assert [news.kind for news in told] == [PaceKind.SHARE, PaceKind.KEEPS_UP]
     assert caplog.records[-1].message.endswith(
@@ -227,12 +227,12 @@ def test_a_lighthouse_that_knows_of_no_straggler_ends_the_smaller_share(
 def test_a_lighthouse_that_says_the_same_share_says_nothing_new(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     rig = rigs(plan_of(size=2))
     with caplog.at_level(logging.INFO):
-        rig.coordinator.listener(StragglerNews("r", PaceKind.SHARE))
+        rig.coordinator.listener(StragglerNotice("r", PaceKind.SHARE))
     assert caplog.records == []
 
 
 def test_a_function_that_raises_is_named_and_fails_no_step(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
-    def raises(_: StragglerNews) -> None:
+    def raises(_: StragglerNotice) -> None:
         raise ValueError("no such dashboard")
 
     rig = rigs(plan_of(size=2), on_straggler=raises)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tft_algos.manager.unreached import UnreachedPeers
+from tft_algos.manager.quorum.unreached import UnreachedPeers
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.types import Unreached, Via
 from tft_pg.errors import AbortedError, ConfigureError, PeerDisconnectedError, StoreUnreachableError

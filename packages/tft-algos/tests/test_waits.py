@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tft_algos.manager.waits import WaitWatch
+from tft_algos.manager.step.waits import WaitWatch
 from tft_algos.testing import plan_of
 from tft_coord.core.progress import Phase
 from tft_coord.core.step import Healing

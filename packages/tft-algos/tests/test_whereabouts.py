@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tft_algos.manager.healing import state_key
-from tft_algos.manager.reduction import Reduction
+from tft_algos.manager.recovery.healing import state_key
+from tft_algos.manager.reduce.reduction import Reduction
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict

@@ -17,8 +17,8 @@ from tft_algos import Manager, ManagerPhase, ManagerStatus
 from tft_algos.errors import ConfigError
 from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.config import config_of, from_environment
-from tft_algos.manager.healing import state_key
-from tft_algos.manager.wording import Wording, exchange_of, lease_of
+from tft_algos.manager.recovery.healing import state_key
+from tft_algos.manager.step.control_words import ControlWords, exchange_of, lease_of
 from tft_algos.testing import EventInjector, FakeGroup, MemoryTransport, ScriptedCoordinator, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage, state_check
 from tft_coord.core.step import effects as do
@@ -236,7 +236,7 @@ def test_words_by_an_allreduce_have_an_order_whoever_wraps_their_group() -> None
         shared: Any = SimpleNamespace(
             config=SimpleNamespace(timeout=timedelta(1), timeouts=Timeouts()), clock=SystemClock(), step=None
         )
-        return Wording(shared, group).is_ordered
+        return ControlWords(shared, group).is_ordered
 
     for make, ordered in [(ProcessGroupGloo, False), (ByAllreduce, True)]:
         assert is_ordered(make()) is ordered
@@ -249,7 +249,7 @@ def test_words_by_an_allreduce_have_an_order_whoever_wraps_their_group() -> None
 def test_words_by_an_allreduce_are_refused_beside_syncs_in_flight(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for ordered in (False, True):
         it = pair(plan_of(7, size=2))
-        monkeypatch.setattr(Wording, "is_ordered", property(lambda _, ordered=ordered: ordered))
+        monkeypatch.setattr(ControlWords, "is_ordered", property(lambda _, ordered=ordered: ordered))
         it.manager.strategy.attach("DiLoCo")
         it.manager.start_quorum()
         it.manager.wait_quorum()

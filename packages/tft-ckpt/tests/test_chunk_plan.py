@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tft_ckpt.http.chunks import FIRST_PART_BYTES, GRACE_S, PART_BYTES_MAX, STUCK_S, ChunkPlan
 from tft_ckpt.key import StateKey
-from tft_ckpt.manifest import Layout, Manifest, Segment
+from tft_ckpt.state.manifest import Layout, Manifest, Segment
+from tft_ckpt.transfer.chunks import FIRST_PART_BYTES, GRACE_S, PART_BYTES_MAX, STUCK_S, ChunkPlan
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 CHUNK = 1 << 20

@@ -15,10 +15,10 @@ import pytest
 import trustme
 
 from tft_ckpt import Limits, StateKey
-from tft_ckpt.http import door
-from tft_ckpt.http.address import listen
-from tft_ckpt.http.routes import data_path
-from tft_ckpt.http.server import StateServer
+from tft_ckpt.transfer import door
+from tft_ckpt.transfer.address import listen
+from tft_ckpt.transfer.routes import data_path
+from tft_ckpt.transfer.server import StateServer
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 HOST = "127.0.0.1"

@@ -88,7 +88,7 @@ def test_a_child_holds_no_connection_and_ends_nothing_of_its_parents(what: str) 
 _LOOKS_UP = """
 import os, socket, sys, threading, time
 from datetime import timedelta
-from tft_ckpt.http.connection import StopSignal, _look_up
+from tft_ckpt.transfer.connection import StopSignal, _look_up
 
 asked, answer = threading.Event(), threading.Event()
 real = socket.getaddrinfo
@@ -133,8 +133,8 @@ def test_a_name_is_looked_up_though_a_child_holds_the_pipe() -> None:
 
 _OPENS = """
 import os, socket, stat, sys, threading
-from tft_ckpt.http import connection
-from tft_ckpt.http.address import listen
+from tft_ckpt.transfer import connection
+from tft_ckpt.transfer.address import listen
 
 real, there, forked = socket.socket, [], threading.Event()
 

@@ -20,9 +20,12 @@ import pytest
 import torch
 
 from tft_ckpt import Limits, StateKey, TransportClosedError
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.http.address import listen
-from tft_ckpt.http.routes import (
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.manifest import decode
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.state.target import Target
+from tft_ckpt.transfer.address import listen
+from tft_ckpt.transfer.routes import (
     HAVE_COUNT_HEADER,
     RELAY_HEADER,
     WAIT_HEADER,
@@ -30,10 +33,7 @@ from tft_ckpt.http.routes import (
     data_path,
     manifest_path,
 )
-from tft_ckpt.http.server import StateServer
-from tft_ckpt.manifest import decode
-from tft_ckpt.snapshot import Snapshot
-from tft_ckpt.target import Target
+from tft_ckpt.transfer.server import StateServer
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 RELAYED_KEY = StateKey(quorum_id=1, nonce=2, step=4, lineage=4)
@@ -195,7 +195,7 @@ def survive(seed: int, num_connections: int, seconds: float) -> None:
 
 def test_nonsense_for_seconds(caplog: pytest.LogCaptureFixture) -> None:
     survive(seed=1, num_connections=300, seconds=8.0)
-    warnings = [record for record in caplog.records if record.name == "tft_ckpt.http.requests"]
+    warnings = [record for record in caplog.records if record.name == "tft_ckpt.transfer.requests"]
     assert 0 < len(warnings) <= 2 * 20, "in the one or two minutes that this took"
     assert not [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
 

@@ -31,14 +31,14 @@ from tft_ckpt import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.http import app
-from tft_ckpt.http.address import advertised_url, listen, parse_url
-from tft_ckpt.http.connection import LOOK_UP_THREAD_NAME
-from tft_ckpt.http.routes import KEY_HEADER, WAIT_HEADER, data_path, manifest_path
-from tft_ckpt.manifest import decode
-from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.manifest import decode
+from tft_ckpt.state.snapshot import Snapshot
 from tft_ckpt.testing import Fault, FaultyProxy, assert_same_state
+from tft_ckpt.transfer import app
+from tft_ckpt.transfer.address import advertised_url, listen, parse_url
+from tft_ckpt.transfer.connection import LOOK_UP_THREAD_NAME
+from tft_ckpt.transfer.routes import KEY_HEADER, WAIT_HEADER, data_path, manifest_path
 
 BOUND = timedelta(seconds=20)
 KEY = StateKey(quorum_id=0, nonce=0, step=1, lineage=0)
@@ -186,7 +186,7 @@ def test_what_cannot_be_read_is_answered_and_logged_in_a_sentence(
         while part := sock.recv(65536):
             heard += part
     assert re.match(rb"HTTP/1.[01] (400|500) ", heard)
-    logged = [record for record in caplog.records if record.name == "tft_ckpt.http.requests"]
+    logged = [record for record in caplog.records if record.name == "tft_ckpt.transfer.requests"]
     assert len(logged) == (kind != "random bytes")  # of a method that is none aiohttp says nothing
     for record in logged:
         assert record.levelname == "WARNING"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tft_ckpt import ConfigError
-from tft_ckpt.http import address
-from tft_ckpt.http.address import advertised_url, interface_address, listen, parse_url
+from tft_ckpt.transfer import address
+from tft_ckpt.transfer.address import advertised_url, interface_address, listen, parse_url
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="interfaces' addresses are found on Linux only")
 

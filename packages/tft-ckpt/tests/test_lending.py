@@ -17,19 +17,19 @@ import pytest
 import torch
 
 from tft_ckpt import CheckpointError, HTTPTransport, StateKey, StateUnavailableError, TransferTimeoutError
-from tft_ckpt import lending as lending_module
-from tft_ckpt.buffers import BufferPool
-from tft_ckpt.http import server as server_module
-from tft_ckpt.http.address import parse_url
-from tft_ckpt.http.routes import data_path, manifest_path
-from tft_ckpt.lending import GRACE_S, NO_SHOW_S, Lending
-from tft_ckpt.live import LiveRun
-from tft_ckpt.manifest import describe
-from tft_ckpt.memory import FreeMemory
-from tft_ckpt.shelf import ASKERS_MAX, KEYS_ASKED_MAX, Shelf
-from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.state import lending as lending_module
+from tft_ckpt.state.buffers import BufferPool
+from tft_ckpt.state.lending import GRACE_S, NO_SHOW_S, Lending
+from tft_ckpt.state.live import LiveRun
+from tft_ckpt.state.manifest import describe
+from tft_ckpt.state.memory import FreeMemory
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.state.tree import Limits
 from tft_ckpt.testing import assert_same_state, sample_state
-from tft_ckpt.tree import Limits
+from tft_ckpt.transfer import server as server_module
+from tft_ckpt.transfer.address import parse_url
+from tft_ckpt.transfer.routes import data_path, manifest_path
+from tft_ckpt.transfer.snapshot_store import ASKERS_MAX, KEYS_ASKED_MAX, SnapshotStore
 
 BOUND = timedelta(seconds=20)
 STEP_1 = StateKey(0, 0, 1, 0)
@@ -62,7 +62,7 @@ def test_who_does_not_come_is_given_up() -> None:
 
 
 def test_the_shelf_counts_readers_before_the_state_is_there() -> None:
-    shelf = Shelf()
+    shelf = SnapshotStore()
     wanted, later = StateKey(1, 0, 1, 0), StateKey(1, 0, 2, 0)
     for name in ("a", "b", "a"):
         shelf.asked(wanted, name)
@@ -76,7 +76,7 @@ def test_the_shelf_counts_readers_before_the_state_is_there() -> None:
 
 
 def test_what_readers_can_make_the_shelf_remember_is_bounded() -> None:
-    shelf = Shelf()
+    shelf = SnapshotStore()
     for number in range(ASKERS_MAX + 5):
         shelf.asked(STEP_1, str(number))
     assert shelf.num_asked(STEP_1) == ASKERS_MAX

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tft_ckpt import ConfigError, Limits, StateCorruptError, StateKey, StateUnsupportedError, register_named_tuple
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, Manifest, check_state, decode, describe
-from tft_ckpt.manifest import checksum as xxh3
-from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.manifest import HEADER_BYTES, MAGIC, VERSION, Manifest, check_state, decode, describe
+from tft_ckpt.state.manifest import checksum as xxh3
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.state.tree import DTYPES, PATH_LENGTH_MAX
 from tft_ckpt.testing import assert_same_state, sample_state
-from tft_ckpt.tree import DTYPES, PATH_LENGTH_MAX
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 LIMITS = Limits()

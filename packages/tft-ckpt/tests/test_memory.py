@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tft_ckpt.buffers import Buffer, BufferPool
-from tft_ckpt.memory import MARGIN_BYTES, FreeMemory, free_memory, gibibytes, why_no_room
+from tft_ckpt.state.buffers import Buffer, BufferPool
+from tft_ckpt.state.memory import MARGIN_BYTES, FreeMemory, free_memory, gibibytes, why_no_room
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:          100000 kB\nMemAvailable:    8388608 kB\nHugePages_Total: 0\n"

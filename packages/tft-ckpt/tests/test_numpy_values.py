@@ -11,13 +11,14 @@ import numpy
 import pytest
 import torch
 
-from tft_ckpt import StateCorruptError, StateKey, StateLayoutError, StateUnsupportedError, numpy_values, tree
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, check_state, checksum, decode
-from tft_ckpt.snapshot import Snapshot
-from tft_ckpt.target import Target
+from tft_ckpt import StateCorruptError, StateKey, StateLayoutError, StateUnsupportedError
+from tft_ckpt.state import numpy_values, tree
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.manifest import HEADER_BYTES, MAGIC, VERSION, check_state, checksum, decode
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.state.target import Target
+from tft_ckpt.state.tree import Limits
 from tft_ckpt.testing import assert_same_state
-from tft_ckpt.tree import Limits
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 LIMITS = Limits()

@@ -28,7 +28,7 @@ from tft_ckpt import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from tft_ckpt.pg_link import Call, Link
+from tft_ckpt.pg.link import Call, Link
 from tft_ckpt.testing import FaultyGroup, GroupFault, assert_same_state, members_of_gloo, sample_state
 
 BOUND = timedelta(seconds=20)

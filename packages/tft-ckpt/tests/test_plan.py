@@ -14,8 +14,8 @@ from tft_ckpt.errors import (
     StateUnavailableError,
     StateUnsupportedError,
 )
-from tft_ckpt.http.plan import ABSENCES_MAX, BREAKS_MAX, DAMAGES_MAX, FELLOWS_MAX, PAUSE_S, SLIPS_MAX, FetchPlan
 from tft_ckpt.key import StateKey
+from tft_ckpt.transfer.plan import ABSENCES_MAX, BREAKS_MAX, DAMAGES_MAX, FELLOWS_MAX, PAUSE_S, SLIPS_MAX, FetchPlan
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 

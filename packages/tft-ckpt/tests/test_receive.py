@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tft_ckpt import ConfigError, HTTPTransport, StateLayoutError, StateUnavailableError, TransportClosedError
-from tft_ckpt.http import transport as transport_module
-from tft_ckpt.http.link import TRANSFER_BYTES_MIN, interface_of, link_bytes_per_s, slow_link_sentence
 from tft_ckpt.testing import Fault, FaultyProxy, assert_same_state, sample_state
+from tft_ckpt.transfer import transport as transport_module
+from tft_ckpt.transfer.link import TRANSFER_BYTES_MIN, interface_of, link_bytes_per_s, slow_link_sentence
 
 BOUND = timedelta(seconds=60)
 

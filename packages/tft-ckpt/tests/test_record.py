@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tft_ckpt.http.record import KEPT_MOST, KEPT_S, SourceRecord
+from tft_ckpt.transfer.failed_sources import KEPT_MOST, KEPT_S, SourceRecord
 
 
 def test_a_failure_is_kept_until_the_source_gives_or_time_passes() -> None:

@@ -15,10 +15,14 @@ import pytest
 import torch
 
 from tft_ckpt import Limits, StateKey, TransportClosedError
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.http.address import listen
-from tft_ckpt.http.relay import Relay
-from tft_ckpt.http.routes import (
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.manifest import decode
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.state.target import Target
+from tft_ckpt.transfer.address import listen
+from tft_ckpt.transfer.peers import Tracker
+from tft_ckpt.transfer.relay import Relay
+from tft_ckpt.transfer.routes import (
     FELLOWS_MAX,
     HAVE_COUNT_HEADER,
     PARTIAL_HEADER,
@@ -32,11 +36,7 @@ from tft_ckpt.http.routes import (
     manifest_path,
     parse_chunks,
 )
-from tft_ckpt.http.server import StateServer
-from tft_ckpt.http.tracker import Tracker
-from tft_ckpt.manifest import decode
-from tft_ckpt.snapshot import Snapshot
-from tft_ckpt.target import Target
+from tft_ckpt.transfer.server import StateServer
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 OTHER_KEY = StateKey(quorum_id=1, nonce=2, step=9, lineage=4)

@@ -20,14 +20,14 @@ import pytest
 import torch
 
 from tft_ckpt import ConfigError, Limits, StateKey
-from tft_ckpt.http import server as server_module
-from tft_ckpt.http.address import listen
-from tft_ckpt.http.app import _SilenceWatch, _writable
-from tft_ckpt.http.pace import Pace, check_rate
-from tft_ckpt.http.routes import data_path
-from tft_ckpt.http.server import StateServer
-from tft_ckpt.shelf import Found, Refused, Shelf
-from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.transfer import server as server_module
+from tft_ckpt.transfer.address import listen
+from tft_ckpt.transfer.app import _SilenceWatch, _writable
+from tft_ckpt.transfer.rate_limiter import RateLimiter, check_rate
+from tft_ckpt.transfer.routes import data_path
+from tft_ckpt.transfer.server import StateServer
+from tft_ckpt.transfer.snapshot_store import Found, Refused, SnapshotStore
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 REQUEST = f"GET {data_path(KEY)} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
@@ -76,14 +76,14 @@ def read(sock: socket.socket, num_bytes: int) -> int:
 
 
 def test_a_pace_gives_each_his_turn_and_saves_little_up() -> None:
-    pace = Pace(1000.0)
+    pace = RateLimiter(1000.0)
     assert pace.take(50, 0.0) == 0.0
     assert pace.take(100, 0.0) == pytest.approx(0.1)
     assert pace.take(100, 0.0) == pytest.approx(0.2)
     assert pace.take(100, 0.2) == pytest.approx(0.1)
     assert pace.take(100, 100.0) == pytest.approx(0.05), "a long silence is not made up for"
-    assert Pace(1.0).piece_bytes == 16 << 10
-    assert Pace(200e6).piece_bytes == 10_000_000
+    assert RateLimiter(1.0).piece_bytes == 16 << 10
+    assert RateLimiter(200e6).piece_bytes == 10_000_000
 
 
 @pytest.mark.parametrize("rate", [0, -1, 0.5, float("inf"), float("nan"), "1", True])
@@ -99,13 +99,13 @@ def test_what_is_no_rate_is_named_and_leaves_no_port(rate: Any) -> None:
 def test_all_readers_together_keep_to_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by a clock: by what the pace was asked for, and that its word was waited for."""
     asked: list[int] = []
-    take = Pace.take
+    take = RateLimiter.take
 
-    def recording(pace: Pace, num_bytes: int, now_s: float) -> float:
+    def recording(pace: RateLimiter, num_bytes: int, now_s: float) -> float:
         asked.append(num_bytes)
         return take(pace, num_bytes, now_s)
 
-    monkeypatch.setattr(Pace, "take", recording)
+    monkeypatch.setattr(RateLimiter, "take", recording)
     num_bytes = 4 << 20
     with serving(num_bytes, send_bytes_per_s=40e6) as port, ExitStack() as stack:
         started_s = time.monotonic()
@@ -161,7 +161,7 @@ def test_a_watch_that_is_paused_breaks_nothing() -> None:
 
 
 def test_memory_that_is_not_to_be_kept_is_given_back_at_once() -> None:
-    shelf = Shelf(keep_buffers=False)
+    shelf = SnapshotStore(keep_buffers=False)
 
     def put(step: int) -> tuple[Snapshot, weakref.ref[Snapshot]]:
         key = StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
@@ -189,7 +189,7 @@ def test_memory_that_is_not_to_be_kept_is_given_back_at_once() -> None:
 
 @pytest.mark.parametrize("keep_buffers", [False, True])
 def test_a_state_for_which_nobody_comes_is_let_go_of_unless_buffers_are_kept(keep_buffers: bool) -> None:
-    shelf = Shelf(keep_buffers=keep_buffers)
+    shelf = SnapshotStore(keep_buffers=keep_buffers)
     key = StateKey(quorum_id=0, nonce=0, step=1, lineage=0)
     shelf.withdraw()
     shelf.begin(key)
@@ -263,7 +263,7 @@ def test_the_port_is_closed_after_the_shutdown() -> None:
 
 
 def test_a_write_past_the_transport_tells_a_reader_that_left_from_one_that_is_slow() -> None:
-    from tft_ckpt.http.app import _send_now
+    from tft_ckpt.transfer.app import _send_now
 
     class Transport:
         def __init__(self, sock: socket.socket) -> None:
@@ -300,10 +300,10 @@ assert "aiohttp" not in sys.modules, "a transport that was never used imported i
 _LATER = """
 source = {source}
 until = time.monotonic() + 20
-while "tft_ckpt.http.app" not in sys.modules and time.monotonic() < until:
+while "tft_ckpt.transfer.app" not in sys.modules and time.monotonic() < until:
     time.sleep(0.01)
 source.shutdown()
-assert "tft_ckpt.http.app" in sys.modules, "it never came"
+assert "tft_ckpt.transfer.app" in sys.modules, "it never came"
 """
 
 
@@ -350,8 +350,8 @@ def test_nothing_is_left_where_a_connection_can_not_be_ended(monkeypatch: pytest
 
 def forget_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have its module imported again; afterwards the one of before is back, in both places that name it."""
-    monkeypatch.setattr("tft_ckpt.http.app", sys.modules["tft_ckpt.http.app"])
-    monkeypatch.delitem(sys.modules, "tft_ckpt.http.app")
+    monkeypatch.setattr("tft_ckpt.transfer.app", sys.modules["tft_ckpt.transfer.app"])
+    monkeypatch.delitem(sys.modules, "tft_ckpt.transfer.app")
 
 
 class _NoDescriptors:
@@ -362,7 +362,7 @@ class _NoDescriptors:
         self.left = num_attempts
 
     def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if name == "tft_ckpt.http.app" and self.left > 0:
+        if name == "tft_ckpt.transfer.app" and self.left > 0:
             self.left -= 1
             raise self._error
 
@@ -409,7 +409,7 @@ def test_an_end_during_the_import_asks_nobody_for_a_report(
 
     class Slow:
         def find_spec(self, name: str, path: object, target: object = None) -> None:
-            if name == "tft_ckpt.http.app":
+            if name == "tft_ckpt.transfer.app":
                 begun.set()
                 assert goes_on.wait(BOUND_S)
 
@@ -454,7 +454,7 @@ class SlowApp:
 
 
 def test_what_is_told_while_the_web_server_is_imported_is_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tft_ckpt.http.app.App", SlowApp)
+    monkeypatch.setattr("tft_ckpt.transfer.app.App", SlowApp)
     SlowApp.told.clear()
     server = StateServer(listen("127.0.0.1", 0), token=None, chunk_bytes=4096, limits=Limits(), silence_s=BOUND_S)
     keys = [StateKey(1, 2, step, 4) for step in range(3)]

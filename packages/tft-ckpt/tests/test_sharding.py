@@ -35,9 +35,9 @@ from tft_ckpt import (
     StateKey,
     StateUnsupportedError,
 )
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, checksum, decode
-from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.manifest import HEADER_BYTES, MAGIC, VERSION, checksum, decode
+from tft_ckpt.state.snapshot import Snapshot
 from tft_ckpt.testing import assert_same_state
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)

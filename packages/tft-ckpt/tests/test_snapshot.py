@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tft_ckpt import Limits, StateKey, buffers
-from tft_ckpt import snapshot as snapshot_module
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.snapshot import Snapshot
+from tft_ckpt import Limits, StateKey
+from tft_ckpt.state import buffers
+from tft_ckpt.state import snapshot as snapshot_module
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.snapshot import Snapshot
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 

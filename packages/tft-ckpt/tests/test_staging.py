@@ -20,7 +20,7 @@ from tft_ckpt import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from tft_ckpt.snapshot import Snapshot
+from tft_ckpt.state.snapshot import Snapshot
 from tft_ckpt.testing import assert_same_state
 
 BOUND = timedelta(seconds=20)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tft_ckpt import Limits, LocalShard, Placement, Sharding, StateKey, StateLayoutError
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.manifest import checksum
-from tft_ckpt.snapshot import Snapshot
-from tft_ckpt.target import DIRECT_BYTES_MIN, Target
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.manifest import checksum
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.state.target import DIRECT_BYTES_MIN, Target
+from tft_ckpt.state.tree import DTYPES
 from tft_ckpt.testing import assert_same_state, sample_state
-from tft_ckpt.tree import DTYPES
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 BIG = DIRECT_BYTES_MIN // 4

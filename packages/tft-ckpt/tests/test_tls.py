@@ -17,11 +17,11 @@ import torch
 import trustme
 
 from tft_ckpt import ConfigError, HTTPTransport, Limits, StateKey, StateUnavailableError, TransportClosedError
-from tft_ckpt.http.address import is_tls, listen, parse_url
-from tft_ckpt.http.connection import Connection, SourceSilentError, StopSignal
-from tft_ckpt.http.routes import WAIT_HEADER, data_path, manifest_path
-from tft_ckpt.http.server import StateServer
-from tft_ckpt.http.tls import TLS
+from tft_ckpt.transfer.address import is_tls, listen, parse_url
+from tft_ckpt.transfer.connection import Connection, SourceSilentError, StopSignal
+from tft_ckpt.transfer.routes import WAIT_HEADER, data_path, manifest_path
+from tft_ckpt.transfer.server import StateServer
+from tft_ckpt.transfer.tls import TLS
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 STATE = [torch.arange(1 << 20, dtype=torch.int32)]

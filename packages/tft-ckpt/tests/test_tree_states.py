@@ -31,12 +31,12 @@ from tft_ckpt import (
     StateUnsupportedError,
     register_tensor_subclass,
 )
-from tft_ckpt.buffers import Buffer
-from tft_ckpt.manifest import HEADER_BYTES, MAGIC, VERSION, checksum, decode, describe
-from tft_ckpt.snapshot import Snapshot
-from tft_ckpt.target import Target
+from tft_ckpt.state.buffers import Buffer
+from tft_ckpt.state.manifest import HEADER_BYTES, MAGIC, VERSION, checksum, decode, describe
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.state.target import Target
+from tft_ckpt.state.tree import DTYPES
 from tft_ckpt.testing import assert_same_state, sample_state
-from tft_ckpt.tree import DTYPES
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 LIMITS = Limits()
@@ -339,7 +339,7 @@ def unflatten(parts: Any) -> Scaled:
 
 @pytest.fixture
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tft_ckpt import tree
+    from tft_ckpt.state import tree
 
     monkeypatch.setattr(tree, "_tensor_subclasses", {})
     monkeypatch.setattr(tree, "_tensor_subclasses_by_type", {})

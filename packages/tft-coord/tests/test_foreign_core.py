@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tft_coord.core import events
-from tft_coord.core.foreign import (
+from tft_coord.compat.member_data import MAX_DATA_BYTES, Aside, parted, with_ours
+from tft_coord.compat.replica_group import (
     BEAT_INTERVAL_MS,
     CallQuorum,
     CancelCall,
@@ -21,7 +21,7 @@ from tft_coord.core.foreign import (
     LeftOut,
     TellGroup,
 )
-from tft_coord.core.foreign_data import MAX_DATA_BYTES, Aside, parted, with_ours
+from tft_coord.core import events
 from tft_coord.core.types import MAX_UINT64, Member, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError
 from tft_coord.testing import stripped

@@ -9,7 +9,7 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.commit import MAX_ROUNDS
 from tft_coord.core.effects import GroupEffect
-from tft_coord.core.group import MAX_NOTICES_KEPT, GroupCore
+from tft_coord.core.replica_group import MAX_NOTICES_KEPT, ReplicaGroupCore
 from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal, Verdict
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
@@ -18,8 +18,10 @@ KEY = QuorumKey(7, 9)
 SESSION = 100
 
 
-def group(world_size: int = 2) -> GroupCore:
-    core = GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts())
+def group(world_size: int = 2) -> ReplicaGroupCore:
+    core = ReplicaGroupCore(
+        replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts()
+    )
     for rank in range(world_size):
         core.handle(events.RankConnected(rank, rank + 1, SESSION), 0)
     return core
@@ -29,11 +31,13 @@ def request(step: int = 3, **changes: object) -> RankRequest:
     return RankRequest(**{"step": step, "lineage": 100 + step, "held": KEY, **changes})  # type: ignore[arg-type]
 
 
-def asked(core: GroupCore, rank: int, call: int, said: RankRequest, deadline_ms: int = 60_000) -> list[GroupEffect]:
+def asked(
+    core: ReplicaGroupCore, rank: int, call: int, said: RankRequest, deadline_ms: int = 60_000
+) -> list[GroupEffect]:
     return core.handle(events.RankAsked(rank, call, said, deadline_ms), 0)
 
 
-def both(core: GroupCore, first: RankRequest, second: RankRequest) -> effects.AskLighthouse:
+def both(core: ReplicaGroupCore, first: RankRequest, second: RankRequest) -> effects.AskLighthouse:
     asked(core, 0, 10, first)
     (order,) = asked(core, 1, 11, second)
     assert isinstance(order, effects.AskLighthouse)
@@ -175,14 +179,14 @@ class TestAnswers:
 
 
 class TestUnchanged:
-    def after(self, *others: Member) -> GroupCore:
+    def after(self, *others: Member) -> ReplicaGroupCore:
         """A group that holds a quorum with these."""
         core = group()
         order = both(core, request(), request())
         core.handle(events.QuorumArrived(order.request, quorum(order.member, *others)), 0)
         return core
 
-    def next(self, core: GroupCore) -> list[GroupEffect]:
+    def next(self, core: ReplicaGroupCore) -> list[GroupEffect]:
         order = both(core, request(4), request(4))
         return core.handle(events.UnchangedArrived(order.request, KEY), 0)
 
@@ -405,12 +409,12 @@ class TestNotices:
 
     NEXT = QuorumKey(8, 3)
 
-    def holds(self, key: QuorumKey = KEY, world_size: int = 2) -> GroupCore:
+    def holds(self, key: QuorumKey = KEY, world_size: int = 2) -> ReplicaGroupCore:
         core = group(world_size)
         self.gets(core, key)
         return core
 
-    def gets(self, core: GroupCore, key: QuorumKey, *, session: int = 5) -> list[GroupEffect]:
+    def gets(self, core: ReplicaGroupCore, key: QuorumKey, *, session: int = 5) -> list[GroupEffect]:
         """All ranks ask, and are given this quorum."""
         for rank in range(len(core._streams)):
             orders = asked(core, rank, 10 + rank, request())
@@ -422,7 +426,7 @@ class TestNotices:
     def notice(self, key: QuorumKey = KEY, name: str = "b") -> LossNotice:
         return LossNotice(key, name, 1, "its stream broke")
 
-    def noticed(self, core: GroupCore, notice: LossNotice) -> list[GroupEffect]:
+    def noticed(self, core: ReplicaGroupCore, notice: LossNotice) -> list[GroupEffect]:
         return core.handle(events.LossNoticed(notice), 0)
 
     def test_each_rank_with_a_stream_is_told(self) -> None:
@@ -519,7 +523,7 @@ class TestNotices:
 
 
 class TestVotes:
-    def vote(self, core: GroupCore, rank: int, call: int, yes: bool = True, step: int = 3) -> list[GroupEffect]:
+    def vote(self, core: ReplicaGroupCore, rank: int, call: int, yes: bool = True, step: int = 3) -> list[GroupEffect]:
         return core.handle(events.RankVoted(rank, call, KEY, step, Purpose.COMMIT, yes, 500), 0)
 
     def test_all_get_the_verdict(self) -> None:

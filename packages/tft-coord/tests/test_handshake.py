@@ -22,9 +22,9 @@ from tft_coord.core.fingerprint import (
     merged,
     said,
 )
-from tft_coord.core.group import GroupCore
-from tft_coord.core.handshake import PART_BYTES, SMALL_BYTES, Differs, Handshake, Room, Standing
+from tft_coord.core.handshake import PART_BYTES, SMALL_BYTES, Differs, Handshake, MemoryBudget, Precedence
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.session import SendRequest, SessionCore
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, RankRequest, Refusal
 from tft_coord.errors import ProtocolError
@@ -114,10 +114,10 @@ class TestOfAGroup:
             "parameter/0/head of rank 1": "float32 [1]",
         }
 
-    def group(self) -> GroupCore:
-        return GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=2, timeouts=TIMES)
+    def group(self) -> ReplicaGroupCore:
+        return ReplicaGroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=2, timeouts=TIMES)
 
-    def ask(self, core: GroupCore, rank: int, call: int, fingerprint: Fingerprint) -> list[effects.GroupEffect]:
+    def ask(self, core: ReplicaGroupCore, rank: int, call: int, fingerprint: Fingerprint) -> list[effects.GroupEffect]:
         return core.handle(events.RankAsked(rank, call, RankRequest(0, fingerprint=fingerprint), 9_000), 0)
 
     def test_it_travels_with_the_first_request_and_with_news(self) -> None:
@@ -190,16 +190,16 @@ def much(name: str) -> Fingerprint:
 ROOM_FOR_TWO = 2 * sum(len(name) + len(value) + PART_BYTES for name, value in much("a")) + SMALL_BYTES
 
 
-class Weights(dict[str, Standing]):
+class Weights(dict[str, Precedence]):
     """How much whose word weighs."""
 
-    def __missing__(self, replica_id: str) -> Standing:
-        return Standing.GONE
+    def __missing__(self, replica_id: str) -> Precedence:
+        return Precedence.GONE
 
 
 class TestHandshake:
     def test_the_first_to_come_says_what_the_job_is(self) -> None:
-        shake = Handshake("j", Weights(a=Standing.NEW, b=Standing.NEW, c=Standing.NEW).__getitem__)
+        shake = Handshake("j", Weights(a=Precedence.NEW, b=Precedence.NEW, c=Precedence.NEW).__getitem__)
         assert shake.asks("a", TWO) == []
         assert shake.asks("b", TWO) == []
         (differs,) = shake.asks("c", FOUR)
@@ -207,17 +207,17 @@ class TestHandshake:
         assert differs.message.startswith("replica c differs from a of job 'j': size is '2' there and '4' here; give")
 
     def test_who_was_refused_is_looked_at_again_when_it_asks_again(self) -> None:
-        weights = Weights(a=Standing.NEW, c=Standing.NEW)
+        weights = Weights(a=Precedence.NEW, c=Precedence.NEW)
         shake = Handshake("j", weights.__getitem__)
         shake.asks("a", TWO)
         assert len(shake.asks("c", FOUR)) == 1
         assert len(shake.asks("c", ())) == 1
-        weights["a"] = Standing.GONE
+        weights["a"] = Precedence.GONE
         assert shake.asks("c", ()) == []
         assert len(shake) == 1
 
     def test_who_holds_a_quorum_stands_over_who_holds_none(self) -> None:
-        shake = Handshake("j", Weights(x=Standing.NEW, y=Standing.NEW, a=Standing.HOLDS).__getitem__)
+        shake = Handshake("j", Weights(x=Precedence.NEW, y=Precedence.NEW, a=Precedence.HOLDS).__getitem__)
         shake.asks("x", FOUR)
         shake.asks("y", FOUR)
         gone = shake.asks("a", TWO)
@@ -226,14 +226,14 @@ class TestHandshake:
         assert len(shake.asks("x", ())) == 1
 
     def test_against_two_it_must_weigh_more_than_each(self) -> None:
-        shake = Handshake("j", Weights(x=Standing.NEW, m=Standing.MEMBER, a=Standing.HOLDS).__getitem__)
+        shake = Handshake("j", Weights(x=Precedence.NEW, m=Precedence.MEMBER, a=Precedence.HOLDS).__getitem__)
         shake.asks("x", of(size="4"))
         shake.asks("m", of(seed="1"))
         assert [each.replica_id for each in shake.asks("a", of(size="2", seed="2"))] == ["a"]
         assert [each.replica_id for each in shake.asks("a", of(size="4", seed="1"))] == []
 
     def test_what_the_dead_said_is_forgotten(self) -> None:
-        weights = Weights({f"r{number}": Standing.NEW for number in range(50)})
+        weights = Weights({f"r{number}": Precedence.NEW for number in range(50)})
         shake = Handshake("j", weights.__getitem__)
         for number in range(50):
             shake.asks(f"r{number}", TWO)
@@ -242,14 +242,14 @@ class TestHandshake:
         assert len(shake) == 0
 
     def test_a_new_word_replaces_the_old_one(self) -> None:
-        shake = Handshake("j", Weights(a=Standing.NEW, b=Standing.NEW).__getitem__)
+        shake = Handshake("j", Weights(a=Precedence.NEW, b=Precedence.NEW).__getitem__)
         shake.asks("a", TWO)
         assert shake.asks("a", FOUR) == []
         assert shake.asks("b", FOUR) == []
 
     def test_strangers_who_say_much_and_each_something_else_find_no_room(self) -> None:
-        weights = Weights(dict.fromkeys("abcd", Standing.NEW))
-        room = Room(ROOM_FOR_TWO)
+        weights = Weights(dict.fromkeys("abcd", Precedence.NEW))
+        room = MemoryBudget(ROOM_FOR_TWO)
         shake, other = Handshake("j", weights.__getitem__, room), Handshake("k", weights.__getitem__, room)
         assert shake.asks("a", much("a")) == []
         assert shake.asks("b", much("a")) == []  # the same is kept once
@@ -267,8 +267,8 @@ class TestHandshake:
         assert room.left_bytes == ROOM_FOR_TWO
 
     def test_nor_do_those_who_are_refused(self) -> None:
-        weights = Weights(dict.fromkeys("abcd", Standing.NEW))
-        room = Room(ROOM_FOR_TWO)
+        weights = Weights(dict.fromkeys("abcd", Precedence.NEW))
+        room = MemoryBudget(ROOM_FOR_TWO)
         shake = Handshake("j", weights.__getitem__, room)
         shake.asks("a", TWO)
         for name in ("b", "c", "d"):

@@ -18,10 +18,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tft_coord.compat.router import Effects, ProtocolRouter
+from tft_coord.compat.rule import TorchftCore
 from tft_coord.core import effects, events
-from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
 from tft_coord.testing import frozen
 from tft_coord.timeouts import Timeouts
@@ -38,7 +38,7 @@ class Table:
         config = LighthouseConfig(timeouts=TIMES)
         ours = LighthouseCore(config, started_ms=0, cluster_id="c", nonces=lambda: 5, now_ms=0)
         theirs = TorchftCore(config, started_ms=0)
-        self.kinds = Kinds(ours, theirs, undecided_ms=TIMES.heartbeat_timeout_ms, now_ms=0)
+        self.kinds = ProtocolRouter(ours, theirs, undecided_ms=TIMES.heartbeat_timeout_ms, now_ms=0)
         self.now_ms = 0
         self.pass_ms(age_ms)
 
@@ -263,7 +263,7 @@ class BothKinds(RuleBasedStateMachine):
         numbers = itertools.count(1)
         self.core = LighthouseCore(config, started_ms=WALL_MS, cluster_id="c", nonces=lambda: next(numbers), now_ms=0)
         self.torchft = TorchftCore(config, started_ms=WALL_MS)
-        self.kinds = Kinds(self.core, self.torchft, undecided_ms=SILENCE_MS, now_ms=0)
+        self.kinds = ProtocolRouter(self.core, self.torchft, undecided_ms=SILENCE_MS, now_ms=0)
         self.now_ms = 0
         self.numbers = itertools.count(1)
         self.sessions = dict.fromkeys(OURS, WALL_MS)

@@ -9,11 +9,12 @@ import pytest
 
 from tft_coord.core import effects, events
 from tft_coord.core.commit import RoundName, Votes
-from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.quorum import Form, Situation, Wait, decide
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.session import GiveUp, SendHello, SendLeave, SendRequest, SessionCore
 from tft_coord.core.types import (
+    DrainComplete,
     Hello,
     KillOrder,
     LeaveRequest,
@@ -23,7 +24,6 @@ from tft_coord.core.types import (
     QuorumKey,
     RankRequest,
     Refusal,
-    Released,
     Verdict,
 )
 from tft_coord.timeouts import Timeouts
@@ -81,8 +81,10 @@ class TestTheVote:
         assert votes.cast(replace(NAME, key=None), 1, 11, True, 100) == [(10, 0, YES), (11, 1, YES)]
 
 
-def group(world_size: int = 2) -> GroupCore:
-    core = GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts())
+def group(world_size: int = 2) -> ReplicaGroupCore:
+    core = ReplicaGroupCore(
+        replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts()
+    )
     for rank in range(world_size):
         core.handle(events.RankConnected(rank, rank + 1, 100), 0)
     return core
@@ -92,11 +94,11 @@ def left(rank: int, call: int) -> events.RankLeft:
     return events.RankLeft(rank, call, "it is preempted", 5_000)
 
 
-def vote(core: GroupCore, rank: int, call: int, *, yes: bool = True, leaving: bool = False) -> list[object]:
+def vote(core: ReplicaGroupCore, rank: int, call: int, *, yes: bool = True, leaving: bool = False) -> list[object]:
     return [*core.handle(events.RankVoted(rank, call, KEY, 3, Purpose.COMMIT, yes, 900, leaving), 0)]
 
 
-def ask(core: GroupCore, rank: int, call: int) -> list[object]:
+def ask(core: ReplicaGroupCore, rank: int, call: int) -> list[object]:
     return [*core.handle(events.RankAsked(rank, call, RankRequest(3, lineage=1), 900), 0)]
 
 
@@ -163,7 +165,7 @@ class TestTheGroup:
         ("event", "news"),
         [
             (events.LeaveAsked("its host goes down", 9_000), LeaveRequest("its host goes down", 9_000)),
-            (events.NobodyHeals(), Released()),
+            (events.NobodyHeals(), DrainComplete()),
             (events.KillAsked("it is wedged"), KillOrder("it is wedged")),
         ],
     )

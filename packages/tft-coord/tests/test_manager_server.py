@@ -46,7 +46,7 @@ from tft_coord import (
 )
 from tft_coord.client import rank_session
 from tft_coord.core.types import KillOrder, Verdict, WaitsFor
-from tft_coord.news import News
+from tft_coord.notifications import Notification
 from tft_coord.wire import rank_codec, services
 
 NOBODY = "127.0.0.1:9"  # the discard port: no lighthouse answers there
@@ -196,7 +196,7 @@ def test_each_wait_of_a_rank_is_told_why_the_lighthouse_is_not_reached() -> None
     """It was told once, at the first wait; of a later one its log said that nobody had said for whom it waits."""
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def listen(news: News) -> None:
+    def listen(news: Notification) -> None:
         if isinstance(news, WaitsFor):
             told.put(news.sentence)
 

@@ -9,8 +9,8 @@ import pytest
 
 from tft_coord.core import effects, events
 from tft_coord.core.effects import AnnounceNewcomer, LighthouseEffect
-from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.types import Hello, Member, QuorumKey
 from tft_coord.timeouts import Timeouts
 
@@ -148,8 +148,10 @@ def test_those_whose_stream_is_broken_are_not_told(table: Table) -> None:
     assert table.asks("c") == ["b"]
 
 
-def group(world_size: int) -> GroupCore:
-    core = GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts())
+def group(world_size: int) -> ReplicaGroupCore:
+    core = ReplicaGroupCore(
+        replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts()
+    )
     for rank in range(world_size):
         core.handle(events.RankConnected(rank, stream=rank + 1, session=1), 0)
     return core

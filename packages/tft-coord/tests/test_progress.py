@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tft_coord.core import effects, events
 from tft_coord.core.effects import LighthouseEffect
-from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.session import SendBeat, SendHello, SessionCore
 from tft_coord.core.types import MAX_INT64, Hello, Member, Purpose, Quorum, QuorumKey, RankRequest
 from tft_coord.timeouts import Timeouts
@@ -241,15 +241,15 @@ class TestGroupCore:
     """The manager server's core hears where its ranks are, and sees it where they can't tell."""
 
     @staticmethod
-    def trained(key: QuorumKey = KEY) -> GroupCore:
-        core = GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=1, timeouts=TIMEOUTS)
+    def trained(key: QuorumKey = KEY) -> ReplicaGroupCore:
+        core = ReplicaGroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=1, timeouts=TIMEOUTS)
         core.handle(events.RankConnected(0, 1, 1), 0)
         core.handle(events.RankProgressed(0, word(OUTSIDE)), 0)
         TestGroupCore.answer(core, key, 0)
         return core
 
     @staticmethod
-    def answer(core: GroupCore, key: QuorumKey, now_ms: int, step: int = 3) -> None:
+    def answer(core: ReplicaGroupCore, key: QuorumKey, now_ms: int, step: int = 3) -> None:
         held = core.quorum.key if core.quorum is not None else None
         core.handle(events.RankAsked(0, step, RankRequest(step, step, held=held), now_ms + 60_000), now_ms)
         member = Member("a", address="a:1", store_address="a:2", step=step, lineage=step)

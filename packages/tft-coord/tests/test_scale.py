@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from tft_coord.compat.rule import TorchftCore
 from tft_coord.core import effects, events, lighthouse
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.liveness import Replica
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.quorum import Form, Situation, Wait, decide
-from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Hello, Member, QuorumKey
 from tft_coord.timeouts import Timeouts
 

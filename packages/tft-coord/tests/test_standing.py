@@ -7,7 +7,18 @@ from dataclasses import replace
 import pytest
 
 from tft_coord.core.lineage import state_check
-from tft_coord.core.standing import NUM_WORDS, UNANSWERED_MOST, Ask, GoOn, Late, Lease, Standing, State, Vote, Word
+from tft_coord.core.standing import (
+    NUM_WORDS,
+    UNANSWERED_MOST,
+    Ask,
+    GoOn,
+    Late,
+    Lease,
+    StandingQuorum,
+    State,
+    Vote,
+    Word,
+)
 from tft_coord.core.types import MAX_INT64, Plan, QuorumKey, QuorumNews
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import Timeouts
@@ -45,7 +56,7 @@ class Rank:
 
     def __init__(self, **changes: object) -> None:
         self.now_ms = 1_000
-        self.core = Standing(Timeouts(join_timeout_ms=5_000))
+        self.core = StandingQuorum(Timeouts(join_timeout_ms=5_000))
         self.ask(**changes)
 
     def ask(self, **changes: object) -> None:
@@ -176,7 +187,7 @@ def test_a_thousand_rounds_ask_nobody_while_beats_are_answered() -> None:
 
 
 def test_a_rank_without_a_plan_asks() -> None:
-    core = Standing(Timeouts())
+    core = StandingQuorum(Timeouts())
     assert core.state is State.ASKS
     assert core.next_round(0) == Ask("it has no quorum yet")
     assert core.key is None
@@ -377,7 +388,7 @@ def test_a_round_that_was_asked_for_is_never_late() -> None:
     """The lighthouse has waited for everybody before it gave that round."""
     rank = Rank()
     assert rank.core.late(rank.now_ms + 60_000, rank.now_ms) is None
-    assert Standing(Timeouts()).late(100_000, 0) is None
+    assert StandingQuorum(Timeouts()).late(100_000, 0) is None
     rank.stands()
     rank.core.next_round(rank.now_ms)
     rank.core.broke(Q)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tft_coord.core import effects, events
 from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.effects import GroupEffect, TellRank
-from tft_coord.core.group import GroupCore
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.session import UNANSWERED_MOST, SendBeat, SendHello, SessionCore
 from tft_coord.core.types import Member, Purpose, Quorum, QuorumKey, QuorumNews, RankRequest, Verdict
 from tft_coord.timeouts import Timeouts
@@ -27,7 +27,7 @@ class Group:
         self.now_ms = 1_000
         self.calls = 0
         self.world_size = world_size
-        self.core = GroupCore(
+        self.core = ReplicaGroupCore(
             replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=Timeouts()
         )
         for rank in range(world_size):
@@ -172,7 +172,7 @@ class TestNews:
         assert told(group.give(events.RankBeat(0, 2))) == {0: QuorumNews(None, beat=2, age_ms=100)}
 
     def test_before_the_first_answer_a_beat_is_not_answered(self) -> None:
-        core = GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=1, timeouts=Timeouts())
+        core = ReplicaGroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=1, timeouts=Timeouts())
         assert core.handle(events.RankBeat(0, 1), 0) == []
 
     def test_a_recall_is_passed_on_at_once_and_once(self) -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from tft_coord.core import living_quorum, standing
 from tft_coord.core.commit import Votes
-from tft_coord.core.group import GroupCore
 from tft_coord.core.living_quorum import LivingQuorum
 from tft_coord.core.newest import NewestQuorum
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.session import SessionCore
-from tft_coord.core.standing import Ask, GoOn, Late, Lease, Standing, Vote, Word
+from tft_coord.core.standing import Ask, GoOn, Late, Lease, StandingQuorum, Vote, Word
 from tft_coord.core.types import Quorum, QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
 
@@ -39,51 +39,56 @@ RECALL, NEWEST, LATE = LIGHTHOUSE.TestRecall(), LIGHTHOUSE.TestTheNewest(), LIGH
 OVER, MEMORY = LIGHTHOUSE.TestNobodyStartsOver(), LIGHTHOUSE.TestWithoutMemory()
 VERDICT, ALONE, NEWS = GROUP.TestTheVerdict(), GROUP.TestARankThatAsksAlone(), GROUP.TestNews()
 
-right_word, right_summed, right_next_round = Standing.word, Standing.summed, Standing.next_round
-right_decided, right_told, right_broke, right_late = Standing.decided, Standing.told, Standing.broke, Standing.late
-right_planned, right_answered, right_holds = Standing.planned, Lease.answered, Lease.holds
+right_word, right_summed, right_next_round = StandingQuorum.word, StandingQuorum.summed, StandingQuorum.next_round
+right_decided, right_told, right_broke, right_late = (
+    StandingQuorum.decided,
+    StandingQuorum.told,
+    StandingQuorum.broke,
+    StandingQuorum.late,
+)
+right_planned, right_answered, right_holds = StandingQuorum.planned, Lease.answered, Lease.holds
 right_news, right_given, right_breaks_for = LivingQuorum.news, LivingQuorum.given, LivingQuorum.breaks_for
 right_waits_for, right_named = LivingQuorum.waits_for, NewestQuorum.named
 
 
 # Rules 1 and 2.
-def says_ok_whatever_happened(self: Standing, now_ms: int, **said: Any) -> Word:
+def says_ok_whatever_happened(self: StandingQuorum, now_ms: int, **said: Any) -> Word:
     return replace(right_word(self, now_ms, **said), ok=True)
 
 
-def gives_no_check(self: Standing, now_ms: int, **said: Any) -> Word:
+def gives_no_check(self: StandingQuorum, now_ms: int, **said: Any) -> Word:
     return replace(right_word(self, now_ms, **said), check=0)
 
 
-def forgets_that_it_recovers(self: Standing, now_ms: int, **said: Any) -> Word:
+def forgets_that_it_recovers(self: StandingQuorum, now_ms: int, **said: Any) -> Word:
     return replace(right_word(self, now_ms, **said), recovering=False)
 
 
-def commits_though_one_has_an_error(self: Standing, total: Sequence[int] | None, lineage: int | None) -> Vote:
+def commits_though_one_has_an_error(self: StandingQuorum, total: Sequence[int] | None, lineage: int | None) -> Vote:
     ok = self._running().plan.replica_world_size
     return right_summed(self, (ok, *total[1:]) if total is not None else None, lineage)
 
 
-def commits_without_the_word(self: Standing, total: Sequence[int] | None, lineage: int | None) -> Vote:
+def commits_without_the_word(self: StandingQuorum, total: Sequence[int] | None, lineage: int | None) -> Vote:
     return Vote(yes=True, stands=True) if total is None else right_summed(self, total, lineage)
 
 
-def compares_no_states(self: Standing, total: Sequence[int] | None, lineage: int | None) -> Vote:
+def compares_no_states(self: StandingQuorum, total: Sequence[int] | None, lineage: int | None) -> Vote:
     vote = right_summed(self, total, lineage)
     return Vote(yes=True, stands=True) if "different states" in vote.why else vote
 
 
-def stands_though_others_wish_otherwise(self: Standing, total: Sequence[int] | None, lineage: int | None) -> Vote:
+def stands_though_others_wish_otherwise(self: StandingQuorum, total: Sequence[int] | None, lineage: int | None) -> Vote:
     vote = right_summed(self, total, lineage)
     return replace(vote, stands=vote.yes)
 
 
 # Rule 3.
-def goes_on_though_its_state_changed(self: Standing, now_ms: int, unfit: str = "") -> GoOn | Ask:
+def goes_on_though_its_state_changed(self: StandingQuorum, now_ms: int, unfit: str = "") -> GoOn | Ask:
     return right_next_round(self, now_ms)
 
 
-def breaks_nothing_when_it_asks_alone(self: Standing, now_ms: int, unfit: str = "") -> GoOn | Ask:
+def breaks_nothing_when_it_asks_alone(self: StandingQuorum, now_ms: int, unfit: str = "") -> GoOn | Ask:
     found = right_next_round(self, now_ms, unfit)
     return replace(found, breaks=False) if isinstance(found, Ask) else found
 
@@ -92,18 +97,18 @@ def sees_nobody_recover(plan: Any) -> bool:
     return False
 
 
-def stands_whatever_the_group_says(self: Standing, *, yes: bool, stands: bool) -> bool:
+def stands_whatever_the_group_says(self: StandingQuorum, *, yes: bool, stands: bool) -> bool:
     return right_decided(self, yes=yes, stands=yes)
 
 
 # Rule 4.
-def keeps_its_process_group(self: Standing, *, yes: bool, stands: bool) -> bool:
+def keeps_its_process_group(self: StandingQuorum, *, yes: bool, stands: bool) -> bool:
     right_decided(self, yes=yes, stands=stands)
     return False
 
 
 # Rule 5.
-def tells_no_other_rank(self: GroupCore, rank: int, held: QuorumKey | None) -> list[Any]:
+def tells_no_other_rank(self: ReplicaGroupCore, rank: int, held: QuorumKey | None) -> list[Any]:
     return []
 
 
@@ -137,21 +142,21 @@ def says_nothing_of_a_break(self: LivingQuorum, key: QuorumKey | None, beat: int
     return right_news(self, key, beat, broken=False)
 
 
-def is_deaf_to_a_recall(self: Standing, news: QuorumNews) -> bool:
+def is_deaf_to_a_recall(self: StandingQuorum, news: QuorumNews) -> bool:
     return right_told(self, replace(news, recalled=False))
 
 
-def keeps_a_recall_for_ever(self: Standing, plan: Any, now_ms: int, in_flight: int = 0) -> None:
+def keeps_a_recall_for_ever(self: StandingQuorum, plan: Any, now_ms: int, in_flight: int = 0) -> None:
     recalled = self._recalled
     right_planned(self, plan, now_ms, in_flight)
     self._recalled = recalled
 
 
-def stays_in_an_older_quorum(self: Standing, news: QuorumNews) -> bool:
+def stays_in_an_older_quorum(self: StandingQuorum, news: QuorumNews) -> bool:
     return right_told(self, replace(news, key=min(news.key, self.key)) if news.key and self.key else news)
 
 
-def forgets_what_comes_early(self: Standing, key: QuorumKey) -> bool:
+def forgets_what_comes_early(self: StandingQuorum, key: QuorumKey) -> bool:
     return right_broke(self, key) if key == self.key else False
 
 
@@ -170,11 +175,11 @@ def takes_everybody_for_waiting(replica: Any) -> bool:
 
 
 # Rule 9.
-def is_late_at_once(self: Standing, now_ms: int, waits_since_ms: int) -> Late | None:
+def is_late_at_once(self: StandingQuorum, now_ms: int, waits_since_ms: int) -> Late | None:
     return right_late(self, now_ms + self._join_timeout_ms, waits_since_ms)
 
 
-def counts_the_wait_of_the_round_before(self: Standing, now_ms: int, waits_since_ms: int) -> Late | None:
+def counts_the_wait_of_the_round_before(self: StandingQuorum, now_ms: int, waits_since_ms: int) -> Late | None:
     if self._rounds:
         self._rounds[0].began_ms = 0
     return right_late(self, now_ms, waits_since_ms)
@@ -268,15 +273,15 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant(1, Standing, "word", says_ok_whatever_happened, RANK.test_a_rank_with_an_error_is_not_ok),
-    Mutant(1, Standing, "word", gives_no_check, RANK.test_all_ok_at_one_state_is_a_yes),
-    Mutant(1, Standing, "word", forgets_that_it_recovers, RANK.test_one_that_recovers_says_so_and_gives_no_check),
-    Mutant(2, Standing, "summed", commits_though_one_has_an_error, RANK.test_one_error_fails_the_round_for_all),
-    Mutant(2, Standing, "summed", commits_without_the_word, RANK.test_a_word_that_does_not_complete_is_a_no),
-    Mutant(2, Standing, "summed", compares_no_states, RANK.test_participants_of_different_states_fail_the_round),
+    Mutant(1, StandingQuorum, "word", says_ok_whatever_happened, RANK.test_a_rank_with_an_error_is_not_ok),
+    Mutant(1, StandingQuorum, "word", gives_no_check, RANK.test_all_ok_at_one_state_is_a_yes),
+    Mutant(1, StandingQuorum, "word", forgets_that_it_recovers, RANK.test_one_that_recovers_says_so_and_gives_no_check),
+    Mutant(2, StandingQuorum, "summed", commits_though_one_has_an_error, RANK.test_one_error_fails_the_round_for_all),
+    Mutant(2, StandingQuorum, "summed", commits_without_the_word, RANK.test_a_word_that_does_not_complete_is_a_no),
+    Mutant(2, StandingQuorum, "summed", compares_no_states, RANK.test_participants_of_different_states_fail_the_round),
     Mutant(
         2,
-        Standing,
+        StandingQuorum,
         "summed",
         stands_though_others_wish_otherwise,
         RANK.test_a_wish_of_one_ends_the_standing_of_all,
@@ -284,14 +289,14 @@ MUTANTS = [
     ),
     Mutant(
         3,
-        Standing,
+        StandingQuorum,
         "next_round",
         goes_on_though_its_state_changed,
         RANK.test_what_changed_outside_of_the_rounds_breaks_the_quorum,
     ),
     Mutant(
         3,
-        Standing,
+        StandingQuorum,
         "next_round",
         breaks_nothing_when_it_asks_alone,
         RANK.test_what_changed_outside_of_the_rounds_breaks_the_quorum,
@@ -303,10 +308,20 @@ MUTANTS = [
         sees_nobody_recover,
         RANK.test_a_round_in_which_a_member_recovered_is_followed_by_a_request,
     ),
-    Mutant(3, Standing, "decided", stands_whatever_the_group_says, RANK.test_a_group_whose_verdict_does_not_stand_asks),
-    Mutant(4, Standing, "decided", keeps_its_process_group, RANK.test_a_no_aborts_the_process_group),
     Mutant(
-        5, GroupCore, "_breaks_alone", tells_no_other_rank, ALONE.test_the_others_are_told_that_the_quorum_is_broken
+        3,
+        StandingQuorum,
+        "decided",
+        stands_whatever_the_group_says,
+        RANK.test_a_group_whose_verdict_does_not_stand_asks,
+    ),
+    Mutant(4, StandingQuorum, "decided", keeps_its_process_group, RANK.test_a_no_aborts_the_process_group),
+    Mutant(
+        5,
+        ReplicaGroupCore,
+        "_breaks_alone",
+        tells_no_other_rank,
+        ALONE.test_the_others_are_told_that_the_quorum_is_broken,
     ),
     Mutant(5, Votes, "seal", seals_nothing, ALONE.test_no_later_round_of_the_quorum_is_a_yes),
     Mutant(5, Votes, "seal", seals_nothing, ALONE.test_an_open_round_is_sealed),
@@ -335,8 +350,8 @@ MUTANTS = [
         is_hurried_by_who_waits,
         RECALL.test_a_replica_that_has_waited_for_long_does_not_hurry_the_members,
     ),
-    Mutant(6, Standing, "told", is_deaf_to_a_recall, RANK.test_a_recall_is_said_in_the_next_word),
-    Mutant(6, Standing, "planned", keeps_a_recall_for_ever, RANK.test_an_answer_ends_the_recall),
+    Mutant(6, StandingQuorum, "told", is_deaf_to_a_recall, RANK.test_a_recall_is_said_in_the_next_word),
+    Mutant(6, StandingQuorum, "planned", keeps_a_recall_for_ever, RANK.test_an_answer_ends_the_recall),
     Mutant(6, NewestQuorum, "named", passes_nothing_on, NEWS.test_a_recall_is_passed_on_at_once_and_once),
     Mutant(
         7,
@@ -353,13 +368,15 @@ MUTANTS = [
         LATE.test_members_that_are_busy_or_between_two_steps_come_by_themselves,
     ),
     Mutant(8, LivingQuorum, "news", says_nothing_of_a_break, NEWEST.test_it_says_that_the_quorum_is_broken),
-    Mutant(8, Standing, "told", stays_in_an_older_quorum, RANK.test_a_newer_quorum_breaks_the_one_that_is_held),
-    Mutant(8, Standing, "broke", forgets_what_comes_early, RANK.test_news_that_overtakes_its_plan_is_kept),
+    Mutant(8, StandingQuorum, "told", stays_in_an_older_quorum, RANK.test_a_newer_quorum_breaks_the_one_that_is_held),
+    Mutant(8, StandingQuorum, "broke", forgets_what_comes_early, RANK.test_news_that_overtakes_its_plan_is_kept),
     Mutant(8, NewestQuorum, "named", passes_nothing_on, NEWS.test_a_newer_quorum_and_a_broken_one_are_passed_on),
-    Mutant(9, Standing, "late", is_late_at_once, RANK.test_a_standing_round_that_waits_for_join_timeout_is_late_once),
+    Mutant(
+        9, StandingQuorum, "late", is_late_at_once, RANK.test_a_standing_round_that_waits_for_join_timeout_is_late_once
+    ),
     Mutant(
         9,
-        Standing,
+        StandingQuorum,
         "late",
         counts_the_wait_of_the_round_before,
         RANK.test_a_wait_of_the_round_before_does_not_count,

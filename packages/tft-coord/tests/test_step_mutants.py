@@ -18,15 +18,15 @@ from tft_coord.core.step import Phase, Stage, StepStatus, losses, recovery, redu
 from tft_coord.core.step import effects as do
 from tft_coord.core.step.asking import Asking
 from tft_coord.core.step.attempt import Attempt
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.ending import Ending
-from tft_coord.core.step.flights import Flights
-from tft_coord.core.step.leaving import Leaving
+from tft_coord.core.step.in_flight import StepsInFlight
+from tft_coord.core.step.leaving import GracefulShutdown
 from tft_coord.core.step.losses import Losses
 from tft_coord.core.step.own_state import OwnState
 from tft_coord.core.step.recovery import Recovery
 from tft_coord.core.step.reducing import Reducing
 from tft_coord.core.step.repeats import Repeats
+from tft_coord.core.step.state import StepState
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey
 
 TRANSCRIPTS = runpy.run_path(str(Path(__file__).with_name("test_step.py")))
@@ -75,9 +75,9 @@ right_healed = right_of(OwnState, "healed")
 right_plan_of_state = right_of(OwnState, "planned")
 right_diverges = right_of(OwnState, "diverges_from")
 right_enters = right_of(Reducing, "_enters")
-right_open_ended = right_of(Flights, "open_ended")
-right_begin = right_of(Flights, "begin")
-right_wished = right_of(Leaving, "wished")
+right_open_ended = right_of(StepsInFlight, "open_ended")
+right_begin = right_of(StepsInFlight, "begin")
+right_wished = right_of(GracefulShutdown, "wished")
 right_reductions_ended = right_of(Ending, "reductions_ended")
 
 
@@ -155,12 +155,12 @@ def saves_the_lineage_after_the_check(self: StepStatus) -> dict[str, Any]:
 # --- asking -----------------------------------------------------------------------------------------------------------
 
 
-def asks_as_if_it_had_left_nobody(self: Flights, step: int, *, is_asynchronous: bool) -> bool:
+def asks_as_if_it_had_left_nobody(self: StepsInFlight, step: int, *, is_asynchronous: bool) -> bool:
     right_begin(self, step, is_asynchronous=is_asynchronous)
     return False
 
 
-def counts_no_steps_in_flight(self: Flights, step: int, *, is_asynchronous: bool) -> bool:
+def counts_no_steps_in_flight(self: StepsInFlight, step: int, *, is_asynchronous: bool) -> bool:
     return bool(right_begin(self, step - len(self.deferred), is_asynchronous=is_asynchronous))
 
 
@@ -218,28 +218,30 @@ def knows_no_fatal_error(self: Attempt, error: Exception) -> None:
     del self._errors[16:]
 
 
-def blames_the_newest(self: Flights, name: Any) -> Attempt | None:
+def blames_the_newest(self: StepsInFlight, name: Any) -> Attempt | None:
     return self.last
 
 
-def blames_the_open_one_only(self: Flights, name: Any) -> Attempt | None:
+def blames_the_open_one_only(self: StepsInFlight, name: Any) -> Attempt | None:
     is_it = self.phase is not Phase.IDLE and (name is None or name.attempt == self.last.name.attempt)
     return self.last if is_it else None
 
 
-def forgets_that_the_group_is_lost(self: Books, attempt: Attempt) -> Exception | None:
+def forgets_that_the_group_is_lost(self: StepState, attempt: Attempt) -> Exception | None:
     return attempt.fatal
 
 
-def counts_the_abandoned(self: Flights, attempt: Attempt, *, yes: bool, planned: bool, is_left_out: bool) -> None:
+def counts_the_abandoned(self: StepsInFlight, attempt: Attempt, *, yes: bool, planned: bool, is_left_out: bool) -> None:
     self.commit_failures = 0 if yes else self.commit_failures + 1
 
 
-def counts_who_is_left_out(self: Flights, attempt: Attempt, *, yes: bool, planned: bool, is_left_out: bool) -> None:
+def counts_who_is_left_out(
+    self: StepsInFlight, attempt: Attempt, *, yes: bool, planned: bool, is_left_out: bool
+) -> None:
     self.failed_quorums += not yes
 
 
-def forgives_nothing(self: Flights, attempt: Attempt, *, yes: bool, planned: bool, is_left_out: bool) -> None:
+def forgives_nothing(self: StepsInFlight, attempt: Attempt, *, yes: bool, planned: bool, is_left_out: bool) -> None:
     self.commit_failures += not yes
 
 
@@ -286,20 +288,20 @@ def votes_on_the_abandoned(self: Ending, event: Any, now_ms: int) -> Any:
     return (do.SynchronizeDevice(),) if attempt is not None else right_reductions_ended(self, event, now_ms)
 
 
-def goes_on_in_another_quorum(self: Flights, key: QuorumKey) -> None:
+def goes_on_in_another_quorum(self: StepsInFlight, key: QuorumKey) -> None:
     return None
 
 
-def abandons_what_only_this_rank_lost(self: Flights, error: Exception) -> None:
+def abandons_what_only_this_rank_lost(self: StepsInFlight, error: Exception) -> None:
     self.abandon_all(error)
 
 
-def drops_the_living(self: Flights, numbers: Any) -> None:
+def drops_the_living(self: StepsInFlight, numbers: Any) -> None:
     for number in numbers:
         self.aside.pop(number, None)
 
 
-def gives_up_in_silence(self: Flights, error: Exception) -> None:
+def gives_up_in_silence(self: StepsInFlight, error: Exception) -> None:
     for attempt in self.deferred:
         attempt.abandoned = error
     self.deferred.clear()
@@ -396,19 +398,19 @@ right_heard = cast("Callable[[Losses, LossNotice], bool]", right_of(Losses, "hea
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 
-def leaves_with_the_only_state(self: Leaving, now_ms: int) -> bool:
+def leaves_with_the_only_state(self: GracefulShutdown, now_ms: int) -> bool:
     return self._told or self._reason is not None
 
 
-def believes_the_last_wish(self: Leaving, reason: str, by_ms: int) -> None:
+def believes_the_last_wish(self: GracefulShutdown, reason: str, by_ms: int) -> None:
     self._reason, self._by_ms = reason, by_ms
 
 
-def gives_up_again_and_again(self: Leaving, now_ms: int, *, is_left_out: bool) -> bool:
+def gives_up_again_and_again(self: GracefulShutdown, now_ms: int, *, is_left_out: bool) -> bool:
     return self._reason is not None and now_ms >= self._by_ms
 
 
-def waits_though_it_is_left_out(self: Leaving, now_ms: int, *, is_left_out: bool) -> bool:
+def waits_though_it_is_left_out(self: GracefulShutdown, now_ms: int, *, is_left_out: bool) -> bool:
     return self._reason is not None and now_ms >= self._by_ms
 
 
@@ -465,8 +467,10 @@ MUTANTS = [
         "a_durable_checkpoint_has_the_lineage_from_before_the_check",
     ),
     # asking
-    Mutant(Flights, "begin", asks_as_if_it_had_left_nobody, ONE_NO),
-    Mutant(Flights, "begin", counts_no_steps_in_flight, "steps_in_flight_are_named_after_the_step_that_they_will_be"),
+    Mutant(StepsInFlight, "begin", asks_as_if_it_had_left_nobody, ONE_NO),
+    Mutant(
+        StepsInFlight, "begin", counts_no_steps_in_flight, "steps_in_flight_are_named_after_the_step_that_they_will_be"
+    ),
     Mutant(
         Asking,
         "_planned",
@@ -504,7 +508,7 @@ MUTANTS = [
     ),
     Mutant(Asking, "attempt_settled", orders_nothing, GIVEN),
     Mutant(Asking, "attempt_settled", orders_nothing, "a_fetch_ends_with_its_attempt"),
-    Mutant(Flights, "pause_ms", says_no, "what_fails_again_and_again_is_asked_for_ever_more_slowly"),
+    Mutant(StepsInFlight, "pause_ms", says_no, "what_fails_again_and_again_is_asked_for_ever_more_slowly"),
     # errors and votes
     Mutant(Attempt, "note", keeps_every_error, "an_attempt_keeps_a_bounded_number_of_errors"),
     Mutant(
@@ -513,17 +517,19 @@ MUTANTS = [
         knows_no_fatal_error,
         "what_this_process_cant_go_on_with_is_raised_before_the_vote_whatever_came_before",
     ),
-    Mutant(Flights, "counting", blames_the_newest, "an_error_of_an_earlier_attempt_comes_too_late_to_count"),
-    Mutant(Flights, "counting", blames_the_open_one_only, "an_error_of_one_in_flight_fails_that_one"),
+    Mutant(StepsInFlight, "counting", blames_the_newest, "an_error_of_an_earlier_attempt_comes_too_late_to_count"),
+    Mutant(StepsInFlight, "counting", blames_the_open_one_only, "an_error_of_one_in_flight_fails_that_one"),
     Mutant(
-        Books,
+        StepState,
         "fatal_of",
         forgets_that_the_group_is_lost,
         "a_lost_group_fails_this_and_every_later_attempt_with_the_words_of_the_manager_server",
     ),
-    Mutant(Flights, "_count", counts_the_abandoned, ONE_NO),
-    Mutant(Flights, "_count", counts_who_is_left_out, "a_quorum_that_does_not_come_for_a_straggler_is_no_failure"),
-    Mutant(Flights, "_count", forgives_nothing, "a_commit_ends_the_row_of_failures"),
+    Mutant(StepsInFlight, "_count", counts_the_abandoned, ONE_NO),
+    Mutant(
+        StepsInFlight, "_count", counts_who_is_left_out, "a_quorum_that_does_not_come_for_a_straggler_is_no_failure"
+    ),
+    Mutant(StepsInFlight, "_count", forgives_nothing, "a_commit_ends_the_row_of_failures"),
     Mutant(
         Ending,
         "_cast",
@@ -555,17 +561,17 @@ MUTANTS = [
     ),
     Mutant(Ending, "end_asked", ends_in_any_order, "the_open_step_does_not_end_before_those_in_flight"),
     Mutant(Ending, "reductions_ended", votes_on_the_abandoned, ONE_NO),
-    Mutant(Flights, "_abandon_those_of_other_quorums", goes_on_in_another_quorum, ANOTHER),
-    Mutant(Flights, "abandon_all", does_nothing, ONE_NO),
+    Mutant(StepsInFlight, "_abandon_those_of_other_quorums", goes_on_in_another_quorum, ANOTHER),
+    Mutant(StepsInFlight, "abandon_all", does_nothing, ONE_NO),
     Mutant(
-        Flights,
+        StepsInFlight,
         "fail_deferred",
         abandons_what_only_this_rank_lost,
         "without_a_quorum_those_in_flight_fail_here_alone_and_the_others_are_told",
     ),
-    Mutant(Flights, "fail_deferred", does_nothing, "a_state_loaded_by_hand_fails_what_is_in_flight"),
-    Mutant(Flights, "drop", drops_the_living, "one_that_may_still_commit_is_not_dropped"),
-    Mutant(Flights, "give_up", gives_up_in_silence, "what_a_strategy_gives_up_breaks_the_quorum_of_the_others"),
+    Mutant(StepsInFlight, "fail_deferred", does_nothing, "a_state_loaded_by_hand_fails_what_is_in_flight"),
+    Mutant(StepsInFlight, "drop", drops_the_living, "one_that_may_still_commit_is_not_dropped"),
+    Mutant(StepsInFlight, "give_up", gives_up_in_silence, "what_a_strategy_gives_up_breaks_the_quorum_of_the_others"),
     # reductions
     Mutant(
         Attempt,
@@ -617,7 +623,7 @@ MUTANTS = [
         "a_failed_recovery_in_a_synchronous_step_ends_the_reduction_for_the_others",
     ),
     Mutant(Recovery, "_failed", blames_the_source_for_its_own, "a_source_is_not_waited_for_that_waits_for_this_rank"),
-    Mutant(Books, "is_awaited", says_no, "a_source_is_not_waited_for_that_waits_for_this_rank"),
+    Mutant(StepState, "is_awaited", says_no, "a_source_is_not_waited_for_that_waits_for_this_rank"),
     Mutant(Repeats, "again", says_no, "a_load_that_fails_twice_for_the_same_reason_ends_the_process"),
     Mutant(Recovery, "_load", heals_for_ever, "who_diverges_heals_once_and_stops_where_that_has_not_cured_it"),
     Mutant(
@@ -646,22 +652,22 @@ MUTANTS = [
     Mutant(Losses, "_judge", does_nothing, "a_loss_in_a_quorum_breaks_it_and_asks_for_another"),
     # leaving
     Mutant(
-        Leaving,
+        GracefulShutdown,
         "is_due",
         leaves_with_the_only_state,
         "who_alone_holds_the_state_stays_until_others_do_or_its_time_is_over",
     ),
-    Mutant(Leaving, "wished", believes_the_last_wish, LEAVES),
-    Mutant(Leaving, "told", does_nothing, "a_rank_whose_group_has_left_without_it_leaves_too"),
-    Mutant(Leaving, "gives_up", gives_up_again_and_again, NO_QUORUM_LEAVES),
+    Mutant(GracefulShutdown, "wished", believes_the_last_wish, LEAVES),
+    Mutant(GracefulShutdown, "told", does_nothing, "a_rank_whose_group_has_left_without_it_leaves_too"),
+    Mutant(GracefulShutdown, "gives_up", gives_up_again_and_again, NO_QUORUM_LEAVES),
     Mutant(
-        Leaving,
+        GracefulShutdown,
         "gives_up",
         waits_though_it_is_left_out,
         "a_straggler_that_is_left_out_leaves_without_a_step_of_its_own",
     ),
     Mutant(
-        Leaving,
+        GracefulShutdown,
         "serves_until_ms",
         does_nothing,
         "who_leaves_serves_those_that_heal_from_it_for_the_rest_of_its_time",

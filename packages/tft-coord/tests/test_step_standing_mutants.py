@@ -9,17 +9,17 @@ from typing import Any, cast
 
 import pytest
 
-from tft_coord.core.standing import Standing, Vote, Word
-from tft_coord.core.step import books
+from tft_coord.core.standing import StandingQuorum, Vote, Word
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
+from tft_coord.core.step import state as step_state
 from tft_coord.core.step.asking import Asking
 from tft_coord.core.step.attempt import Attempt
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.ending import Ending
 from tft_coord.core.step.own_state import OwnState
 from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.step.state import StepState
 from tft_coord.core.step.status import StepStatus
 from tft_coord.core.types import Plan
 
@@ -37,8 +37,8 @@ right_cast = right_of(Ending, "_cast")
 right_unfit = right_of(Asking, "_unfit")
 right_summed = right_of(Rounds, "summed")
 right_decided = right_of(Rounds, "decided")
-right_planned = right_of(Standing, "planned")
-right_next_round = right_of(Standing, "next_round")
+right_planned = right_of(StandingQuorum, "planned")
+right_next_round = right_of(StandingQuorum, "next_round")
 right_fails = right_of(Asking, "_fails_with_its_group")
 
 
@@ -145,15 +145,15 @@ def aborts_at_the_verdict(self: Rounds, attempt: Attempt | None, **verdict: bool
     return cast("Effects", right_decided(self, attempt, **verdict))
 
 
-def forgets_those_in_flight(self: Standing, plan: Plan, now_ms: int, in_flight: int = 0) -> None:
+def forgets_those_in_flight(self: StandingQuorum, plan: Plan, now_ms: int, in_flight: int = 0) -> None:
     right_planned(self, plan, now_ms, 0)
 
 
-def asks_alone(self: Standing, now_ms: int, unfit: str = "", *, together: bool = False) -> Any:
+def asks_alone(self: StandingQuorum, now_ms: int, unfit: str = "", *, together: bool = False) -> Any:
     return right_next_round(self, now_ms, unfit)
 
 
-def fails_what_all_ask_about(self: Standing, now_ms: int, unfit: str = "", *, together: bool = False) -> Any:
+def fails_what_all_ask_about(self: StandingQuorum, now_ms: int, unfit: str = "", *, together: bool = False) -> Any:
     return right_next_round(self, now_ms, unfit, together=True)
 
 
@@ -209,8 +209,11 @@ MUTANTS = [
         forgets_what_it_has_to_say,
         "news_for_the_lighthouse_goes_with_the_request_after_the_next_word",
     ),
-    *(Mutant(Standing, "next_round", asks_alone, TOGETHER, (case,)) for case in ("torn", "unusable", "lost", "lease")),
-    Mutant(Standing, "next_round", fails_what_all_ask_about, CHANGED, ("torn",)),
+    *(
+        Mutant(StandingQuorum, "next_round", asks_alone, TOGETHER, (case,))
+        for case in ("torn", "unusable", "lost", "lease")
+    ),
+    Mutant(StandingQuorum, "next_round", fails_what_all_ask_about, CHANGED, ("torn",)),
     Mutant(Asking, "_fails_with_its_group", fails_in_silence, TOGETHER, ("torn",)),
     Mutant(
         Ending,
@@ -225,17 +228,19 @@ MUTANTS = [
     Mutant(Rounds, "left_open", nothing, "an_open_step_that_is_left_is_a_no"),
     Mutant(Rounds, "given_up", nothing, "a_strategy_that_gives_up_aborts_what_the_others_wait_in"),
     Mutant(Asking, "step_started", asks_without_an_abort, CHANGED, ("torn",)),
-    Mutant(Books, "abort", nothing, CHANGED, ("torn",)),
-    Mutant(Books, "abort", nothing, ERROR),
+    Mutant(StepState, "abort", nothing, CHANGED, ("torn",)),
+    Mutant(StepState, "abort", nothing, ERROR),
     Mutant(Ending, "_cast", leaves_by_its_vote, "a_group_leaves_by_its_word_and_a_later_wish_waits_for_the_next"),
     # rules 6 to 10: news
-    Mutant(Standing, "told", no, "a_recall_is_told_by_the_next_word"),
+    Mutant(StandingQuorum, "told", no, "a_recall_is_told_by_the_next_word"),
     Mutant(Rounds, "broken", nothing, "news_of_a_quorum_that_overtook_its_plan_end_it"),
-    Mutant(Standing, "speaks", yes, "news_mean_nothing_to_a_rank_without_words"),
-    Mutant(Standing, "late", nothing, "a_round_that_waits_for_too_long_is_reported_once"),
-    Mutant(books, "_patient", same, "a_round_is_late_before_its_reductions_end_by_their_own_time_out"),
+    Mutant(StandingQuorum, "speaks", yes, "news_mean_nothing_to_a_rank_without_words"),
+    Mutant(StandingQuorum, "late", nothing, "a_round_that_waits_for_too_long_is_reported_once"),
+    Mutant(step_state, "_patient", same, "a_round_is_late_before_its_reductions_end_by_their_own_time_out"),
     # rule 13: syncs in flight
-    Mutant(Standing, "planned", forgets_those_in_flight, "a_word_asks_for_the_next_start_and_those_in_flight_go_on"),
+    Mutant(
+        StandingQuorum, "planned", forgets_those_in_flight, "a_word_asks_for_the_next_start_and_those_in_flight_go_on"
+    ),
 ]
 
 

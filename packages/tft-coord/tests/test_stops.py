@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from tft_coord.core import effects, events
-from tft_coord.core.group import GroupCore
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.stops import LocalProcess, StopWatch
 from tft_coord.processes import is_stopped, this_process
 from tft_coord.timeouts import Timeouts
@@ -55,14 +55,16 @@ def test_it_looks_for_a_while_after_it_was_asked() -> None:
 # --- in the group's core ------------------------------------------------------------------------------------------
 
 
-def group(world_size: int = 1) -> GroupCore:
-    core = GroupCore(replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=TIMEOUTS)
+def group(world_size: int = 1) -> ReplicaGroupCore:
+    core = ReplicaGroupCore(
+        replica_id="a", address="a:1", store_address="a:2", world_size=world_size, timeouts=TIMEOUTS
+    )
     for rank in range(world_size):
         core.handle(events.RankConnected(rank, stream=rank + 1, session=1), 0)
     return core
 
 
-def look(core: GroupCore, stopped: bool, from_ms: int, to_ms: int) -> list[effects.GroupEffect]:
+def look(core: ReplicaGroupCore, stopped: bool, from_ms: int, to_ms: int) -> list[effects.GroupEffect]:
     out: list[effects.GroupEffect] = []
     for now_ms in range(from_ms, to_ms, 100):
         out += core.handle(events.RanksLookedAt({0: stopped}), now_ms)

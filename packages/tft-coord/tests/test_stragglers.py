@@ -25,7 +25,7 @@ from tft_coord.core.stragglers import (
     Company,
     PaceKind,
     StragglerAction,
-    StragglerNews,
+    StragglerNotice,
     StragglerPolicy,
     StragglerWatch,
 )
@@ -51,7 +51,7 @@ class Model:
         self.watch = StragglerWatch(self.policy)
         self.now_ms = 0
         self.step = 0
-        self.news: list[tuple[int, StragglerNews]] = []
+        self.news: list[tuple[int, StragglerNotice]] = []
         self.ended: list[int] = []
         self.members = set(own_ms)
         self.min_replicas = min_replicas

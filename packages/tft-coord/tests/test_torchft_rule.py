@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tft_coord.compat.rule import TorchftCore
 from tft_coord.core import effects, events
 from tft_coord.core.lighthouse import LighthouseConfig
-from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Member, Quorum
 from tft_coord.testing import TorchftLike
 from tft_coord.timeouts import Timeouts

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from tft_coord.core import effects, events
-from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import Phase, Progress
-from tft_coord.core.stragglers import PaceKind, StragglerNews
+from tft_coord.core.replica_group import ReplicaGroupCore
+from tft_coord.core.stragglers import PaceKind, StragglerNotice
 from tft_coord.core.types import Hello, Member, Purpose, QuorumKey, RankRequest, WaitsFor
 from tft_coord.core.waits import Notice, WaitNotice
 from tft_coord.timeouts import Timeouts
@@ -251,8 +251,8 @@ def test_a_job_whose_steps_are_short_tells_and_says_nothing() -> None:
 # --- the manager server ------------------------------------------------------------------------------------------
 
 
-def group(world_size: int) -> GroupCore:
-    core = GroupCore(
+def group(world_size: int) -> ReplicaGroupCore:
+    core = ReplicaGroupCore(
         replica_id=f"r:{UUID}", address="r:1", store_address="s:1", world_size=world_size, timeouts=Timeouts()
     )
     for rank in range(world_size):
@@ -260,7 +260,7 @@ def group(world_size: int) -> GroupCore:
     return core
 
 
-def asked(core: GroupCore, rank: int, now_ms: int) -> None:
+def asked(core: ReplicaGroupCore, rank: int, now_ms: int) -> None:
     request = RankRequest(step=3, lineage=None, checkpoint_metadata="", attempt=1)
     core.handle(events.RankAsked(rank, 10 + rank, request, 60_000), now_ms)
 
@@ -281,7 +281,7 @@ def test_the_error_at_the_deadline_says_what_the_lighthouse_has_said() -> None:
 
 def test_the_error_at_the_deadline_of_a_straggler_says_until_when_it_is_left_out() -> None:
     core = group(1)
-    news = StragglerNews("r", PaceKind.LEFT_OUT, 4_000, 400, pause_ms=80_000, sentence="it is left out")
+    news = StragglerNotice("r", PaceKind.LEFT_OUT, 4_000, 400, pause_ms=80_000, sentence="it is left out")
     core.handle(events.PaceTold(news), 10_000)
     asked(core, 0, 11_000)
     (failed,) = [order for order in core.tick(70_000) if isinstance(order, effects.FailRank)]
@@ -294,7 +294,7 @@ def test_the_error_at_the_deadline_of_a_straggler_says_until_when_it_is_left_out
     asked(core, 0, 71_000)
     (failed,) = [order for order in core.tick(140_000) if isinstance(order, effects.FailRank)]
     assert "its pause is over, and it joins for a trial when the others ask for the next quorum" in failed.message
-    core.handle(events.PaceTold(StragglerNews("r", PaceKind.LET_BACK)), 141_000)
+    core.handle(events.PaceTold(StragglerNotice("r", PaceKind.LET_BACK)), 141_000)
     asked(core, 0, 142_000)
     (failed,) = [order for order in core.tick(210_000) if isinstance(order, effects.FailRank)]
     assert "straggler" not in failed.message

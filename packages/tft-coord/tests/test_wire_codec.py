@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.core.effects import (
     AnnounceNewcomer,
     AnswerQuorum,
@@ -44,11 +45,12 @@ from tft_coord.core.events import (
 from tft_coord.core.fingerprint import MAX_FINGERPRINT_BYTES, MAX_PARTS, FingerprintPart
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.stops import LocalProcess
-from tft_coord.core.stragglers import PaceKind, StragglerNews
+from tft_coord.core.stragglers import PaceKind, StragglerNotice
 from tft_coord.core.types import (
     MAX_INT64,
     MAX_UINT64,
     UNREACHED_MOST,
+    DrainComplete,
     Hello,
     KillOrder,
     LeaveRequest,
@@ -62,7 +64,6 @@ from tft_coord.core.types import (
     QuorumNews,
     RankRequest,
     Refusal,
-    Released,
     Source,
     Unreached,
     Verdict,
@@ -70,7 +71,6 @@ from tft_coord.core.types import (
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import LONGEST_MS
-from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import codec, packing, rank_codec
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import (
@@ -230,7 +230,7 @@ told_to_lighthouse = st.one_of(
 refusals = st.sampled_from(Refusal)
 notices = st.builds(LossNotice, keys, names, numbers, lines, st.booleans())
 paces = st.builds(
-    StragglerNews,
+    StragglerNotice,
     names,
     st.sampled_from(PaceKind),
     steps,
@@ -277,7 +277,7 @@ told_to_rank = st.one_of(
         rank_codec.RankAnswer, numbers, st.one_of(plans(), keys, verdicts, st.builds(rank_codec.Failure, names, lines))
     ),
     st.builds(LeaveRequest, lines, counts),
-    st.just(Released()),
+    st.just(DrainComplete()),
     st.builds(KillOrder, lines),
     paces,
     quorum_news,

@@ -39,7 +39,7 @@ from tft_pg.backends.attempt import EXAMINED_AFTER_S, Attempt
 from tft_pg.backends.examination import give_up
 from tft_pg.backends.gloo import _Published
 from tft_pg.backends.patience import SHORTEST_S, Patience, Phase
-from tft_pg.calls import Place, call_all
+from tft_pg.calls import ProbeAddress, call_all
 from tft_pg.errors import Where
 from tft_pg.sockets import Endpoint
 from tft_pg.store import parse_store_addr
@@ -257,7 +257,7 @@ def test_a_stranger_that_says_more_than_a_member_does_is_not_taken_for_one(bench
         strangers.kill()
 
 
-def gloo_record(store: Store, rank: int = 0) -> Place:
+def gloo_record(store: Store, rank: int = 0) -> ProbeAddress:
     return _Published.read(bytes(store.get(f"0/{rank}"))).place
 
 
@@ -400,8 +400,8 @@ def test_a_group_over_devices_names_who_did_not_come() -> None:
 def test_calls_tell_who_refuses_who_is_silent_and_who_answers(hole: int, closed_port: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as answers:
         ports = {"refuses": closed_port, "silent": hole, "answers": answers.getsockname()[1]}
-        places = {name: Place(socket.AF_INET, ("127.0.0.1", port)) for name, port in ports.items()}
-        places["nowhere"] = Place(socket.AF_INET, ("no address", 1))
+        places = {name: ProbeAddress(socket.AF_INET, ("127.0.0.1", port)) for name, port in ports.items()}
+        places["nowhere"] = ProbeAddress(socket.AF_INET, ("no address", 1))
         found = call_all(places, until_s=time.monotonic() + 1.0, goes_on=lambda: True)
     assert set(found) == {"refuses", "silent", "nowhere"}
     assert found["refuses"] == "connection refused"
@@ -409,5 +409,5 @@ def test_calls_tell_who_refuses_who_is_silent_and_who_answers(hole: int, closed_
 
 
 def test_calls_end_when_nobody_wants_to_know(hole: int) -> None:
-    place = Place(socket.AF_INET, ("127.0.0.1", hole))
+    place = ProbeAddress(socket.AF_INET, ("127.0.0.1", hole))
     assert call_all({0: place}, until_s=10**9, goes_on=iter([True, True, False, False]).__next__) == {}

@@ -6,7 +6,7 @@ import pytest
 
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Unreached, Via
 from tft_sim import InvariantError, VirtualClock
-from tft_sim.group import Group
+from tft_sim.group import SimulatedGroup
 from tft_sim.invariants import Attendance, Contribution, Held, Invariants
 from tft_sim.link_faults import is_connected_enough
 from tft_sim.links import FAILS_AFTER_MS, Links, all_of, both_ways
@@ -17,9 +17,11 @@ FIRST, SECOND = QuorumKey(1, 1), QuorumKey(2, 2)
 class TestGroup:
     """Its members need links."""
 
-    def meets(self, store: str = "a") -> tuple[VirtualClock, Links, Group]:
+    def meets(self, store: str = "a") -> tuple[VirtualClock, Links, SimulatedGroup]:
         clock, links = VirtualClock(), Links()
-        group = Group(FIRST, 0, ("a", "b", "c"), clock, Invariants(), lambda: 5, lambda *_: False, links, store)
+        group = SimulatedGroup(
+            FIRST, 0, ("a", "b", "c"), clock, Invariants(), lambda: 5, lambda *_: False, links, store
+        )
         links.on_change = group.look
         return clock, links, group
 

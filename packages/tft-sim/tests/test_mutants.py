@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from tft_coord.core import assignment, effects, events, foreign, lighthouse, quorum, reach, suspicion
+from tft_coord.compat import replica_group as compat_group
+from tft_coord.compat.member_data import Aside
+from tft_coord.compat.rule import TorchftCore
+from tft_coord.core import assignment, effects, events, lighthouse, quorum, reach, suspicion
 from tft_coord.core.bad_links import Pause
 from tft_coord.core.commit import RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint
-from tft_coord.core.foreign_data import Aside
-from tft_coord.core.group import GroupCore
-from tft_coord.core.handshake import Handshake, Standing
+from tft_coord.core.handshake import Handshake, Precedence
 from tft_coord.core.job_end import Ended, JobEnd
 from tft_coord.core.lighthouse import Job, LighthouseCore
 from tft_coord.core.lineage import fold_lineage
@@ -28,6 +29,7 @@ from tft_coord.core.liveness import Accepted, Liveness, Rejected, Replica
 from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
 from tft_coord.core.reach import Kept, Limits, Peer, Reach
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.session import SessionCore
 from tft_coord.core.step import Healing, own_state, reducing
 from tft_coord.core.step import Phase as StepPhase
@@ -35,19 +37,18 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.asking import Asking
 from tft_coord.core.step.attempt import Attempt
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.ending import Ending
-from tft_coord.core.step.flights import Flights
-from tft_coord.core.step.leaving import Leaving
+from tft_coord.core.step.in_flight import StepsInFlight
+from tft_coord.core.step.leaving import GracefulShutdown
 from tft_coord.core.step.losses import Losses
 from tft_coord.core.step.recovery import Recovery as StepRecovery
 from tft_coord.core.step.reducing import Reducing
+from tft_coord.core.step.state import StepState
 from tft_coord.core.step.troubles import Troubles
 from tft_coord.core.step.values import StepName
 from tft_coord.core.stops import StopWatch
 from tft_coord.core.stragglers import StragglerPolicy, StragglerWatch
 from tft_coord.core.suspicion import Sighting, Suspicion
-from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.trial import Trials
 from tft_coord.core.types import (
     MAX_INT64,
@@ -106,12 +107,12 @@ class Mutant:
     config: SimulationConfig = SimulationConfig()  # noqa: RUF009  # frozen
 
 
-def breaks_whatever_is_held(self: GroupCore, notice: LossNotice) -> list[effects.GroupEffect]:
+def breaks_whatever_is_held(self: ReplicaGroupCore, notice: LossNotice) -> list[effects.GroupEffect]:
     held = self.quorum.key if self.quorum is not None else notice.key
     return right_noticed(self, replace(notice, key=held))
 
 
-def tells_nothing_again(self: GroupCore, rank: int) -> list[effects.GroupEffect]:
+def tells_nothing_again(self: ReplicaGroupCore, rank: int) -> list[effects.GroupEffect]:
     return []
 
 
@@ -203,8 +204,8 @@ def compares_nothing(self: Handshake, *_: object) -> list[Any]:
     return []
 
 
-def believes_the_dead(self: Job, replica_id: str) -> Standing:
-    return max(Standing.NEW, right_standing(self, replica_id))
+def believes_the_dead(self: Job, replica_id: str) -> Precedence:
+    return max(Precedence.NEW, right_standing(self, replica_id))
 
 
 def takes_both_kinds(self: LighthouseCore, job: str, now_ms: int) -> str | None:
@@ -298,7 +299,7 @@ def takes_the_unknown_for_the_same(key: QuorumKey, members: tuple[Member, ...]) 
     )
 
 
-def takes_rank_0_for_all(self: GroupCore) -> tuple[Member, QuorumKey | None]:
+def takes_rank_0_for_all(self: ReplicaGroupCore) -> tuple[Member, QuorumKey | None]:
     member, held = right_merge(self)
     first = self._asked[0].request
     return replace(member, torn=False, step=first.step, lineage=first.lineage), held
@@ -308,13 +309,13 @@ def starts_over_at_once(self: Job, members: Collection[Member], now_ms: int) -> 
     return False
 
 
-def asks_the_lighthouse_again(self: GroupCore, event: events.RankAsked) -> None:
+def asks_the_lighthouse_again(self: ReplicaGroupCore, event: events.RankAsked) -> None:
     return None
 
 
 right_core_hello = LighthouseCore._hello
 right_reason = quorum.reason_for_new_id
-right_merge = GroupCore._merge
+right_merge = ReplicaGroupCore._merge
 right_holders = assignment._holders
 
 
@@ -363,7 +364,7 @@ def spares_nobody(self: Job) -> list[str]:
     return []
 
 
-def reports_what_was_formed(self: GroupCore) -> Quorum | None:
+def reports_what_was_formed(self: ReplicaGroupCore) -> Quorum | None:
     return self.quorum
 
 
@@ -423,7 +424,7 @@ def believes_no_clock_but_its_own(hello: Any, wall_ms: int, cluster_id: str) -> 
     return right_clock_behind(hello, wall_ms - lighthouse.CLOCKS_DIFFER_MOST_MS, cluster_id)
 
 
-def takes_the_unknown_for_torn(self: GroupCore) -> tuple[Member, QuorumKey | None]:
+def takes_the_unknown_for_torn(self: ReplicaGroupCore) -> tuple[Member, QuorumKey | None]:
     member, held = right_merge(self)
     return replace(member, torn=member.torn or member.lineage is None), held
 
@@ -434,7 +435,7 @@ def thinks_of_the_other_kind_all_the_time(self: TorchftCore, now_ms: int) -> str
 
 def gives_way_to_every_newcomer(self: Handshake, replica_id: str, fingerprint: Fingerprint) -> list[Any]:
     standing = self._standing
-    self._standing = lambda each: Standing.MEMBER if each == replica_id else Standing.NEW
+    self._standing = lambda each: Precedence.MEMBER if each == replica_id else Precedence.NEW
     out = right_compare(self, replica_id, fingerprint)
     self._standing = standing
     return out
@@ -459,17 +460,17 @@ def takes_an_older_lighthouse_for_the_end(
     return right_told_refused(self, known, message, now_ms, silent_ms, hung=hung)
 
 
-def gives_a_rank_no_grace(self: GroupCore, event: events.RankDisconnected, now_ms: int) -> list[Any]:
+def gives_a_rank_no_grace(self: ReplicaGroupCore, event: events.RankDisconnected, now_ms: int) -> list[Any]:
     out = right_disconnected(self, event, now_ms)
     lost = self._broken_ms.pop(event.rank, None) is not None
     return [*out, *(self._lose(f"the stream of rank {event.rank} broke") if lost else [])]
 
 
-def names_nobody(self: GroupCore) -> str:
+def names_nobody(self: ReplicaGroupCore) -> str:
     return "a rank is lost"
 
 
-def cuts_the_time_short(self: GroupCore, now_ms: int) -> list[Any]:
+def cuts_the_time_short(self: ReplicaGroupCore, now_ms: int) -> list[Any]:
     return right_group_tick(self, now_ms + 1_000)
 
 
@@ -624,11 +625,11 @@ def reports_no_stop(self: StopWatch, now_ms: int) -> tuple[int, ...]:
     return ()
 
 
-def comes_back_while_it_is_stopped(self: GroupCore, now_ms: int) -> bool:
+def comes_back_while_it_is_stopped(self: ReplicaGroupCore, now_ms: int) -> bool:
     return self._progress.is_hung(now_ms)
 
 
-def takes_a_stopped_rank_for_dead(self: GroupCore, event: events.RanksLookedAt, now_ms: int) -> list[Any]:
+def takes_a_stopped_rank_for_dead(self: ReplicaGroupCore, event: events.RanksLookedAt, now_ms: int) -> list[Any]:
     broken, self._broken_ms = self._broken_ms, {}
     out = right_looked_at(self, event, now_ms)
     self._broken_ms = broken
@@ -658,7 +659,7 @@ def takes_a_stop_for_a_death(self: Liveness, replica: Replica, reason: str, now_
 
 
 right_sighting = Job._sighting
-right_looked_at = GroupCore._looked_at
+right_looked_at = ReplicaGroupCore._looked_at
 right_silence = Liveness.silence
 
 
@@ -718,7 +719,7 @@ def remembers_how_slow_it_was(self: StragglerWatch, replica_id: str, progress: P
 right_company = Job._company
 right_let_back = StragglerWatch._let_back
 right_heard_pace = StragglerWatch.heard
-right_parted = foreign.parted
+right_parted = compat_group.parted
 right_judge = Liveness.judge
 right_break_counts = Liveness._break_counts
 right_decide = quorum.decide
@@ -730,11 +731,11 @@ right_lose = Liveness._lose
 right_clock_behind = lighthouse._clock_behind
 right_compare = Handshake._compare
 right_refuse_the_ahead = Job._refuse_the_ahead
-right_disconnected = GroupCore._disconnected
-right_group_tick = GroupCore.tick
+right_disconnected = ReplicaGroupCore._disconnected
+right_group_tick = ReplicaGroupCore.tick
 right_told_lost = SessionCore.told_lost
 right_open_newer = SessionCore._open_newer
-right_noticed = GroupCore._noticed
+right_noticed = ReplicaGroupCore._noticed
 right_release = Job._release_those_who_left
 right_break_quorum = Job._break_quorum
 right_cast = Votes.cast
@@ -899,11 +900,11 @@ def drops_what_comes_early(self: Losses, notice: LossNotice) -> bool:
     return notice.key == self._held and right_heard(self, notice)
 
 
-def leaves_with_the_only_state(self: Leaving, now_ms: int) -> bool:
+def leaves_with_the_only_state(self: GracefulShutdown, now_ms: int) -> bool:
     return self._told or self._reason is not None
 
 
-def waits_in_vain(self: Books) -> bool:
+def waits_in_vain(self: StepState) -> bool:
     return False
 
 
@@ -912,11 +913,11 @@ def loads_without_the_others(self: StepRecovery, plan: Plan, purpose: Purpose, *
     return self._agreed(plan, purpose, yes=yes and rest[0] is None)
 
 
-def goes_on_in_another_quorum(self: Flights, key: QuorumKey) -> None:
+def goes_on_in_another_quorum(self: StepsInFlight, key: QuorumKey) -> None:
     return None
 
 
-def lets_only_one_fail(self: Flights, attempt: Attempt | None, *, yes: bool, is_left_out: bool) -> None:
+def lets_only_one_fail(self: StepsInFlight, attempt: Attempt | None, *, yes: bool, is_left_out: bool) -> None:
     if attempt is not None:
         self.aside.pop(attempt.name.attempt, None)
         if attempt in self.deferred:
@@ -937,12 +938,12 @@ def says_again_what_failed(self: Asking, event: on.StepStarted, now_ms: int) -> 
     return (replace(asked, request=replace(asked.request, commit_failures=self._books.flights.commit_failures)),)
 
 
-def says_nothing_of_what_it_lost(self: Flights, step: int, *, is_asynchronous: bool) -> bool:
+def says_nothing_of_what_it_lost(self: StepsInFlight, step: int, *, is_asynchronous: bool) -> bool:
     right_begin(self, step, is_asynchronous=is_asynchronous)
     return False
 
 
-def says_nothing_of_what_it_never_heard(self: Flights, error: Exception, *, others_go_on: bool) -> None:
+def says_nothing_of_what_it_never_heard(self: StepsInFlight, error: Exception, *, others_go_on: bool) -> None:
     right_without_quorum(self, error, others_go_on=False)
 
 
@@ -952,8 +953,8 @@ def takes_what_it_has_got(self: Troubles, error: Exception, name: StepName | Non
 
 right_heard = Losses.heard
 right_step_started = Asking.step_started
-right_begin = Flights.begin
-right_without_quorum = Flights.without_quorum
+right_begin = StepsInFlight.begin
+right_without_quorum = StepsInFlight.without_quorum
 
 
 def builds_each_time(self: Asking, plan: Plan) -> Any:
@@ -993,11 +994,11 @@ def forgets_that_it_is_torn(self: StepRecovery, event: on.StateTorn, now_ms: int
     return ()
 
 
-def fails_only_what_is_in_flight(self: Flights, error: Exception) -> None:
+def fails_only_what_is_in_flight(self: StepsInFlight, error: Exception) -> None:
     self.fail_deferred(error)
 
 
-def keeps_what_is_in_flight(self: Flights, error: Exception) -> None:
+def keeps_what_is_in_flight(self: StepsInFlight, error: Exception) -> None:
     return None
 
 
@@ -1010,16 +1011,16 @@ def breaks_by_any_loss(self: Losses, notice: LossNotice) -> bool:
     return heard or (self._held is not None and notice.key > self._held)
 
 
-def serves_nobody_to_the_end(self: Leaving) -> int | None:
+def serves_nobody_to_the_end(self: GracefulShutdown) -> int | None:
     return None
 
 
-def gives_up_in_silence(self: Flights, error: Exception) -> None:
+def gives_up_in_silence(self: StepsInFlight, error: Exception) -> None:
     self.abandon_all(error)
     self.left_others = False
 
 
-def lets_what_was_begun_later_go_on(self: Flights, error: Exception) -> None:
+def lets_what_was_begun_later_go_on(self: StepsInFlight, error: Exception) -> None:
     return None
 
 
@@ -1027,7 +1028,7 @@ def commits_on_a_no(self: Ending, event: on.VerdictArrived, now_ms: int) -> Any:
     return right_verdict(self, replace(event, yes=True), now_ms)
 
 
-def blames_the_newest(self: Flights, name: StepName | None) -> Attempt | None:
+def blames_the_newest(self: StepsInFlight, name: StepName | None) -> Attempt | None:
     return self.last if self.phase is not StepPhase.IDLE else None
 
 
@@ -1041,15 +1042,15 @@ def stays_torn(self: own_state.OwnState, plan: Plan, own: Any) -> None:
     self.torn = torn
 
 
-def knows_no_lost_group(self: Books, attempt: Attempt) -> Exception | None:
+def knows_no_lost_group(self: StepState, attempt: Attempt) -> Exception | None:
     return None
 
 
-def is_told_of_no_leaving(self: Leaving) -> None:
+def is_told_of_no_leaving(self: GracefulShutdown) -> None:
     return None
 
 
-def never_gives_up(self: Leaving, now_ms: int, *, is_left_out: bool) -> bool:
+def never_gives_up(self: GracefulShutdown, now_ms: int, *, is_left_out: bool) -> bool:
     return False
 
 
@@ -1084,7 +1085,7 @@ MUTANTS = [
     Mutant(Trials, "_end", tries_once, "transcript R3", PARTIAL),
     Mutant(reach, "smallest_cover", puts_members_out_for_newcomers, "R2 transcript", PARTIAL),
     Mutant(Job, "_fit", fits_nobody_in, "R2", 221, WITH_LINKS),
-    Mutant(Books, "is_awaited", waits_in_vain, "transcript", PARTIAL),
+    Mutant(StepState, "is_awaited", waits_in_vain, "transcript", PARTIAL),
     Mutant(Trainer, "note_unreached", reports_nobody, "R1", 12, WITH_LINKS),
     # Section 3, a broken quorum: losses that are not told, or told of the wrong quorum.
     Mutant(Job, "_break_quorum", tells_nobody, "P3", 0),
@@ -1097,8 +1098,8 @@ MUTANTS = [
         "P3",
         ("deafen b", "die a", "silence b", "ask c", "hello b"),
     ),
-    Mutant(GroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 393, WITHOUT_PROBES),
-    Mutant(GroupCore, "_tell_again", tells_nothing_again, "transcript", "scenario_08_notices"),
+    Mutant(ReplicaGroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 393, WITHOUT_PROBES),
+    Mutant(ReplicaGroupCore, "_tell_again", tells_nothing_again, "transcript", "scenario_08_notices"),
     Mutant(Losses, "heard", drops_what_comes_early, "P3 transcript", "scenario_08_notices"),
     # Section 1, sessions and liveness: who lives, and in which job.
     Mutant(Liveness, "_excuse_if_sick", excuses_nobody, "transcript", "scenario_14_sick_lighthouse"),
@@ -1124,8 +1125,8 @@ MUTANTS = [
     Mutant(Suspicion, "_is_due", probes_at_every_look, "P5", 0),
     Mutant(StopWatch, "stopped", takes_one_look_for_a_stop, "P5", 0),
     Mutant(StopWatch, "stopped", reports_no_stop, "transcript", SILENCE),
-    Mutant(GroupCore, "is_hung", comes_back_while_it_is_stopped, "transcript", SILENCE),
-    Mutant(GroupCore, "_looked_at", takes_a_stopped_rank_for_dead, "transcript", SILENCE),
+    Mutant(ReplicaGroupCore, "is_hung", comes_back_while_it_is_stopped, "transcript", SILENCE),
+    Mutant(ReplicaGroupCore, "_looked_at", takes_a_stopped_rank_for_dead, "transcript", SILENCE),
     Mutant(GroupProgress, "waits_since_ms", believes_that_waits_run_on, "transcript", SILENCE),
     Mutant(Liveness, "silence", takes_silence_for_a_bad_link, "P5", SILENCE),
     # Who has to end, and who is refused: nobody by a lighthouse that fails, nor a sound one.
@@ -1136,14 +1137,14 @@ MUTANTS = [
     Mutant(SessionCore, "told_refused", takes_time_for_a_proof_of_life, "I8", "scenario_04_sessions"),
     Mutant(Liveness, "_lose", takes_every_loss_for_a_death, "I9", 0),
     Mutant(lighthouse, "_clock_behind", believes_no_clock_but_its_own, "I9", "restart"),
-    Mutant(GroupCore, "_merge", takes_the_unknown_for_torn, "I8", 3),
+    Mutant(ReplicaGroupCore, "_merge", takes_the_unknown_for_torn, "I8", 3),
     Mutant(TorchftCore, "living", thinks_of_the_other_kind_all_the_time, "I9", 0),
     Mutant(Handshake, "_compare", gives_way_to_every_newcomer, "I8 I2", 37),
     Mutant(Job, "_refuse_the_ahead", lets_the_last_say_who_is_ahead, "I8", 0),
     Mutant(SessionCore, "told_refused", takes_an_older_lighthouse_for_the_end, "I8", 11, OLDER_WITH_STANDBY),
-    Mutant(GroupCore, "_disconnected", gives_a_rank_no_grace, "I8", 0),
-    Mutant(GroupCore, "_lost_message", names_nobody, "I9", 0),
-    Mutant(GroupCore, "tick", cuts_the_time_short, "I8", 27),
+    Mutant(ReplicaGroupCore, "_disconnected", gives_a_rank_no_grace, "I8", 0),
+    Mutant(ReplicaGroupCore, "_lost_message", names_nobody, "I9", 0),
+    Mutant(ReplicaGroupCore, "tick", cuts_the_time_short, "I8", 27),
     Mutant(Trainer, "vote", ends_with_its_server, "I8", 42),
     # Section 2, the quorum rule.
     Mutant(lighthouse, "reason_for_new_id", reuses_what_failed, "I2 I5", 0),
@@ -1183,7 +1184,7 @@ MUTANTS = [
     Mutant(Job, "_situation", waits_for_who_has_left, "I6", 0),
     Mutant(Job, "_release_those_who_left", takes_the_end_of_who_has_left_for_a_loss, "L1", 0),
     Mutant(Job, "_somebody_heals", releases_a_source_at_once, "transcript", "scenario_20_leaving"),
-    Mutant(Leaving, "is_due", leaves_with_the_only_state, "transcript", "scenario_20_leaving"),
+    Mutant(GracefulShutdown, "is_due", leaves_with_the_only_state, "transcript", "scenario_20_leaving"),
     # Section 6, hangs.
     Mutant(Progress, "is_hung", takes_waiting_for_hanging, "H1", 72),
     Mutant(Progress, "is_hung", takes_the_late_for_hung, "H1", 72),
@@ -1193,7 +1194,7 @@ MUTANTS = [
     Mutant(SessionCore, "told_lost", comes_back_while_it_hangs, "H2", "scenario_11_hangs"),
     Mutant(SessionCore, "went_on", never_comes_back_from_a_hang, "I6", 0),
     Mutant(Job, "_last_holder", spares_nobody, "transcript", "last_holder"),
-    Mutant(GroupCore, "report", reports_what_was_formed, "transcript", "last_holder_without_memory"),
+    Mutant(ReplicaGroupCore, "report", reports_what_was_formed, "transcript", "last_holder_without_memory"),
     Mutant(HangWatch, "stuck", needs_only_one_to_be_stuck, "H1", 0),
     Mutant(HangWatch, "stuck", never_sees_all_stuck, "H2 transcript", "scenario_11_hangs"),
     # Section 7, stragglers.
@@ -1210,7 +1211,7 @@ MUTANTS = [
     Mutant(StragglerWatch, "_lasts", judges_by_one_look, "transcript", "stragglers"),
     Mutant(StragglerWatch, "heard", remembers_how_slow_it_was, "transcript", "stragglers"),
     # Section 5, the vote.
-    Mutant(GroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
+    Mutant(ReplicaGroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
     Mutant(Job, "_refuse_the_late", lets_the_late_train_on, "E1", "job_end"),
     Mutant(JobEnd, "look", ends_while_a_member_trains, "E1", "job_end"),
@@ -1221,15 +1222,15 @@ MUTANTS = [
     Mutant(Votes, "cast", changes_its_mind, "I5", "scenario_02_verdict"),
     Mutant(own_state, "fold_lineage", folds_no_quorum, "I3", 0),
     # Section 5, syncs in flight.
-    Mutant(Flights, "_abandon_those_of_other_quorums", goes_on_in_another_quorum, "I3 F1", 7),
-    Mutant(Flights, "aside_ended", lets_only_one_fail, "I5 I6 F1 I3", 0, WITH_SYNCS),
+    Mutant(StepsInFlight, "_abandon_those_of_other_quorums", goes_on_in_another_quorum, "I3 F1", 7),
+    Mutant(StepsInFlight, "aside_ended", lets_only_one_fail, "I5 I6 F1 I3", 0, WITH_SYNCS),
     Mutant(Asking, "step_started", reports_what_is_in_flight, "F1 I6", 7),
     Mutant(Asking, "step_started", says_again_what_failed, "I6", 28),
-    Mutant(Flights, "begin", says_nothing_of_what_it_lost, "F1 I3", 56, WITH_SYNCS),
-    Mutant(Flights, "without_quorum", says_nothing_of_what_it_never_heard, "transcript", SYNCS),
+    Mutant(StepsInFlight, "begin", says_nothing_of_what_it_lost, "F1 I3", 56, WITH_SYNCS),
+    Mutant(StepsInFlight, "without_quorum", says_nothing_of_what_it_never_heard, "transcript", SYNCS),
     Mutant(syncs, "fragment_of", counts_none_in_flight, "F1", 7),
     Mutant(Troubles, "_noted", takes_what_it_has_got, "I3 I5", 0),
-    Mutant(GroupCore, "_given_before", asks_the_lighthouse_again, "F1", SYNCS),
+    Mutant(ReplicaGroupCore, "_given_before", asks_the_lighthouse_again, "F1", SYNCS),
     # The step: who gives what, what fails it, what its verdict changes.
     Mutant(Asking, "_planned", builds_each_time, "I4", 0),
     Mutant(Ending, "_cast", votes_in_spite_of_an_error, "I5", 0),
@@ -1238,11 +1239,11 @@ MUTANTS = [
     Mutant(Attempt, "is_participating", counts_while_it_heals, "I3", 0),
     Mutant(reducing, "mean_factors", divides_by_the_members, "I3", 0),
     Mutant(Reducing, "_enters", weighs_what_it_does_not_give, "I3", 0),
-    Mutant(Flights, "counting", blames_the_newest, "I5 I3 F1", 19, WITH_SYNCS),
-    Mutant(Flights, "abandon_all", lets_what_was_begun_later_go_on, "I5 I3 I6 F1", 0, WITH_SYNCS),
-    Mutant(Flights, "give_up", gives_up_in_silence, "F1 I3 I6", 3, WITH_SYNCS),
-    Mutant(Flights, "fail_own", fails_only_what_is_in_flight, "I3", 190),
-    Mutant(Flights, "fail_deferred", keeps_what_is_in_flight, "transcript", SYNCS),
+    Mutant(StepsInFlight, "counting", blames_the_newest, "I5 I3 F1", 19, WITH_SYNCS),
+    Mutant(StepsInFlight, "abandon_all", lets_what_was_begun_later_go_on, "I5 I3 I6 F1", 0, WITH_SYNCS),
+    Mutant(StepsInFlight, "give_up", gives_up_in_silence, "F1 I3 I6", 3, WITH_SYNCS),
+    Mutant(StepsInFlight, "fail_own", fails_only_what_is_in_flight, "I3", 190),
+    Mutant(StepsInFlight, "fail_deferred", keeps_what_is_in_flight, "transcript", SYNCS),
     # The step: states, losses, leaving.
     Mutant(StepRecovery, "exchange_asked", goes_on_unhealed, "I3 I6", 0),
     Mutant(StepRecovery, "state_torn", forgets_that_it_is_torn, "I3", 0),
@@ -1250,10 +1251,10 @@ MUTANTS = [
     Mutant(own_state.OwnState, "healed", stays_torn, "I6", 0),
     Mutant(Losses, "_judge", breaks_nothing, "transcript", "scenario_08_notices"),
     Mutant(Losses, "heard", breaks_by_any_loss, "transcript", "scenario_08_notices"),
-    Mutant(Books, "fatal_of", knows_no_lost_group, "I6 I5", 0),
-    Mutant(Leaving, "serves_until_ms", serves_nobody_to_the_end, "transcript", "scenario_20_leaving"),
-    Mutant(Leaving, "told", is_told_of_no_leaving, "transcript", "scenario_20_leaving"),
-    Mutant(Leaving, "gives_up", never_gives_up, "transcript", "scenario_20_leaving"),
+    Mutant(StepState, "fatal_of", knows_no_lost_group, "I6 I5", 0),
+    Mutant(GracefulShutdown, "serves_until_ms", serves_nobody_to_the_end, "transcript", "scenario_20_leaving"),
+    Mutant(GracefulShutdown, "told", is_told_of_no_leaving, "transcript", "scenario_20_leaving"),
+    Mutant(GracefulShutdown, "gives_up", never_gives_up, "transcript", "scenario_20_leaving"),
     # Section 2, several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
     Mutant(Job, "_starts_over", starts_over_at_once, "transcript", "nobody_names_the_quorum"),
@@ -1261,9 +1262,9 @@ MUTANTS = [
         LighthouseCore, "_is_succeeded_by", serves_on_beside_a_newer_one, "transcript", "scenario_05_two_lighthouses"
     ),
     Mutant(LighthouseCore, "_stands_in", stands_in_at_the_first_word, "P1", 98, WITH_STANDBY),
-    Mutant(foreign, "_answer_digest", names_no_words, "I2 I4", 0, ON_FOREIGN),
-    Mutant(foreign, "parted", looks_at_nothing_that_others_have_seen, "F1 I2", 48, ON_FOREIGN),
-    Mutant(foreign, "_list_digest", looks_at_no_list, "I2 I4", 19, ON_FOREIGN),
+    Mutant(compat_group, "_answer_digest", names_no_words, "I2 I4", 0, ON_FOREIGN),
+    Mutant(compat_group, "parted", looks_at_nothing_that_others_have_seen, "F1 I2", 48, ON_FOREIGN),
+    Mutant(compat_group, "_list_digest", looks_at_no_list, "I2 I4", 19, ON_FOREIGN),
 ]
 
 

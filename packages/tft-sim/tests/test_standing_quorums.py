@@ -12,10 +12,10 @@ import pytest
 
 from tft_coord.core import effects, events
 from tft_coord.core.commit import Votes
-from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import Job
 from tft_coord.core.living_quorum import LivingQuorum
-from tft_coord.core.standing import Lease, Standing, Vote
+from tft_coord.core.replica_group import ReplicaGroupCore
+from tft_coord.core.standing import Lease, StandingQuorum, Vote
 from tft_coord.core.step import effects as do
 from tft_coord.core.types import QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
@@ -150,19 +150,19 @@ def test_a_lighthouse_that_is_away_for_less_than_the_lease_costs_no_round(seed: 
 
 # --- mutants ----------------------------------------------------------------------------------------------------------
 
-right_speak, right_news, right_told = Ending.speak, LivingQuorum.news, Standing.told
+right_speak, right_news, right_told = Ending.speak, LivingQuorum.news, StandingQuorum.told
 
 
-def lets_the_others_hang(self: Standing, *, yes: bool, stands: bool) -> bool:
+def lets_the_others_hang(self: StandingQuorum, *, yes: bool, stands: bool) -> bool:
     right_decided(self, yes=yes, stands=stands)
     return False
 
 
-right_decided = Standing.decided
-right_summed = Standing.summed
+right_decided = StandingQuorum.decided
+right_summed = StandingQuorum.summed
 
 
-def takes_a_lost_word_for_a_yes(self: Standing, total: Sequence[int] | None, lineage: int | None) -> Vote:
+def takes_a_lost_word_for_a_yes(self: StandingQuorum, total: Sequence[int] | None, lineage: int | None) -> Vote:
     return Vote(yes=True, stands=True) if total is None else right_summed(self, total, lineage)
 
 
@@ -205,11 +205,11 @@ def repeats_no_recall(self: LivingQuorum, key: QuorumKey | None, beat: int, *, b
     return replace(right_news(self, key, beat, broken=broken), recalled=not beat)
 
 
-def tells_no_other_rank(self: GroupCore, rank: int, held: QuorumKey | None) -> list[Any]:
+def tells_no_other_rank(self: ReplicaGroupCore, rank: int, held: QuorumKey | None) -> list[Any]:
     return []
 
 
-def ignores_newer_quorums(self: Standing, news: QuorumNews) -> bool:
+def ignores_newer_quorums(self: StandingQuorum, news: QuorumNews) -> bool:
     return right_told(self, replace(news, key=self.key)) if self.key is not None else right_told(self, news)
 
 
@@ -239,13 +239,13 @@ class Mutant:
 
 MUTANTS = [
     Mutant(Ending, "speak", waits_for_its_state_before_the_word, "standing_02_recall"),
-    Mutant(Standing, "summed", takes_a_lost_word_for_a_yes, 0, "W1 I5"),
+    Mutant(StandingQuorum, "summed", takes_a_lost_word_for_a_yes, 0, "W1 I5"),
     Mutant(Votes, "cast", stands_whatever_the_others_say, "standing_03_words"),
-    Mutant(Standing, "decided", lets_the_others_hang, "standing_03_words"),
-    Mutant(GroupCore, "_breaks_alone", tells_no_other_rank, "standing_04_alone"),
+    Mutant(StandingQuorum, "decided", lets_the_others_hang, "standing_03_words"),
+    Mutant(ReplicaGroupCore, "_breaks_alone", tells_no_other_rank, "standing_04_alone"),
     Mutant(Job, "_recall", pushes_no_recall, "standing_02_recall"),
     Mutant(LivingQuorum, "news", repeats_no_recall, "standing_02_recall"),
-    Mutant(Standing, "told", ignores_newer_quorums, "standing_07_nobody_starts_over"),
+    Mutant(StandingQuorum, "told", ignores_newer_quorums, "standing_07_nobody_starts_over"),
     Mutant(LivingQuorum, "breaks_for", breaks_for_nobody, "standing_04_alone"),
     Mutant(Lease, "begin", has_ten_leases, "standing_06_lighthouse_away"),
     Mutant(Lease, "runs_out", says_nothing_before_the_lease_ends, "standing_06_lighthouse_away"),

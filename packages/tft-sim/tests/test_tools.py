@@ -26,8 +26,8 @@ from tft_sim import (
     Stream,
     VirtualClock,
 )
-from tft_sim.group import Group
-from tft_sim.hang_truth import HangTruth, Told
+from tft_sim.group import SimulatedGroup
+from tft_sim.hang_truth import HangTruth, SentBeat
 from tft_sim.invariants import Attendance, Contribution, Held, Reduced, Round
 from tft_sim.process import State
 from tft_sim.stretches import Stretches
@@ -295,12 +295,14 @@ class TestNetwork:
 class TestGroup:
     """The model of a process group: its traffic is of the network."""
 
-    def meets(self) -> tuple[VirtualClock, set[frozenset[str]], Group]:
+    def meets(self) -> tuple[VirtualClock, set[frozenset[str]], SimulatedGroup]:
         clock, cuts = VirtualClock(), set[frozenset[str]]()
-        group = Group(KEY, 0, ("a", "b", "c"), clock, Invariants(), lambda: 5, lambda *two: frozenset(two) in cuts)
+        group = SimulatedGroup(
+            KEY, 0, ("a", "b", "c"), clock, Invariants(), lambda: 5, lambda *two: frozenset(two) in cuts
+        )
         return clock, cuts, group
 
-    def all_join(self, group: Group) -> None:
+    def all_join(self, group: SimulatedGroup) -> None:
         waiters = [group.join(name) for name in ("a", "b", "c")]
         assert [waiter.value for waiter in waiters] == [True] * 3
 
@@ -399,7 +401,7 @@ class TestHangTruth:
         truth = HangTruth(stub(clock=clock, timeouts=timeouts, lives=[manager.replica], network=network, config=config))
         clock.run_until(at_ms)
         for each in late_ms:
-            told = Told(Progress(7, Phase.OWN, at_ms - each), sent_ms=at_ms - each, since_ms=0)
+            told = SentBeat(Progress(7, Phase.OWN, at_ms - each), sent_ms=at_ms - each, since_ms=0)
             truth.heard(trainer, 1, told)
         truth.lost("a:1", 1)
         return clock, truth, manager
@@ -426,7 +428,7 @@ class TestHangTruth:
 
     def test_a_beat_about_what_was_before_tells_nothing_of_a_hang(self) -> None:
         clock, truth, manager = self.lost_at(2_900, 5)
-        before = Told(Progress(7, Phase.WAITING, 30), sent_ms=-20, since_ms=-50)
+        before = SentBeat(Progress(7, Phase.WAITING, 30), sent_ms=-20, since_ms=-50)
         truth.heard(manager.replica.trainers[0], 1, before)
         clock.run_until(5_000)
         truth.opens(manager, Hello("job", "a:1", 2, "a:1"))

@@ -17,8 +17,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.timeouts import Timeouts
-from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_lighthouse import LighthouseServer
 from tft_suite.cli.main import exit_code_of
 from tft_suite.doctor.facts import Facts, LighthouseFacts

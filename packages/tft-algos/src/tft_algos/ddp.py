@@ -27,8 +27,8 @@ from torch.nn.parallel.distributed import _find_tensors
 from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
 from tft_algos.errors import ConfigError, UnsupportedFeatureError, UsageError
 from tft_algos.manager import Manager
-from tft_algos.manager.fingerprint import strides_of
-from tft_algos.manager.island import refuse_strategy
+from tft_algos.manager.quorum.fingerprint import strides_of
+from tft_algos.manager.quorum.rank0_groups import refuse_strategy
 from tft_pg import Collective, DummyWork, ProcessGroup, ProcessGroupDummy
 
 _GRAPH = "tft-graph"

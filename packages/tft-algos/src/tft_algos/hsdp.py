@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tft_algos.backward import reductions_of, tell_parameters
 from tft_algos.errors import ConfigError, UnsupportedFeatureError
 from tft_algos.manager import Manager
-from tft_algos.manager.island import refuse_strategy
+from tft_algos.manager.quorum.rank0_groups import refuse_strategy
 from tft_pg import ManagedProcessGroup, ProcessGroup, extend_device_mesh
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
 from tft_algos.errors import UsageError
 from tft_algos.manager import Manager
-from tft_algos.manager.island import refuse_strategy
+from tft_algos.manager.quorum.rank0_groups import refuse_strategy
 
 
 @final

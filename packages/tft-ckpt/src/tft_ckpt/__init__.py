@@ -13,13 +13,13 @@ from tft_ckpt.errors import (
     TransferTimeoutError,
     TransportClosedError,
 )
-from tft_ckpt.http import HTTPTransport, ReceiveReport
-from tft_ckpt.http.tls import TLS
 from tft_ckpt.key import StateKey
-from tft_ckpt.pg_transport import PGTransport
-from tft_ckpt.sharding import LocalShard, Placement, Sharding
+from tft_ckpt.pg.transport import PGTransport
+from tft_ckpt.state.sharding import LocalShard, Placement, Sharding
+from tft_ckpt.state.tree import Limits, register_named_tuple, register_tensor_subclass
+from tft_ckpt.transfer import HTTPTransport, ReceiveReport
+from tft_ckpt.transfer.tls import TLS
 from tft_ckpt.transport import CheckpointTransport, StagedCheckpoint
-from tft_ckpt.tree import Limits, register_named_tuple, register_tensor_subclass
 
 __version__ = "0.1.0"
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tft_coord.client.lighthouse import LighthouseClient
     from tft_coord.client.manager import ManagerClient, Unchanged
+    from tft_coord.compat.views import Quorum, QuorumMember, QuorumResult, Timestamp
     from tft_coord.core.progress import Progress
-    from tft_coord.core.stragglers import PaceKind, StragglerAction, StragglerNews, StragglerPolicy
+    from tft_coord.core.stragglers import PaceKind, StragglerAction, StragglerNotice, StragglerPolicy
     from tft_coord.core.types import LossNotice, Member, NewcomerAsks, Plan, Purpose, QuorumKey, RankRequest, Verdict
     from tft_coord.errors import (
         ConfigError,
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
         UnreachableError,
     )
     from tft_coord.manager_server import ManagerServer
-    from tft_coord.news import News
+    from tft_coord.notifications import Notification
     from tft_coord.timeouts import Timeouts
-    from tft_coord.views import Quorum, QuorumMember, QuorumResult, Timestamp
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ __all__ = [
     "ManagerServer",
     "Member",
     "NewcomerAsks",
-    "News",
+    "Notification",
     "PaceKind",
     "Plan",
     "Progress",
@@ -61,7 +61,7 @@ __all__ = [
     "RequestTimeoutError",
     "StaleQuorumError",
     "StragglerAction",
-    "StragglerNews",
+    "StragglerNotice",
     "StragglerPolicy",
     "Timeouts",
     "Timestamp",
@@ -75,7 +75,7 @@ _HOMES = {
     "tft_coord.client.lighthouse": ("LighthouseClient",),
     "tft_coord.client.manager": ("ManagerClient", "Unchanged"),
     "tft_coord.core.progress": ("Progress",),
-    "tft_coord.core.stragglers": ("PaceKind", "StragglerAction", "StragglerNews", "StragglerPolicy"),
+    "tft_coord.core.stragglers": ("PaceKind", "StragglerAction", "StragglerNotice", "StragglerPolicy"),
     "tft_coord.core.types": (
         "LossNotice",
         "Member",
@@ -100,9 +100,9 @@ _HOMES = {
         "UnreachableError",
     ),
     "tft_coord.manager_server": ("ManagerServer",),
-    "tft_coord.news": ("News",),
+    "tft_coord.notifications": ("Notification",),
     "tft_coord.timeouts": ("Timeouts",),
-    "tft_coord.views": ("Quorum", "QuorumMember", "QuorumResult", "Timestamp"),
+    "tft_coord.compat.views": ("Quorum", "QuorumMember", "QuorumResult", "Timestamp"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, Generic, TypeAlias, TypeVar, cast, final
 
+from tft_coord.compat.router import TORCHFT_JOB, ProtocolRouter
+from tft_coord.compat.rule import TorchftCore
+from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.core import effects, events
-from tft_coord.core.kinds import TORCHFT_JOB, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import LossNotice, Member, Quorum, QuorumNews, Refusal
 from tft_coord.errors import ConfigError, ProtocolError
 from tft_coord.rpc import grpc
@@ -29,7 +30,6 @@ from tft_coord.transport.address import peer_address
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
 from tft_coord.transport.settings import fail, server_options
-from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import codec, packing, services
 from tft_coord.wire.services import Context
 from tft_lighthouse import __version__, log
@@ -71,7 +71,7 @@ class LighthouseShell:
             now_ms=self._now_ms(),
         )
         self._theirs = TorchftCore(config, started_ms=self._serves_since_ms)
-        self._kinds = Kinds(
+        self._kinds = ProtocolRouter(
             self._core,
             self._theirs,
             undecided_ms=config.timeouts.heartbeat_timeout_ms,

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 
 from tft_pg.forks import Inheritance, let_go_in_child
 
-__all__ = ["AGAIN_AFTER_S", "NO_ANSWER", "Place", "call_all"]
+__all__ = ["AGAIN_AFTER_S", "NO_ANSWER", "ProbeAddress", "call_all"]
 
 AGAIN_AFTER_S: Final = 0.3
 NO_ANSWER: Final = "no answer to a connection"
@@ -32,7 +32,7 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Place:
+class ProbeAddress:
     """An address to probe.
 
     Args:
@@ -49,7 +49,7 @@ class Place:
 
 @dataclass
 class _Call:
-    place: Place
+    place: ProbeAddress
     due_s: float
     began_s: float = 0.0
     connection: socket.socket | None = field(default=None, repr=False)
@@ -83,7 +83,7 @@ class _Open:
         return Inheritance(connection.fileno() for connection in connections if connection is not None)
 
 
-def call_all(places: Mapping[_Key, Place], *, until_s: float, goes_on: Callable[[], bool]) -> dict[_Key, str]:
+def call_all(places: Mapping[_Key, ProbeAddress], *, until_s: float, goes_on: Callable[[], bool]) -> dict[_Key, str]:
     """Probe each address.
 
     Args:

@@ -20,8 +20,9 @@ from typing import Any
 
 from tft_coord.core import effects, events
 from tft_coord.core.stops import STOPPED_MS
-from tft_coord.core.stragglers import StragglerAction, StragglerNews, StragglerPolicy
+from tft_coord.core.stragglers import StragglerAction, StragglerNotice, StragglerPolicy
 from tft_coord.core.types import (
+    DrainComplete,
     LeaveRequest,
     LossNotice,
     Member,
@@ -29,15 +30,14 @@ from tft_coord.core.types import (
     Quorum,
     QuorumKey,
     QuorumNews,
-    Released,
     WaitsFor,
 )
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
 from tft_sim.end_truth import EndTruth
 from tft_sim.foreign_process import ForeignLighthouseProcess
-from tft_sim.group import Group
-from tft_sim.hang_truth import HangTruth, Told
+from tft_sim.group import SimulatedGroup
+from tft_sim.hang_truth import HangTruth, SentBeat
 from tft_sim.invariants import InvariantError, Invariants
 from tft_sim.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
 from tft_sim.links import Links
@@ -255,7 +255,7 @@ class Cluster:
         self._on_line = on_line
         self._lives: dict[str, int] = {}
         self._answers: set[tuple[str, QuorumKey, tuple[Member, ...]]] = set()
-        self._groups: dict[tuple[QuorumKey, int], Group] = {}
+        self._groups: dict[tuple[QuorumKey, int], SimulatedGroup] = {}
         self.calls = itertools.count(1)
         self._digest = hashlib.blake2b(digest_size=16)
         self.lighthouse = self._new_lighthouse()
@@ -494,9 +494,9 @@ class Cluster:
             news: LossNotice
             | NewcomerAsks
             | LeaveRequest
-            | Released
+            | DrainComplete
             | WaitsFor
-            | StragglerNews
+            | StragglerNotice
             | QuorumNews
             | effects.TellGroupLost,
         ) -> None:
@@ -509,11 +509,11 @@ class Cluster:
                     trainer.group_lost(message)
                 case LeaveRequest():
                     trainer.leave()
-                case Released():
+                case DrainComplete():
                     replica.released = True
                 case WaitsFor():
                     pass  # this is for logs alone
-                case StragglerNews():
+                case StragglerNotice():
                     trainer.told_of_its_pace(news)
                 case notice:
                     self.losses.told(trainer, notice)
@@ -535,7 +535,7 @@ class Cluster:
             trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
 
     def _say_where(self, trainer: Trainer, stream: Stream, *, extra: bool = False, number: int = 0) -> None:
-        told = Told(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms, number)
+        told = SentBeat(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms, number)
         stream.send(trainer, told, extra=extra)
 
     def is_local(self, trainer: Trainer) -> bool:
@@ -676,7 +676,7 @@ class Cluster:
 
     # --- for the trainers ---------------------------------------------------------------------------------------------
 
-    def group(self, job: str, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> Group:
+    def group(self, job: str, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> SimulatedGroup:
         """Return the group of that name. The first caller creates it."""
         name = (key, group_rank)
         if name not in self._groups:
@@ -684,7 +684,7 @@ class Cluster:
             def is_cut(one: str, other: str) -> bool:
                 return self.network.is_cut(f"{one}/{group_rank}", f"{other}/{group_rank}")
 
-            self._groups[name] = Group(
+            self._groups[name] = SimulatedGroup(
                 key,
                 group_rank,
                 members,

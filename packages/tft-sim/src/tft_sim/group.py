@@ -15,7 +15,7 @@ from tft_sim.clock import VirtualClock
 from tft_sim.invariants import Contribution, Invariants, Reduced
 from tft_sim.links import FAILS_AFTER_MS, Links
 from tft_sim.waiting import Waiter
-from tft_sim.words import Words
+from tft_sim.words import ControlWords
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Reduction:
     complete: bool = False
 
 
-class Group:
+class SimulatedGroup:
     """The group of the ranks that were configured with one (key, group rank).
 
     Its traffic uses the network: across a cut nothing is reduced, and no member hears that another has left. Each two
@@ -69,7 +69,7 @@ class Group:
         self._left: set[str] = set()
         self._reductions: dict[int, _Reduction] = {}
         self.sticks = False  # a network fault that lets no reduction end
-        self._words = Words(members, clock, spread_ms, self._carries_words, self._note_no_word)
+        self._words = ControlWords(members, clock, spread_ms, self._carries_words, self._note_no_word)
 
     def join(self, replica_id: str) -> Waiter:
         """Join the group. The waiter resolves to True when all members are here."""

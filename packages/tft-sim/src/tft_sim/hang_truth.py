@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class SentBeat:
     """A beat of a trainer to its manager server, with two facts that the manager server can't know.
 
     The facts are the time when the beat was sent, and the start of the phase that it reports.
@@ -132,7 +132,7 @@ class HangTruth:
             if idle and all(idle):  # of two processes with one replica id, the other one is no member
                 raise InvariantError("H1", f"quorum {key} is broken by a wait of all, and {idle[0]} waits not")
 
-    def heard(self, trainer: Trainer, stream: int, told: Told) -> None:
+    def heard(self, trainer: Trainer, stream: int, told: SentBeat) -> None:
         """Record that the manager server hears a beat of a trainer.
 
         A slow beat is indistinguishable from a beat of a trainer that went on, unless earlier beats reported the same

@@ -16,7 +16,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.fingerprint import Fingerprint, differences
 from tft_coord.core.living_quorum import LIVES
 from tft_coord.core.step.values import Check
-from tft_coord.core.stragglers import PaceKind, StragglerNews
+from tft_coord.core.stragglers import PaceKind, StragglerNotice
 from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.timeouts import Timeouts
 from tft_sim.reach_truth import ReachTruth
@@ -216,7 +216,7 @@ class Attendance:
         if not self._knew:
             self._knew = self._sessions.keys() | self._lost.keys() | self._gone.keys()
 
-    def pace_changed(self, news: StragglerNews) -> None:
+    def pace_changed(self, news: StragglerNotice) -> None:
         """Record that a straggler is left out, or let back."""
         if news.kind is PaceKind.LEFT_OUT:
             self._left_out.add(news.replica_id)

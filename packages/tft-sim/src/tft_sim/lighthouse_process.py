@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from tft_coord.compat.router import Effects, ProtocolRouter
+from tft_coord.compat.rule import TorchftCore
 from tft_coord.core import effects, events
-from tft_coord.core.kinds import Effects, Kinds
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.living_quorum import LIVES
 from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED
-from tft_coord.core.torchft_rule import TorchftCore
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 from tft_sim.invariants import Attendance, Attendances
@@ -76,7 +76,7 @@ class LighthouseProcess(Process):
             had_earlier_life=cluster.config.durable and number > 1,
         )
         torchft = TorchftCore(config, started_ms=cluster.wall_ms)
-        self._kinds = Kinds(
+        self._kinds = ProtocolRouter(
             self.core,
             torchft,
             undecided_ms=cluster.timeouts.heartbeat_timeout_ms,

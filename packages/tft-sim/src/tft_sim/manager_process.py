@@ -9,9 +9,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tft_coord.compat.replica_group import (
+    BEAT_INTERVAL_MS,
+    CallQuorum,
+    CancelCall,
+    ForeignCore,
+    ForeignEffect,
+    TellGroup,
+)
 from tft_coord.core import effects, events
-from tft_coord.core.foreign import BEAT_INTERVAL_MS, CallQuorum, CancelCall, ForeignCore, ForeignEffect, TellGroup
-from tft_coord.core.group import GroupCore
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.session import (
     Dial,
     GiveUp,
@@ -38,7 +45,7 @@ from tft_sim.waiting import Refused
 
 if TYPE_CHECKING:
     from tft_sim.cluster import Cluster, Replica
-    from tft_sim.hang_truth import Told
+    from tft_sim.hang_truth import SentBeat
 
 TRIED_AFTER_MS = 5  # duration of a trial in which all peers answer
 FATAL = frozenset(
@@ -62,7 +69,7 @@ class ManagerProcess(Process):
         super().__init__(f"{replica.host}/manager{number or ''}", cluster.clock)
         self.replica = replica
         self.address = f"{self.name}:1"
-        self.group = GroupCore(
+        self.group = ReplicaGroupCore(
             replica_id=replica.replica_id,
             address=self.address,
             store_address=f"{replica.replica_id}/store:1",
@@ -131,7 +138,7 @@ class ManagerProcess(Process):
                 self._cluster.ends.rank_went(self, rank)
             self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
 
-        def progressed(told: Told) -> None:
+        def progressed(told: SentBeat) -> None:
             self._cluster.hangs.heard(self.replica.trainers[rank], stream.number, told)
             self.handle(events.RankProgressed(rank, told.progress))
             if told.number:

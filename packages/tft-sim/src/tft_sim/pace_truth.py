@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tft_coord.core.stragglers import PaceKind, StragglerAction, StragglerNews
+from tft_coord.core.stragglers import PaceKind, StragglerAction, StragglerNotice
 from tft_coord.core.types import Quorum
 from tft_sim.invariants import InvariantError
 
@@ -77,7 +77,7 @@ class PaceTruth:
         self._out.clear()
         self._pauses.clear()
 
-    def decided(self, job: str, news: StragglerNews, quorum: Quorum | None, healthy: int) -> None:
+    def decided(self, job: str, news: StragglerNotice, quorum: Quorum | None, healthy: int) -> None:
         """Check a change of a replica's pace that a lighthouse reports."""
         cluster = self._cluster
         cluster.marks.hit(f"pace: {news.kind.name}")
@@ -96,7 +96,7 @@ class PaceTruth:
             if early and "too few replicas" not in news.sentence:
                 raise InvariantError("S4", f"{news.replica_id} is let back before its pause of {pause_ms} ms is over")
 
-    def _look_whether_slow(self, news: StragglerNews, quorum: Quorum | None) -> None:
+    def _look_whether_slow(self, news: StragglerNotice, quorum: Quorum | None) -> None:
         """Check that the replica's own time exceeds the fastest other member's by the ratio, as the trainers recorded
         it."""
         members = quorum.replica_ids if quorum is not None else ()
@@ -116,7 +116,7 @@ class PaceTruth:
         trainers = [each for life in self._cluster.lives if life.replica_id == replica_id for each in life.trainers]
         return min((ms for each in trainers for ms in each.own_time.counted_ms), default=0)
 
-    def _look_who_stays(self, job: str, news: StragglerNews, healthy: int) -> None:
+    def _look_who_stays(self, job: str, news: StragglerNotice, healthy: int) -> None:
         self._out[news.replica_id] = self._cluster.clock.now_ms, news.pause_ms
         out = [name for name in self._out if self._cluster.our_lighthouse.attendance_of(job).lives(name)]
         if 2 * len(out) >= healthy:

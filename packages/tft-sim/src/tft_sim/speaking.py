@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
-from tft_sim.group import Group
+from tft_sim.group import SimulatedGroup
 from tft_sim.invariants import Round
 from tft_sim.waiting import Life, ReplicaLostError, Waiter
 
@@ -73,7 +73,7 @@ class Speaking:
         sent.then(lambda total: self._learned(group, total))
         self._sent = sent
 
-    def _learned(self, group: Group, total: object) -> None:
+    def _learned(self, group: SimulatedGroup, total: object) -> None:
         trainer = self._trainer
         if total is None and trainer.alive and trainer.group is group:
             trainer.note_unreached(group)

@@ -14,7 +14,7 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
-from tft_sim.group import Group
+from tft_sim.group import SimulatedGroup
 from tft_sim.invariants import Invariants, Round
 from tft_sim.marks import Marks
 from tft_sim.process import State
@@ -175,7 +175,7 @@ class Outside:
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> Group:
+    def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> SimulatedGroup:
         return self.cluster.group(self.replica.job, key, group_rank, members, store)
 
     def is_unreachable(self, trainer: Trainer, replica_id: str) -> bool:

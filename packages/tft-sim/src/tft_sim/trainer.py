@@ -18,16 +18,16 @@ from tft_coord.core.standing import State as Stand
 from tft_coord.core.step import Effects, Phase, StepCore, StepSettings, StepStatus
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.stragglers import PaceKind, StragglerNews
+from tft_coord.core.stragglers import PaceKind, StragglerNotice
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews, Unreached, Verdict, Via
 from tft_coord.errors import ReplicaGroupLostError
 from tft_sim.ending import Ending
-from tft_sim.group import Group
+from tft_sim.group import SimulatedGroup
 from tft_sim.invariants import Contribution, Held, Reduced, Round
-from tft_sim.place import Place
 from tft_sim.quorum import Quorum
 from tft_sim.recovery import Recovery
 from tft_sim.speaking import Speaking
+from tft_sim.training_process import TrainingProcess
 from tft_sim.waiting import Life, Refused, ReplicaLostError, UserError, Waiter, answer_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class TrainerSettings:
         )
 
 
-class Trainer(Place):
+class Trainer(TrainingProcess):
     """One rank of a replica group.
 
     Args:
@@ -161,7 +161,7 @@ class Trainer(Place):
         if settings.step > 0:
             self.core.handle(on.StateLoaded({"step": settings.step, "batches_committed": 0}), outside.own_ms())
         self.unreached: dict[tuple[str, Via], Unreached] = {}  # bad links found since its last request
-        self.group: Group | None = None
+        self.group: SimulatedGroup | None = None
         self.group_since_ms = 0
         self.num_reductions = 0  # number of reductions in this group
         self.quorum = Quorum(self)
@@ -363,7 +363,7 @@ class Trainer(Place):
         self.mark("a rank heard that its group is lost")
         self.tell(on.GroupWasLost(ReplicaGroupLostError(message)))
 
-    def told_of_its_pace(self, news: StragglerNews) -> None:
+    def told_of_its_pace(self, news: StragglerNotice) -> None:
         """Handle the lighthouse's news of this replica's pace. A new share of the batch holds from the next step on."""
         if news.sentence:
             self.note(f"hears of its pace: {news.kind.name}")
@@ -427,7 +427,7 @@ class Trainer(Place):
         self.group.abort(self.replica_id)
         self.leave_group()
 
-    def note_unreached(self, group: Group) -> None:
+    def note_unreached(self, group: SimulatedGroup) -> None:
         """Keep the bad links found in that group, for the next request."""
         for report in group.unreached_by(self.replica_id):
             self.could_not_reach(report)

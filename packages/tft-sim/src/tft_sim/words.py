@@ -31,7 +31,7 @@ class _Word:
 
 
 @final
-class Words:
+class ControlWords:
     """The words of one process group, by the step of the round.
 
     Args:

@@ -15,10 +15,10 @@ from typing import Any
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign
-from tft_coord.core.group import GroupCore
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.types import (
     Hello,
     LossNotice,
@@ -468,7 +468,7 @@ class GroupWorld:
 
     def __init__(self) -> None:
         self._timeouts = TIMEOUTS
-        self._core = GroupCore(
+        self._core = ReplicaGroupCore(
             replica_id="a", address="a:1", store_address="a:2", world_size=2, timeouts=self._timeouts
         )
         self._now_ms = 0

@@ -50,7 +50,7 @@ def bucket_bytes(use_bucketization: bool | None, bucket_cap_mb: float | None, en
 
 
 @final
-class Room:
+class SharedBuffer:
     """Memory that several `FlatBuffers` use in turn, with the size of the largest. It is allocated at the first use."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class FlatBuffers:
         *,
         device: torch.device | None = None,
         pin_memory: bool = False,
-        room: Room | None = None,
+        room: SharedBuffer | None = None,
     ) -> None:
         self._shapes = [tensor.shape for tensor in like]
         self._members: dict[Place, list[int]] = {}
@@ -95,7 +95,7 @@ class FlatBuffers:
         for index, tensor in enumerate(like):
             place = device or tensor.device
             self._members.setdefault((tensor.dtype, place, pins and place.type == "cpu"), []).append(index)
-        self._room = room or Room()
+        self._room = room or SharedBuffer()
         for where, indices in self._members.items():
             self._room.reserve(where, self._size(indices))
 

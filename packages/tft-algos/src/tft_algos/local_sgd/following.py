@@ -32,7 +32,7 @@ LEAST_PATIENCE: Final = 2  # a wrapper steps in addition to the optimizer that i
 
 
 @final
-class Follower:
+class OptimizerStepHook:
     """A callback after each step of one optimizer.
 
     Args:

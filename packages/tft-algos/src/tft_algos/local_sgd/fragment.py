@@ -18,9 +18,9 @@ import torch
 
 from tft_algos.dtensors import is_dtensor, made_of
 from tft_algos.errors import ConfigError, UserStateError
-from tft_algos.local_sgd.buckets import FlatBuffers, Room
+from tft_algos.local_sgd.buckets import FlatBuffers, SharedBuffer
 from tft_algos.local_sgd.island import Island
-from tft_algos.manager.fingerprint import uncompiled
+from tft_algos.manager.quorum.fingerprint import uncompiled
 
 
 def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
@@ -45,9 +45,9 @@ class Rooms:
         kept: memory of what `Fragment.keep_local` keeps.
     """
 
-    sent: Room = field(default_factory=Room)
-    whole: Room = field(default_factory=Room)
-    kept: Room = field(default_factory=Room)
+    sent: SharedBuffer = field(default_factory=SharedBuffer)
+    whole: SharedBuffer = field(default_factory=SharedBuffer)
+    kept: SharedBuffer = field(default_factory=SharedBuffer)
 
 
 @final

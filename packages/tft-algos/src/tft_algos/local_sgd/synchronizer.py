@@ -24,12 +24,12 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from tft_algos.errors import UsageError
 from tft_algos.local_sgd.checks import check_still_synchronized
-from tft_algos.local_sgd.following import Follower
+from tft_algos.local_sgd.following import OptimizerStepHook
 from tft_algos.local_sgd.fragment import Fragment
 from tft_algos.local_sgd.outer_update import OuterUpdate
 from tft_algos.local_sgd.schedule import Due, Schedule, fragment_of
 from tft_algos.manager import Manager
-from tft_algos.manager.deferred import DeferredStep
+from tft_algos.manager.step.deferred import DeferredStep
 
 
 @final
@@ -89,7 +89,7 @@ class Synchronizer:
         self._modules = modules
         self._flight: list[Sync] = []
         self._was_broken_off = False
-        self._follower = Follower(optimizer, self.inner_step, patience=schedule.period)
+        self._follower = OptimizerStepHook(optimizer, self.inner_step, patience=schedule.period)
         # The ranks of a larger group learn of a quorum at different inner steps, but must exchange state together. So
         # they begin at a fixed number of inner steps, which is the same on all ranks.
         self._begins_at_age = max(schedule.delay // 2, 1) if self._control.config.world_size > 1 else None

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from tft_algos.errors import ConfigError
-from tft_algos.manager.audit import StateAudit
-from tft_algos.manager.bounded import BoundedFutures
-from tft_algos.manager.breaking import Breaker
 from tft_algos.manager.clock import SystemClock
 from tft_algos.manager.config import (
     COORDINATOR_METHODS,
@@ -26,28 +23,31 @@ from tft_algos.manager.config import (
     check_part,
     from_environment,
 )
-from tft_algos.manager.coordinator import GroupCoordinator
-from tft_algos.manager.early import EarlyState
-from tft_algos.manager.exchange import StateExchange
-from tft_algos.manager.fingerprint import OwnFingerprint
-from tft_algos.manager.group_store import own_host
-from tft_algos.manager.island import Bystander, check_transport
-from tft_algos.manager.leaving import GracefulShutdown
-from tft_algos.manager.mailbox import StepMailbox
-from tft_algos.manager.negotiation import Negotiation
-from tft_algos.manager.orders import Orders
-from tft_algos.manager.own_time import OwnTime
-from tft_algos.manager.parts import Clock, Coordinator, Group
-from tft_algos.manager.reducer import Reducer
-from tft_algos.manager.reports import Reports
-from tft_algos.manager.shared import Shared
-from tft_algos.manager.state_check import StateCheck
-from tft_algos.manager.straggling import Straggling
-from tft_algos.manager.unreached import UnreachedPeers
-from tft_algos.manager.user_state import UserState
-from tft_algos.manager.waits import WaitWatch
-from tft_algos.manager.whereabouts import Whereabouts
-from tft_algos.manager.wording import Wording, lease_of
+from tft_algos.manager.context import ManagerContext
+from tft_algos.manager.interfaces import Clock, Coordinator, ProcessGroupLike
+from tft_algos.manager.lifecycle.leaving import GracefulShutdown
+from tft_algos.manager.quorum.aborter import QuorumAborter
+from tft_algos.manager.quorum.coordinator import GroupCoordinator
+from tft_algos.manager.quorum.fingerprint import OwnFingerprint
+from tft_algos.manager.quorum.group_store import own_host
+from tft_algos.manager.quorum.rank0_groups import NullGroup, check_transport
+from tft_algos.manager.quorum.task import QuorumTask
+from tft_algos.manager.quorum.unreached import UnreachedPeers
+from tft_algos.manager.recovery.audit import StateAudit
+from tft_algos.manager.recovery.exchange import StateExchange
+from tft_algos.manager.recovery.speculative import SpeculativeSnapshot
+from tft_algos.manager.recovery.state_check import StateCheck
+from tft_algos.manager.recovery.user_state import UserState
+from tft_algos.manager.reduce.future_timeouts import FutureTimeouts
+from tft_algos.manager.reduce.reducer import Reducer
+from tft_algos.manager.step.control_words import ControlWords, lease_of
+from tft_algos.manager.step.error_reporter import ErrorReporter
+from tft_algos.manager.step.mailbox import StepMailbox
+from tft_algos.manager.step.orders import Orders
+from tft_algos.manager.step.own_time import OwnTime
+from tft_algos.manager.step.progress import StepProgress
+from tft_algos.manager.step.straggling import Straggling
+from tft_algos.manager.step.waits import WaitWatch
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.step import StepSettings
 from tft_coord.core.step import events as on
@@ -77,22 +77,22 @@ class Parts:
         wording: the word of a round.
     """
 
-    shared: Shared
-    group: Group
-    breaker: Breaker
+    shared: ManagerContext
+    group: ProcessGroupLike
+    breaker: QuorumAborter
     fingerprint: OwnFingerprint
     unreached: UnreachedPeers
-    where: Whereabouts
-    futures: BoundedFutures
+    where: StepProgress
+    futures: FutureTimeouts
     reducer: Reducer
     audit: StateAudit
-    early: EarlyState
+    early: SpeculativeSnapshot
     exchange: StateExchange
-    negotiation: Negotiation
+    negotiation: QuorumTask
     farewell: GracefulShutdown
     straggling: Straggling
     waits: WaitWatch
-    wording: Wording
+    wording: ControlWords
 
     def end(self, *, last: Callable[[], object], wait: bool) -> None:
         """End all parts. If one of them raises, the others still end.
@@ -117,7 +117,7 @@ class Parts:
             rest.callback(self.exchange.close)
 
 
-def resolve(config: ManagerConfig, group: Group, coordinator: object, clock: object) -> ResolvedConfig:
+def resolve(config: ManagerConfig, group: ProcessGroupLike, coordinator: object, clock: object) -> ResolvedConfig:
     """Check the arguments of a Manager, and fill in missing settings.
 
     Raises: ConfigError: a part or a setting can't work, or is missing.
@@ -133,7 +133,7 @@ def resolve(config: ManagerConfig, group: Group, coordinator: object, clock: obj
 
 def assemble(
     config: ResolvedConfig,
-    group: Group,
+    group: ProcessGroupLike,
     user: UserState,
     coordinator: Coordinator | Callable[[ResolvedConfig], Coordinator] | None,
     clock: Clock | None,
@@ -147,7 +147,7 @@ def assemble(
         coordinator, clock: as in Manager.
     Raises: errors of making the coordinator or of setting the group's time-out. Nothing is left running then.
     """
-    group = Bystander(group) if config.stands_by else group
+    group = NullGroup(group) if config.stands_by else group
     clock = clock or SystemClock()
     if config.timeout_was_said:
         group.set_timeout(config.timeout)
@@ -159,26 +159,26 @@ def assemble(
         raise
     # From here on a child process runs. No code below waits or can fail.
     step = StepMailbox(_settings(config, speaker.replica_id, lease_of(config, group, speaker)), clock.monotonic)
-    shared = Shared(
+    shared = ManagerContext(
         config=config,
         step=step,
         coordinator=speaker,
         transport=transport,
         user_state=user,
-        reports=Reports(lambda: step.status, job_id=config.job, replica_id=speaker.replica_id, rank=config.rank),
+        reports=ErrorReporter(lambda: step.status, job_id=config.job, replica_id=speaker.replica_id, rank=config.rank),
         clock=clock,
         closing=threading.Event(),
     )
     return _connected(shared, group)
 
 
-def _connected(shared: Shared, group: Group) -> Parts:
+def _connected(shared: ManagerContext, group: ProcessGroupLike) -> Parts:
     """Make the parts that depend on the shared ones."""
     config, step, reports, clock = shared.config, shared.step, shared.reports, shared.clock
-    breaker, fingerprint, unreached = Breaker(group, clock), OwnFingerprint(config), UnreachedPeers()
+    breaker, fingerprint, unreached = QuorumAborter(group, clock), OwnFingerprint(config), UnreachedPeers()
     own_time = OwnTime(clock.monotonic)
     reducer = Reducer(group, step, clock, own_time=own_time)
-    where = Whereabouts(
+    where = StepProgress(
         step,
         slowest_step_ms=config.timeouts.slowest_step_ms,
         num_reductions=lambda: reducer.num_started,
@@ -188,7 +188,7 @@ def _connected(shared: Shared, group: Group) -> Parts:
     )
     audit = StateAudit(shared)
     check = StateCheck(shared, audit)
-    early = EarlyState(
+    early = SpeculativeSnapshot(
         take=shared.user_state.take_whole,
         transport=shared.transport,
         timeout=config.heal_timeout,
@@ -206,12 +206,12 @@ def _connected(shared: Shared, group: Group) -> Parts:
         fingerprint=fingerprint,
         unreached=unreached,
         where=where,
-        futures=BoundedFutures(clock, lambda error, name: step.tell(on.ErrorReported(error, name))),
+        futures=FutureTimeouts(clock, lambda error, name: step.tell(on.ErrorReported(error, name))),
         reducer=reducer,
         audit=audit,
         early=early,
         exchange=exchange,
-        negotiation=Negotiation(shared, group=group, breaker=breaker, fingerprint=fingerprint, unreached=unreached),
+        negotiation=QuorumTask(shared, group=group, breaker=breaker, fingerprint=fingerprint, unreached=unreached),
         farewell=farewell,
         straggling=straggling,
         waits=WaitWatch(
@@ -223,7 +223,7 @@ def _connected(shared: Shared, group: Group) -> Parts:
             failed_before=lambda: unreached.last,
             left_out=lambda: straggling.left_out if step.status.is_left_out else "",
         ),
-        wording=Wording(shared, group),
+        wording=ControlWords(shared, group),
     )
 
 

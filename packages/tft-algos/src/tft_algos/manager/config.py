@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 from tft_algos.errors import ConfigError, UnknownSettingError
 from tft_ckpt import TLS, CheckpointTransport
 from tft_ckpt import ConfigError as CheckpointConfigError
-from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.errors import ConfigError as CoordinationConfigError
 from tft_coord.security import check_host_without_secret, check_token, read_insecure, read_token
 from tft_coord.timeouts import LONGEST_MS, Timeouts
@@ -30,7 +30,7 @@ MAX_PORT: Final = 65_535
 MAX_WHOLE: Final = 2**31 - 1
 LONGEST_TIMEOUT: Final = timedelta(milliseconds=LONGEST_MS)
 
-OnStraggler: TypeAlias = Callable[[StragglerNews], object]
+OnStraggler: TypeAlias = Callable[[StragglerNotice], object]
 
 
 class WorldSizeMode(enum.Enum):

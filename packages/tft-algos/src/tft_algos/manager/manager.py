@@ -27,14 +27,14 @@ from typing_extensions import Unpack  # in typing since Python 3.11
 from tft_algos.errors import ConfigError, ExceptionWithTraceback, UsageError
 from tft_algos.manager.assembly import assemble, resolve
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, config_of, limit_of
-from tft_algos.manager.lifecycle import Lifecycle
-from tft_algos.manager.parts import Clock, Coordinator, Group
-from tft_algos.manager.reduction import check_asked
-from tft_algos.manager.runner import StepRunner
+from tft_algos.manager.interfaces import Clock, Coordinator, ProcessGroupLike
+from tft_algos.manager.lifecycle.lifecycle import Lifecycle
+from tft_algos.manager.recovery.user_state import LoadState, TakeState, UserState
+from tft_algos.manager.reduce.reduction import check_asked
 from tft_algos.manager.settings import ManagerSettings
 from tft_algos.manager.status import ManagerStatus, status_of
+from tft_algos.manager.step.runner import StepRunner
 from tft_algos.manager.strategy import StepControl
-from tft_algos.manager.user_state import LoadState, TakeState, UserState
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 
@@ -60,7 +60,7 @@ class Manager:
         clock: tells the time, waits and wakes. None: the system's clock.
     Attributes:
         quorum_logger, commits_logger, errors_logger: loggers of the records for machines, see
-            `tft_algos.manager.records`.
+            `tft_algos.manager.step.event_log`.
     Raises:
         ConfigError: a setting or an environment variable is wrong, missing or unknown.
         UsageError: this process has an earlier Manager of that replica_id that was not shut down.
@@ -72,7 +72,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: Group,
+        pg: ProcessGroupLike,
         load_state_dict: LoadState | None = None,
         state_dict: TakeState | None = None,
         min_replica_size: int | None = None,

@@ -9,8 +9,8 @@ import enum
 from dataclasses import dataclass
 from typing import Final, final
 
-from tft_algos.manager import waits
 from tft_algos.manager.assembly import Parts
+from tft_algos.manager.step import waits
 from tft_coord.core.progress import Phase
 from tft_coord.core.step import Healing
 from tft_coord.core.types import Plan, QuorumKey

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from tft_algos.errors import ConfigError
 from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import ResolvedConfig
-from tft_algos.manager.deferred import DeferredStep
-from tft_algos.manager.fingerprint import USER
-from tft_algos.manager.lifecycle import Lifecycle
-from tft_algos.manager.runner import StepRunner
+from tft_algos.manager.lifecycle.lifecycle import Lifecycle
+from tft_algos.manager.quorum.fingerprint import USER
+from tft_algos.manager.step.deferred import DeferredStep
+from tft_algos.manager.step.runner import StepRunner
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tft_algos.manager.divergence import as_octets, memory_of
+from tft_algos.manager.recovery.divergence import as_octets, memory_of
 
 
 def digest(*states: Any) -> str:

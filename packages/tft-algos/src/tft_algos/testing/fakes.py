@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.manager.reduction import changing
+from tft_algos.manager.reduce.reduction import changing
 from tft_ckpt import (
     CheckpointTransport,
     ConfigError,
@@ -29,8 +29,8 @@ from tft_ckpt import (
 )
 from tft_coord.core.lineage import initial_lineage
 from tft_coord.core.progress import Progress
-from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Released, Source, Verdict
-from tft_coord.news import News
+from tft_coord.core.types import DrainComplete, Plan, Purpose, QuorumKey, RankRequest, Source, Verdict
+from tft_coord.notifications import Notification
 from tft_pg.work import PendingWork
 
 _LOOK_S = 0.01
@@ -114,7 +114,7 @@ class ScriptedCoordinator:
         self.healed_bytes = 0
         self.closed = False
         self.progress: Callable[[], Progress | None] = lambda: None
-        self.listener: Callable[[News], None] = lambda _: None
+        self.listener: Callable[[Notification], None] = lambda _: None
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
         self.requests.append(request)
@@ -138,7 +138,7 @@ class ScriptedCoordinator:
         self.left.append((reason, serve))
         self.finished_steps.append(finished_step)
         if finished_step is not None:
-            self.listener(Released())  # no member heals from it
+            self.listener(DrainComplete())  # no member heals from it
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         self.gathered.append((name, value))
@@ -147,7 +147,7 @@ class ScriptedCoordinator:
     def follow(self, progress: Callable[[], Progress]) -> None:
         self.progress = progress
 
-    def listen(self, listener: Callable[[News], None]) -> None:
+    def listen(self, listener: Callable[[Notification], None]) -> None:
         self.listener = listener
 
     def source_metadata(self, address: str, timeout: timedelta) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal, final
 import torch
 import torch.distributed as dist
 
-from tft_ckpt.pg_link import Call, Group
+from tft_ckpt.pg.link import Call, ProcessGroupLike
 
 __all__ = ["FaultyGroup", "GroupFault", "members_of_gloo"]
 
@@ -70,7 +70,7 @@ class FaultyGroup:
         fault: occurs once.
     """
 
-    def __init__(self, group: Group, fault: GroupFault) -> None:
+    def __init__(self, group: ProcessGroupLike, fault: GroupFault) -> None:
         self._group = group
         self._fault = fault
         self._sent = 0

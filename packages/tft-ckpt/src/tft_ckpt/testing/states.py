@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from tft_ckpt.sharding import LocalShard, Placement, Sharding, part_of
-from tft_ckpt.tree import tensor_subclass_of
+from tft_ckpt.state.sharding import LocalShard, Placement, Sharding, part_of
+from tft_ckpt.state.tree import tensor_subclass_of
 
 __all__ = ["assert_same_state", "sample_state"]
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, final
 
 from tft_coord.client.caller import Caller, seconds
+from tft_coord.compat.views import LighthouseDescription, Quorum, quorum_view
 from tft_coord.core.events import DrainRequested
 from tft_coord.core.types import Member
 from tft_coord.errors import (
@@ -23,7 +24,6 @@ from tft_coord.errors import (
 )
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.listener import OF_ANOTHER_KIND
-from tft_coord.views import LighthouseDescription, Quorum, quorum_view
 from tft_coord.wire import codec, services
 from tft_coord.wire.services import UnaryStub
 

@@ -16,13 +16,13 @@ from tft_coord.client.rank_session import RankSession
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import CoordinationClosedError, CoordinationError, ProtocolError
-from tft_coord.news import News
+from tft_coord.notifications import Notification
 from tft_coord.timeouts import Timeouts
 from tft_coord.wire import rank_codec, services
 from tft_coord.wire.limits import MAX_HEALED_BYTES
 
 if TYPE_CHECKING:
-    from tft_coord.views import QuorumResult
+    from tft_coord.compat.views import QuorumResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class ManagerClient:
         group_rank: int | None = None,
         token: str | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
-        listener: Callable[[News], None] = lambda _: None,
+        listener: Callable[[Notification], None] = lambda _: None,
         progress: Callable[[], Progress | None] = lambda: None,
         beat_number: Callable[[], int] = lambda: 0,
         is_alive: Callable[[], bool] = lambda: True,
@@ -325,7 +325,9 @@ class ManagerClient:
         reconfigure_handle: str = "",
     ) -> QuorumResult:
         """Make torchft's call. As in torchft, replicas at the same step count as holding the same state."""
-        from tft_coord.views import result_view  # no other method needs it, and each import delays a trainer's start
+        from tft_coord.compat.views import (
+            result_view,  # no other method needs it, and each import delays a trainer's start
+        )
 
         request = RankRequest(
             step=step,

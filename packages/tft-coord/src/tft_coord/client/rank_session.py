@@ -20,9 +20,10 @@ from contextlib import suppress
 from typing import final
 
 from tft_coord.core.progress import Progress
-from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.core.suspicion import LongWait
 from tft_coord.core.types import (
+    DrainComplete,
     KillOrder,
     LeaveRequest,
     LossNotice,
@@ -30,7 +31,6 @@ from tft_coord.core.types import (
     Plan,
     QuorumKey,
     QuorumNews,
-    Released,
     Verdict,
     WaitsFor,
 )
@@ -42,7 +42,7 @@ from tft_coord.errors import (
     RequestTimeoutError,
     UnreachableError,
 )
-from tft_coord.news import News
+from tft_coord.notifications import Notification
 from tft_coord.processes import this_process
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
@@ -92,7 +92,7 @@ class RankSession:
         token: str | None,
         timeouts: Timeouts,
         connect_within_s: float,
-        listener: Callable[[News], None],
+        listener: Callable[[Notification], None],
         progress: Callable[[], Progress | None] = lambda: None,
         beat_number: Callable[[], int] = lambda: 0,
         is_alive: Callable[[], bool] = lambda: True,
@@ -315,10 +315,10 @@ class RankSession:
                         LossNotice()
                         | NewcomerAsks()
                         | LeaveRequest()
-                        | Released()
+                        | DrainComplete()
                         | KillOrder()
                         | WaitsFor()
-                        | StragglerNews()
+                        | StragglerNotice()
                         | QuorumNews()
                     ) as news:
                         self._tell(news)
@@ -340,7 +340,7 @@ class RankSession:
             call.cancel()
             await asyncio.wait(helpers)
 
-    def _tell(self, what: News) -> None:
+    def _tell(self, what: Notification) -> None:
         try:
             self._listener(what)
         except Exception:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tft_coord.core.fingerprint import Fingerprint
-from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.core.types import (
+    DrainComplete,
     KillOrder,
     LeaveRequest,
     LossNotice,
@@ -20,7 +21,6 @@ from tft_coord.core.types import (
     QuorumKey,
     QuorumNews,
     Refusal,
-    Released,
     Verdict,
     WaitsFor,
 )
@@ -185,7 +185,7 @@ class TellStraggler:
     """The order to tell the stream what has changed in its replica's pace."""
 
     stream: int
-    news: StragglerNews
+    news: StragglerNotice
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class PaceChanged:
     """The order to log and publish that a replica became a straggler, or stopped being one."""
 
     job: str
-    news: StragglerNews
+    news: StragglerNotice
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +455,7 @@ class TellRank:
     """The order to give a rank a request, a warning or news, or the release to end."""
 
     rank: int
-    news: LeaveRequest | Released | KillOrder | WaitsFor | StragglerNews | QuorumNews
+    news: LeaveRequest | DrainComplete | KillOrder | WaitsFor | StragglerNotice | QuorumNews
 
 
 GroupEffect = (

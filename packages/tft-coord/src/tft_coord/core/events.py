@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.progress import Progress
-from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.core.types import (
     Hello,
     LossNotice,
@@ -360,7 +360,7 @@ class WaitTold:
 class PaceTold:
     """The lighthouse's news about this group's pace."""
 
-    news: StragglerNews
+    news: StragglerNotice
 
 
 @dataclass(frozen=True, slots=True)

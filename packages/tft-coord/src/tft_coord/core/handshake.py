@@ -23,7 +23,7 @@ PART_BYTES: Final = 250  # memory for a part besides its texts
 SMALL_BYTES: Final = 2048  # a fingerprint up to this size always fits, because there are never many of them
 
 
-class Standing(enum.IntEnum):
+class Precedence(enum.IntEnum):
     """The weight of a replica: it is gone and has no weight, or it is new, or it has trained in this job."""
 
     GONE = 0
@@ -40,7 +40,7 @@ class Differs:
     message: str
 
 
-class Room:
+class MemoryBudget:
     """The memory for the fingerprints of all jobs.
 
     Args:
@@ -72,9 +72,9 @@ class Handshake:
         room: the memory limit, shared with other jobs.
     """
 
-    def __init__(self, job: str, standing: Callable[[str], Standing], room: Room | None = None) -> None:
+    def __init__(self, job: str, standing: Callable[[str], Precedence], room: MemoryBudget | None = None) -> None:
         self._job = job
-        self._room = room if room is not None else Room()
+        self._room = room if room is not None else MemoryBudget()
         self._standing = standing
         # Nearly all replicas send the same fingerprint, so each is kept once, and compared once.
         self._by: dict[Fingerprint, dict[str, None]] = {}
@@ -135,7 +135,7 @@ class Handshake:
     def forget_the_gone(self) -> None:
         """Drop the fingerprints of replicas that are gone."""
         for replica_id in [*self._said, *self._refused]:
-            if self._standing(replica_id) is Standing.GONE:
+            if self._standing(replica_id) is Precedence.GONE:
                 self.forget(replica_id)
 
     def _compare(self, replica_id: str, fingerprint: Fingerprint) -> list[Differs]:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import all_at, assign
-from tft_coord.core.handshake import Handshake, Room, Standing
+from tft_coord.core.handshake import Handshake, MemoryBudget, Precedence
 from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
 from tft_coord.core.living_quorum import LivingQuorum
@@ -134,7 +134,7 @@ class LighthouseCore:
         self._birth = _Birth(started_ms, cluster_id, now_ms, now_ms, had_earlier_life)
         self._nonces = nonces
         self._jobs: dict[str, Job] = {}
-        self._room = Room()
+        self._room = MemoryBudget()
         self._job_of_stream: dict[int, Job] = {}
         self._last_tick_ms = now_ms
         self._forgotten_id = started_ms
@@ -439,7 +439,7 @@ class Job:
         config: LighthouseConfig,
         birth: _Birth,
         nonces: Callable[[], int],
-        room: Room,
+        room: MemoryBudget,
         *,
         now_ms: int,
         last_id: int,
@@ -1366,17 +1366,17 @@ class Job:
                 out.append(effects.RefuseRequest(other.stream, request, Refusal.DIFFERS, differs.message))
         return out
 
-    def _standing(self, replica_id: str) -> Standing:
+    def _standing(self, replica_id: str) -> Precedence:
         """Return how much that replica's word counts. A lost replica may come back with its state; a dead one can't."""
         replica = self.liveness.replicas.get(replica_id)
         if replica is None or replica.dead or (replica.left is not None and not replica.serves):
-            return Standing.GONE
+            return Precedence.GONE
         if not replica.healthy and self._now_ms - replica.lost_ms >= self._patience_ms(replica):
-            return Standing.GONE
+            return Precedence.GONE
         if replica_id in self._members:
-            return Standing.MEMBER
+            return Precedence.MEMBER
         has_trained = replica.held is not None or replica_id == self._asker
-        return Standing.HOLDS if has_trained else Standing.NEW
+        return Precedence.HOLDS if has_trained else Precedence.NEW
 
     def _withdrawn(self, replica: Replica, request: int, now_ms: int) -> None:
         """Handle the withdrawal of a request: the open one, or one whose answer was on its way."""

@@ -194,7 +194,7 @@ def _somebody_recovers(plan: Plan) -> bool:
 
 
 @final
-class Standing:
+class StandingQuorum:
     """One rank's quorum, from one plan to the next.
 
     The caller's order in a round is fixed. `next_round` comes first. If it returns `Ask`, `asked` follows before

@@ -112,7 +112,7 @@ class PaceKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class StragglerNews:
+class StragglerNotice:
     """One change of a replica's pace. Each change is reported once.
 
     Args:
@@ -143,7 +143,7 @@ class PaceChange:
         ends_quorum: the newest quorum ends because of it: its running step is too late to wait for.
     """
 
-    news: StragglerNews
+    news: StragglerNotice
     ends_quorum: bool = False
 
 
@@ -193,7 +193,7 @@ class _Pace:
     kept_up_ms: int = 0  # since when it keeps up again
     share: float = 1.0
     settles_at: int = 0  # the first step whose own time belongs to its new share
-    newest: StragglerNews | None = field(default=None)  # while it does not keep up
+    newest: StragglerNotice | None = field(default=None)  # while it does not keep up
 
     @property
     def latest_ms(self) -> int:
@@ -252,13 +252,13 @@ class StragglerWatch:
             if pace.standing is _Standing.SLOW:
                 pace.standing = _Standing.KEEPS_UP
 
-    def share_of(self, replica_id: str) -> StragglerNews | None:
+    def share_of(self, replica_id: str) -> StragglerNotice | None:
         """Return the share for a replica that says hello, because it may have another lighthouse's; None if shares
         don't change."""
         if self._policy.action is not StragglerAction.SHRINK:
             return None
         pace = self._paces.get(replica_id)
-        return StragglerNews(replica_id, PaceKind.SHARE, share=pace.share if pace is not None else 1.0)
+        return StragglerNotice(replica_id, PaceKind.SHARE, share=pace.share if pace is not None else 1.0)
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 
@@ -464,7 +464,7 @@ class StragglerWatch:
             sentence = rising_share(replica_id, own_ms, median_ms, pace.share)
         else:
             sentence = sentence_of(replica_id, kind, own_ms, median_ms, share=pace.share, pause_ms=pause_ms, why=why)
-        news = StragglerNews(replica_id, kind, own_ms, median_ms, pace.share, pause_ms, sentence)
+        news = StragglerNotice(replica_id, kind, own_ms, median_ms, pace.share, pause_ms, sentence)
         pace.newest = None if kind is PaceKind.KEEPS_UP else news
         return PaceChange(news, ends_quorum)
 
@@ -503,12 +503,12 @@ def rising_share(replica_id: str, own_ms: int, median_ms: int, share: float) -> 
     return f"replica {replica_id} may take more of its batch again, {share:g}: with the smaller part {numbers}"
 
 
-def left_out_reason(news: StragglerNews) -> str:
+def left_out_reason(news: StragglerNotice) -> str:
     """Return the phrase about a straggler that says why a quorum is ended."""
     return f"{LEFT_OUT_REASON}: {_numbers(news.own_ms, news.median_ms)}"
 
 
-def left_out_wait(news: StragglerNews, remaining_ms: int) -> str:
+def left_out_wait(news: StragglerNotice, remaining_ms: int) -> str:
     """Return why a replica that is left out got no quorum in time, and a remedy."""
     when = (
         f"it is left out for {_seconds(remaining_ms)} s more, and may join again for a trial after that"

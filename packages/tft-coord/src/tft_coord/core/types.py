@@ -465,7 +465,7 @@ class LeaveRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
+class DrainComplete:
     """The release of a group that has left: no replica heals from it any more, so it may end."""
 
 

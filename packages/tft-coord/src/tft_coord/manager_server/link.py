@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
+from tft_coord.compat.channel import ForeignConversation
+from tft_coord.compat.replica_group import ForeignCore
 from tft_coord.core import events
 from tft_coord.core.effects import (
     AnnounceNewcomer,
@@ -38,7 +40,6 @@ from tft_coord.core.effects import (
     Welcome,
 )
 from tft_coord.core.fingerprint import Fingerprint
-from tft_coord.core.foreign import ForeignCore
 from tft_coord.core.progress import Progress
 from tft_coord.core.session import (
     Dial,
@@ -57,7 +58,6 @@ from tft_coord.core.session import (
 from tft_coord.core.types import Member, PeerAddresses, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, UnreachableError
 from tft_coord.logs import logger_for_people
-from tft_coord.manager_server.foreign import ForeignConversation
 from tft_coord.manager_server.trial import try_peers
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata

@@ -1,7 +1,7 @@
 """The manager server itself: the group's core behind grpc, on the loop that starts it.
 
 Ranks come in by unary calls and by a stream that shows that they live; one stream goes out to the lighthouse.
-`GroupCore` gets the events, and this shell performs its decisions.
+`ReplicaGroupCore` gets the events, and this shell performs its decisions.
 
 Law of this file: one `match`, one line a decision; no rule of the protocol lives here.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeAlias, cast, final
 
 from tft_coord.core import effects, events
-from tft_coord.core.group import GroupCore
+from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.stops import LOOK_EVERY_MS, LocalProcess
 from tft_coord.core.types import NewcomerAsks, Plan, Quorum, QuorumKey, Refusal, Verdict
 from tft_coord.errors import ProtocolError
@@ -78,7 +78,7 @@ class ManagerServerShell:
                 token=config.token,
             ),
         )
-        self._core: GroupCore
+        self._core: ReplicaGroupCore
         self._link: LighthouseLink
 
     async def start(self) -> str:
@@ -93,7 +93,7 @@ class ManagerServerShell:
         except RuntimeError as error:
             raise config.cannot_listen() from error
         address = join_host_port(config.hostname, port)
-        self._core = GroupCore(
+        self._core = ReplicaGroupCore(
             replica_id=config.replica_id,
             address=address,
             store_address=config.store_addr,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.core.effects import (
     AnnounceNewcomer,
     AnswerQuorum,
@@ -51,7 +52,6 @@ from tft_coord.core.events import (
 from tft_coord.core.types import MAX_INT64, MAX_UINT64, Hello, Member, Quorum, QuorumKey
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import LONGEST_MS
-from tft_coord.views import DescribedJob, LighthouseDescription
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire import fields
 from tft_coord.wire.limits import (

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from tft_coord.core.fingerprint import Fingerprint, FingerprintPart
 from tft_coord.core.fingerprint import check as check_fingerprint
 from tft_coord.core.progress import Phase, Progress
-from tft_coord.core.stragglers import PaceKind, StragglerNews
+from tft_coord.core.stragglers import PaceKind, StragglerNotice
 from tft_coord.core.types import (
     MAX_INT64,
     POOR_SOURCES_MOST,
@@ -148,7 +148,7 @@ def _via(number: int) -> Via:
         raise ProtocolError(f"a peer was not reached by way {number}, which this version does not know") from None
 
 
-def straggler_to_wire(news: StragglerNews) -> pb.Straggler:
+def straggler_to_wire(news: StragglerNotice) -> pb.Straggler:
     return pb.Straggler(
         replica_id=news.replica_id,
         kind=news.kind.name,
@@ -160,14 +160,14 @@ def straggler_to_wire(news: StragglerNews) -> pb.Straggler:
     )
 
 
-def straggler_from_wire(message: pb.Straggler) -> StragglerNews:
+def straggler_from_wire(message: pb.Straggler) -> StragglerNotice:
     try:
         kind = PaceKind(message.kind)
     except ValueError:
         raise ProtocolError(f"a replica's pace changed by {message.kind}, which this version does not know") from None
     if not 0.0 < message.share <= 1.0:
         raise ProtocolError(f"share is {message.share}; it must be above 0 and at most 1")
-    return StragglerNews(
+    return StragglerNotice(
         checked_name("replica_id", message.replica_id),
         kind,
         checked_count("own_ms", message.own_ms, MAX_INT64),

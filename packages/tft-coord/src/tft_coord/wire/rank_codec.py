@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 from tft_coord.core.progress import Progress
 from tft_coord.core.stops import LocalProcess
-from tft_coord.core.stragglers import StragglerNews
+from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.core.types import (
     MAX_INT64,
+    DrainComplete,
     KillOrder,
     LeaveRequest,
     LossNotice,
@@ -29,7 +30,6 @@ from tft_coord.core.types import (
     QuorumNews,
     RankRequest,
     Refusal,
-    Released,
     Source,
     Verdict,
     WaitsFor,
@@ -193,10 +193,10 @@ ToRank = (
     | NewcomerAsks
     | RanksLost
     | LeaveRequest
-    | Released
+    | DrainComplete
     | KillOrder
     | WaitsFor
-    | StragglerNews
+    | StragglerNotice
     | QuorumNews
 )
 
@@ -565,14 +565,14 @@ def encode_to_rank(message: ToRank) -> bytes:
         case LeaveRequest():
             wish = pb.AskToLeave(reason=fields.clip(message.reason), serve_ms=message.serve_ms)
             return pb.FromManagerServer(ask_to_leave=wish).SerializeToString()
-        case Released():
+        case DrainComplete():
             return pb.FromManagerServer(released=pb.Released()).SerializeToString()
         case WaitsFor():
             waits = pb.Waits(sentence=fields.clip(message.sentence), warns=message.warns)
             return pb.FromManagerServer(waits=waits).SerializeToString()
         case QuorumNews():
             return pb.FromManagerServer(quorum_news=fields.quorum_news_to_wire(message)).SerializeToString()
-        case StragglerNews():
+        case StragglerNotice():
             return pb.FromManagerServer(straggler=fields.straggler_to_wire(message)).SerializeToString()
         case KillOrder():
             return pb.FromManagerServer(kill=pb.KillRank(message=fields.clip(message.message))).SerializeToString()
@@ -602,7 +602,7 @@ def decode_to_rank(data: bytes) -> ToRank:
                 fields.checked_sentence("reason", wish.reason), fields.checked_count("serve_ms", wish.serve_ms)
             )
         case "released":
-            return Released()
+            return DrainComplete()
         case "waits":
             return WaitsFor(fields.checked_sentence("sentence", message.waits.sentence), message.waits.warns)
         case "quorum_news":

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.patience import Phase
-from tft_pg.calls import Place, call_all
+from tft_pg.calls import ProbeAddress, call_all
 from tft_pg.errors import ConfigureError
 
 __all__ = ["Examination", "give_up", "names", "who_gave_up"]
@@ -67,7 +67,7 @@ class Examination:
     """
 
     def __init__(
-        self, store: Store, attempt: Attempt, unconnected: Callable[[], Mapping[int, Sequence[Place]]]
+        self, store: Store, attempt: Attempt, unconnected: Callable[[], Mapping[int, Sequence[ProbeAddress]]]
     ) -> None:
         self._store = store
         self._attempt = attempt

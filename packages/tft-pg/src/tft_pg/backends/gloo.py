@@ -47,7 +47,7 @@ from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
 from tft_pg.backends.word_line import WordLine
 from tft_pg.backends.word_meeting import WordMeeting
-from tft_pg.calls import NO_ANSWER, Place, call_all
+from tft_pg.calls import NO_ANSWER, ProbeAddress, call_all
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import (
     CollectiveTimeoutError,
@@ -336,10 +336,10 @@ class _Published:
         return f"{self.endpoint.address}%{self.zone}" if self.zone else self.endpoint.address
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ProbeAddress:
         """Return the place to probe or connect to."""
         rest = (0, self.zone) if self.family == socket.AF_INET6 else ()
-        return Place(self.family, (*self.endpoint, *rest))
+        return ProbeAddress(self.family, (*self.endpoint, *rest))
 
     @classmethod
     def read(cls, record: bytes) -> _Published:
@@ -401,7 +401,7 @@ class _Mesh:
             self._peers.add(peer.endpoint)
             self._met.setdefault(rank, []).append(peer)
 
-    def unconnected(self) -> dict[int, list[Place]]:
+    def unconnected(self) -> dict[int, list[ProbeAddress]]:
         """Return the listening addresses of the peers without a known connection, by rank.
 
         A connection that a peer has opened to this rank does not show the peer's rank. So the result contains all
@@ -414,7 +414,7 @@ class _Mesh:
         left = [(rank, peer) for rank, peer in met if peer.endpoint not in called]
         if len(_without_strangers(sockets.connected(local=self.own()))) >= len(left):
             return {}
-        found: dict[int, list[Place]] = {}
+        found: dict[int, list[ProbeAddress]] = {}
         for rank, peer in left:
             found.setdefault(rank, []).append(peer.place)
         return found

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import final
 
 from tft_pg.backends.attempt import Attempt
-from tft_pg.calls import Place
+from tft_pg.calls import ProbeAddress
 from tft_pg.errors import ConfigureError
 from tft_pg.forks import Inheritance, forks_wait, let_go_in_child
 from tft_pg.sockets import Endpoint
@@ -68,9 +68,9 @@ class _Invitation:
         return f"{self.token.hex()} {self.port} {self.address} ".encode() + name
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ProbeAddress:
         """Return the place to connect to."""
-        return Place(socket.AF_INET6 if ":" in self.address else socket.AF_INET, (self.address, self.port))
+        return ProbeAddress(socket.AF_INET6 if ":" in self.address else socket.AF_INET, (self.address, self.port))
 
     @classmethod
     def read(cls, record: bytes, rank: int) -> _Invitation:
@@ -119,7 +119,7 @@ class Lifeline:
         self._names: dict[int, str] = {}
         self._wakes = (-1, -1)  # the read end and the write end of a pipe
         self._called: set[Endpoint] = set()
-        self._places: dict[int, Place] = {}  # the listening addresses of the others
+        self._places: dict[int, ProbeAddress] = {}  # the listening addresses of the others
         self._thread: threading.Thread | None = None
         self._invitation = _Invitation(self._token, 0, address, name)
         with forks_wait():  # a child that is forked in the meantime would keep the listener
@@ -142,7 +142,7 @@ class Lifeline:
         """Return the record for the other ranks. No two records are the same."""
         return self._invitation.record()
 
-    def unconnected(self) -> dict[int, list[Place]]:
+    def unconnected(self) -> dict[int, list[ProbeAddress]]:
         """Return the listening addresses of the ranks without a connection yet."""
         return {rank: [place] for rank, place in self._places.items() if rank not in self._peers}
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import final
 
+from tft_coord.compat.views import LighthouseDescription
 from tft_coord.timeouts import Timeouts
-from tft_coord.views import LighthouseDescription
 
 
 @final

@@ -20,7 +20,7 @@ import torch
 
 from tft_algos.errors import ConfigError
 from tft_algos.manager.config import ManagerConfig, from_environment
-from tft_algos.manager.group_store import is_loopback, own_host
+from tft_algos.manager.quorum.group_store import is_loopback, own_host
 from tft_coord import LighthouseClient
 from tft_coord.errors import ConfigError as CoordinationConfigError
 from tft_coord.errors import CoordinationError, UnknownCallError

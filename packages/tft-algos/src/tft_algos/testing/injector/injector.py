@@ -32,8 +32,8 @@ import torch
 
 from tft_algos.errors import ConfigError, UsageError
 from tft_algos.manager.config import ResolvedConfig
-from tft_algos.manager.coordinator import GroupCoordinator
-from tft_algos.manager.parts import Coordinator, Group
+from tft_algos.manager.interfaces import Coordinator, ProcessGroupLike
+from tft_algos.manager.quorum.coordinator import GroupCoordinator
 from tft_algos.testing.injector.fault import Action, Fault, FaultNotInjectedError, InjectedError, Place
 from tft_algos.testing.injector.wrappers import StruckGroup, StruckTransport, struck_coordinator
 from tft_ckpt import CheckpointTransport
@@ -174,7 +174,7 @@ class EventInjector:
 
     # --- the parts -----------------------------------------------------------------------------------------------
 
-    def group(self, pg: Group) -> Group:
+    def group(self, pg: ProcessGroupLike) -> ProcessGroupLike:
         """Wrap the process group for the Manager. Places: CONFIGURE, REDUCTION, and WORD if it can exchange one."""
         self._wrapped.add("group")
         return StruckGroup(pg, self)

@@ -15,14 +15,14 @@ from typing import Any, Protocol, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.manager.parts import Coordinator, Group, StandingCoordinator
-from tft_algos.manager.wording import standing_coordinator
+from tft_algos.manager.interfaces import Coordinator, ProcessGroupLike, StandingCoordinator
+from tft_algos.manager.step.control_words import standing_coordinator
 from tft_algos.testing.injector.fault import Fault, Place
 from tft_ckpt import CheckpointTransport, StateKey, StateUnavailableError
 from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, QuorumNews, RankRequest, Verdict
 from tft_coord.errors import RequestTimeoutError
-from tft_coord.news import News
+from tft_coord.notifications import Notification
 from tft_pg import WordExchange
 from tft_pg.errors import ConfigureError, PeerDisconnectedError
 from tft_pg.work import PendingWork
@@ -48,7 +48,7 @@ class StruckGroup:
     a word.
     """
 
-    def __init__(self, inside: Group, injector: Injector) -> None:
+    def __init__(self, inside: ProcessGroupLike, injector: Injector) -> None:
         self._inside = inside
         self._injector = injector
 
@@ -147,7 +147,7 @@ class StruckCoordinator:
         if fault is not None:
             raise RequestTimeoutError(fault.describe())
 
-    def listen(self, listener: Callable[[News], None]) -> None:
+    def listen(self, listener: Callable[[Notification], None]) -> None:
         self._inside.listen(listener)
 
     def follow(self, progress: Callable[[], Progress]) -> None:
@@ -178,7 +178,7 @@ class StruckStandingCoordinator(StruckCoordinator):
     def __init__(self, inside: StandingCoordinator, injector: Injector) -> None:
         super().__init__(inside, injector)
         self._standing = inside
-        self._listener: Callable[[News], None] = lambda _: None
+        self._listener: Callable[[Notification], None] = lambda _: None
         self._key: QuorumKey | None = None  # of the last plan
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
@@ -204,7 +204,7 @@ class StruckStandingCoordinator(StruckCoordinator):
             self._answered(Place.VOTE)
         return self._standing.vote(step, yes, timeout, key=key, purpose=purpose, leaving=leaving, stands=stands)
 
-    def listen(self, listener: Callable[[News], None]) -> None:
+    def listen(self, listener: Callable[[Notification], None]) -> None:
         self._listener = listener
         super().listen(listener)
 

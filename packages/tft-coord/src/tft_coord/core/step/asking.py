@@ -11,10 +11,10 @@ from typing import Final, final
 from tft_coord.core.standing import GoOn, State
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.errors import StepAbandonedError, UsageError
 from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.step.state import StepState
 from tft_coord.core.step.values import Healing, Phase, StepSettings
 from tft_coord.core.types import Plan, RankRequest, Refusal, Unreached
 from tft_coord.errors import RefusedError, StaleQuorumError
@@ -32,7 +32,7 @@ class Asking:
         books: what the rank knows.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: StepState) -> None:
         self._books = books
         self._request: RankRequest | None = None  # of the open attempt
         self._stands: Plan | None = None  # the plan of the held key

@@ -18,13 +18,13 @@ from typing import Any, Final, final
 
 from tft_coord.core.step import events as on
 from tft_coord.core.step.asking import Asking
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.ending import Ending
 from tft_coord.core.step.events import Event
 from tft_coord.core.step.recovery import Recovery
 from tft_coord.core.step.reducing import Reducing
 from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.step.state import StepState
 from tft_coord.core.step.status import StepStatus
 from tft_coord.core.step.troubles import Troubles
 from tft_coord.core.step.values import StepSettings
@@ -46,7 +46,7 @@ class StepCore:
     """
 
     def __init__(self, settings: StepSettings) -> None:
-        self._books = Books(settings)
+        self._books = StepState(settings)
         self.known_status: StepStatus | None = None
         self._handlers = _handlers_of(self._books)
 
@@ -73,7 +73,7 @@ class StepCore:
         return status
 
 
-def _handlers_of(books: Books) -> dict[type, Handler]:
+def _handlers_of(books: StepState) -> dict[type, Handler]:
     asking, reducing, recovery = Asking(books), Reducing(books), Recovery(books)
     ending, troubles, rounds = Ending(books), Troubles(books), Rounds(books)
     return {

@@ -15,10 +15,10 @@ from tft_coord.core.standing import State
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step.attempt import Attempt
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.errors import StepAbandonedError, SyncAbandonedError, UsageError
 from tft_coord.core.step.rounds import ERROR_IS_SAID_FOR_MS, Rounds
+from tft_coord.core.step.state import StepState
 from tft_coord.core.step.values import Healing, Phase, StepName
 
 
@@ -30,7 +30,7 @@ class Ending:
         books: what the rank knows.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: StepState) -> None:
         self._books = books
         self._rounds = Rounds(books)
         self._said_too_few: int | None = None  # the number of participants in the last such log line

@@ -14,7 +14,7 @@ from tft_coord.core.types import Plan
 
 
 @final
-class Leaving:
+class GracefulShutdown:
     """One rank's leave.
 
     Attributes:

@@ -13,11 +13,11 @@ from typing import Any, final
 
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.errors import HealingError, UsageError, UserStateError
 from tft_coord.core.step.own_state import mismatch
 from tft_coord.core.step.repeats import Repeats
+from tft_coord.core.step.state import StepState
 from tft_coord.core.step.status import own_state
 from tft_coord.core.step.values import Healing, Phase, Stage
 from tft_coord.core.types import Plan, Purpose
@@ -43,7 +43,7 @@ class Recovery:
         books: what the rank knows.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: StepState) -> None:
         self._books = books
         self._awaits: Stage | Purpose | None = None  # the next report that the shell owes
         self._error: Exception | None = None  # of this rank, in the stage under vote

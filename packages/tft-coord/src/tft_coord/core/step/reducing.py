@@ -16,9 +16,9 @@ from typing import Final, final
 
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.errors import UsageError
+from tft_coord.core.step.state import StepState
 from tft_coord.core.step.values import Phase, StepName
 from tft_coord.core.types import Plan
 
@@ -51,7 +51,7 @@ class Reducing:
         books: what the rank knows.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: StepState) -> None:
         self._books = books
 
     def weight_set(self, event: on.WeightSet, now_ms: int) -> Effects:

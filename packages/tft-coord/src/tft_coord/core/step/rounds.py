@@ -19,7 +19,7 @@ from tft_coord.core.types import Plan
 
 if TYPE_CHECKING:
     from tft_coord.core.step.attempt import Attempt
-    from tft_coord.core.step.books import Books
+    from tft_coord.core.step.state import StepState
 
 
 # A rank with an error waits for the others' words for so long. The others may wait in a reduction that it has left, and
@@ -35,7 +35,7 @@ class Rounds:
         books: what the rank knows.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: StepState) -> None:
         self._books = books
 
     # --- the word -----------------------------------------------------------------------------------------------------

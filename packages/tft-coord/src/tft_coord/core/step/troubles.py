@@ -9,8 +9,8 @@ from typing import final
 
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.step.books import Books
 from tft_coord.core.step.effects import Effects
+from tft_coord.core.step.state import StepState
 from tft_coord.core.step.values import Phase, StepName
 
 
@@ -22,7 +22,7 @@ class Troubles:
         books: what the rank knows.
     """
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: StepState) -> None:
         self._books = books
 
     def error_reported(self, event: on.ErrorReported, now_ms: int) -> Effects:

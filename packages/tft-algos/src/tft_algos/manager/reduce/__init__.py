@@ -1,0 +1,1 @@
+"""Reductions over the members of a quorum, and futures that end in time."""

@@ -1,0 +1,265 @@
+"""Errors of a step, reported to the records for machines and to the log.
+
+Law of this file: reporting, from any thread. The step core decides the effect of an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final, NoReturn, final
+
+from tft_algos.errors import QuorumBrokenError
+from tft_algos.manager.step.event_log import EventLog
+from tft_coord.core.names import shorten
+from tft_coord.core.step import StepName, StepStatus
+from tft_coord.core.step.attempt import FATAL, MAX_ERRORS_KEPT
+from tft_coord.core.stragglers import LEFT_OUT_REASON
+from tft_coord.core.types import LossNotice, Plan, QuorumKey
+from tft_coord.errors import RefusedError, ReplicaGroupLostError
+from tft_pg.errors import AbortedError, CollectiveTimeoutError, ConfigureError, PeerDisconnectedError
+
+# A process group raises these when a member has died, before the lost member is known.
+_BY_A_PEER: Final = (PeerDisconnectedError, AbortedError, ConfigureError)
+# A failing process group raises these from every running operation, so they count as one failure.
+_OF_THE_GROUP: Final = (*_BY_A_PEER, CollectiveTimeoutError)
+_LOOKS_TO_KNOW_WHO: Final = 2  # after about one beat, a loss is known if there is one
+_STEPS_KEPT: Final = 16  # with logged failures
+_QUORUMS_KEPT: Final = 16  # that a loss has broken
+
+logger = logging.getLogger("tft_algos.manager")
+
+
+def _explains(notice: LossNotice) -> bool:
+    """Return whether a notice explains every failure of the reductions in its quorum.
+
+    It does if a member is lost, or leaves as a straggler. Another living member may itself have failed because of such
+    a loss.
+    """
+    return not notice.lives or notice.reason.startswith(LEFT_OUT_REASON)
+
+
+def raise_told(error: Exception) -> NoReturn:
+    """Raise an error. An error that another process reported is raised without its traceback, which adds nothing."""
+    if isinstance(error, (RefusedError, ReplicaGroupLostError)):
+        raise error.with_traceback(None) from None
+    raise error
+
+
+@final
+class ErrorReporter:
+    """The destination of a Manager's errors and log lines.
+
+    Args:
+        status: returns the status of the step.
+        job_id, replica_id, rank: the origin of the reports.
+    Attributes:
+        records: the records for machines.
+    """
+
+    def __init__(self, status: Callable[[], StepStatus], *, job_id: str, replica_id: str, rank: int) -> None:
+        self.records = EventLog(job_id=job_id, replica_id=replica_id, rank=rank)
+        self._status = status
+        self._loss = ""  # the last logged loss
+        self._broken: dict[
+            QuorumKey, bool
+        ] = {}  # the last quorums that a notice has broken; True: a member was lost, or left out
+        self._group_is_lost = False
+        self._plan: Plan | None = None  # the newest plan
+        # The replicas of the previous plan that are not in the newest one.
+        self._gone: tuple[QuorumKey, tuple[str, ...]] | None = None
+        self._held: tuple[StepName, str] | None = None  # a failure that the loss of a member may explain
+        self._looks = 0  # checks since that failure
+        self._logged: dict[int, set[str]] = {}  # by attempt: the failures that were logged or held back
+        self._holding = threading.Lock()
+        self._who = f"{shorten(replica_id)}/{rank}"
+
+    def log(self, level: int, message: str, *args: object) -> None:
+        """Log a line with the replica, the rank and the step."""
+        if logger.isEnabledFor(level):
+            self._log_of(self._status().step, level, message % args if args else message)
+
+    def _log_of(self, step: int, level: int, sentence: str) -> None:
+        if logger.isEnabledFor(level):
+            logger.log(level, "[%s - step %d] %s", self._who, step, shorten(sentence))
+
+    def error(self, name: StepName, error: Exception, *, counts: bool, is_between: bool = False) -> None:
+        """Report an error of a step: from a reduction, a future, or the user.
+
+        Args:
+            name: the step.
+            error: the error.
+            counts: the step fails because of it.
+            is_between: the error came between two steps, and belongs to none.
+        """
+        self.records.error(name, error, counts=counts)
+        if counts:
+            self._step_failed(name, error, f"this step will not commit: {error}")
+        else:
+            with self._holding:
+                level = logging.DEBUG if self._is_explained(name, error) else logging.WARNING
+            self.log(level, "an error of %s came when that was over: %s", "a step" if is_between else name, error)
+
+    def quorum_broke(self, notice: LossNotice, *, is_closing: bool) -> None:
+        """Log, once, that the quorum of this replica is broken. Its later failures are not logged again.
+
+        `is_closing`: this replica shuts down and breaks the quorum itself, whatever the others report about each other.
+        """
+        self._loss = shorten(str(notice))
+        held = self._explained_by(notice)
+        failed = f"step {held.step} will not commit, and " if held is not None else ""
+        level = logging.WARNING if _explains(notice) else logging.INFO
+        self.log(logging.DEBUG if is_closing else level, "%s; %swhat runs in it is ended", notice, failed)
+
+    def loss_came_late(self, notice: LossNotice) -> None:
+        """Log the loss of a member of an old quorum, if it explains the failure that is held back.
+
+        A closed connection may fail the step, and the next quorum may form, before the notice arrives.
+        """
+        held = self._explained_by(notice)
+        if held is not None:
+            self._log_of(held.step, logging.WARNING, f"{notice}; step {held.step} did not commit")
+
+    def _explained_by(self, notice: LossNotice) -> StepName | None:
+        """Record the notice of a quorum. Return the step whose failure it explains, if one was held back."""
+        with self._holding:
+            self._broken[notice.key] = self._broken.get(notice.key, False) or _explains(notice)
+            while len(self._broken) > _QUORUMS_KEPT:
+                del self._broken[min(self._broken)]
+            if not _explains(notice) or self._held is None or self._held[0].key != notice.key:
+                return None
+            (name, _), self._held = self._held, None
+            return name
+
+    def plan_arrived(self, plan: Plan) -> None:
+        """Record which replicas are missing in this plan's quorum. This explains a failure without a loss notice."""
+        with self._holding:
+            before, self._plan = self._plan, plan
+            if before is not None and before.key != plan.key:
+                self._gone = before.key, tuple(name for name in before.replica_ids if name not in plan.replica_ids)
+
+    def look(self) -> None:
+        """Log the failure that is held back, if no loss has explained it. Call this once a beat."""
+        with self._holding:
+            self._looks += 1
+            is_due = self._looks > _LOOKS_TO_KNOW_WHO
+        if is_due:
+            self.write_held()
+
+    def write_held(self) -> None:
+        """Log the failure that is held back, if there is one."""
+        with self._holding:
+            held, self._held = self._held, None
+        if held is not None:
+            self._write(*held)
+
+    def _write(self, name: StepName, sentence: str) -> None:
+        """Log a failure that no notice has explained. The next quorum may show which replica is gone."""
+        key, gone = self._gone or (None, ())
+        if gone and key == name.key:
+            who = f"replica {gone[0]} was" if len(gone) == 1 else f"replicas {', '.join(gone)} were"
+            left = "has left" if len(gone) == 1 else "have left"
+            sentence = f"{who} lost or {left} in step {name.step}, which did not commit"
+        self._log_of(name.step, logging.WARNING, sentence)
+
+    def _step_failed(self, name: StepName, error: Exception, sentence: str) -> None:
+        """Log a failure of a step once, and only if no loss explains it. The records contain all failures."""
+        before, level = None, logging.DEBUG
+        with self._holding:
+            if not self._is_explained(name, error) and self._is_news(name, error):
+                if isinstance(error, _BY_A_PEER) and name.key is not None:
+                    before, self._held, self._looks = self._held, (name, sentence), 0
+                elif not isinstance(error, FATAL):  # the training thread raises a fatal error, which is logged there
+                    level = logging.WARNING
+        if before is not None:
+            self._write(*before)
+        self._log_of(name.step, level, sentence)
+
+    def _is_news(self, name: StepName, error: Exception) -> bool:
+        """Return whether no logged failure of this step is the same. The failure is recorded."""
+        logged = self._logged.setdefault(name.attempt, set())
+        while len(self._logged) > _STEPS_KEPT:
+            del self._logged[min(self._logged)]
+        kind = "the process group" if isinstance(error, _OF_THE_GROUP) else f"{type(error).__name__}: {error}"
+        # An earlier failure is the cause of an abort.
+        is_news = (
+            kind not in logged and len(logged) < MAX_ERRORS_KEPT and not (logged and isinstance(error, AbortedError))
+        )
+        if is_news:
+            logged.add(kind)
+        return is_news
+
+    def _is_explained(self, name: StepName, error: Exception) -> bool:
+        """Return whether a logged loss explains an error."""
+        if self.follows_from_a_loss(error):
+            return True
+        if not isinstance(error, _OF_THE_GROUP):
+            return False
+        lost = self._broken.get(name.key) if name.key is not None else None
+        return self._group_is_lost or lost is True or (lost is False and isinstance(error, AbortedError))
+
+    def follows_from_a_loss(self, error: Exception | None) -> bool:
+        """Return whether an error only repeats the last loss."""
+        return isinstance(error, QuorumBrokenError) or (bool(self._loss) and self._loss in shorten(str(error)))
+
+    def no_quorum(self, name: StepName, error: Exception) -> None:
+        """Report that the step has no quorum."""
+        # The training thread raises fatal errors, and their message appears there.
+        self._tell(name, logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error)
+
+    def configure_failed(self, name: StepName, error: Exception, *, warning: str = "") -> None:
+        """Report that the process group could not be built for the quorum of a step.
+
+        Args:
+            name: the step.
+            error: the error.
+            warning: a sentence that names the unreachable replicas. It is logged at once, because no loss explains it.
+        """
+        self.records.error(name, error, counts=True)
+        if warning:
+            with self._holding:
+                self._is_news(name, error)  # its consequences are not logged again
+            self._log_of(name.step, logging.WARNING, f"this step will not commit: {warning}")
+            return
+        self._step_failed(name, error, f"could not configure quorum {name.key}, so this step will not commit: {error}")
+
+    def heal_failed(self, name: StepName, error: Exception, *, traceback_of: BaseException | None = None) -> None:
+        """Report that this replica did not heal.
+
+        Args:
+            name: the step.
+            error: the error.
+            traceback_of: an error of a user's function, logged with its traceback.
+        """
+        if traceback_of is None:
+            self._tell(name, logging.WARNING, error, "%s", error)
+        else:
+            self.records.error(name, error, counts=True)
+            self.log_traceback(traceback_of, "%s", error)
+
+    def log_traceback(self, error: BaseException, message: str, *args: object) -> None:
+        """Log an error of a user's function with its traceback."""
+        logger.error(f"[%s - step %d] {message}", self._who, self._status().step, *args, exc_info=error)
+
+    def group_lost(self, name: StepName, error: Exception) -> None:
+        """Report that this replica group is lost."""
+        with self._holding:
+            self._group_is_lost = True
+            self._held = None  # the loss of the group is its reason
+        self._tell(name, logging.ERROR, error, "%s", error)
+
+    def torn(self, error: BaseException) -> None:
+        """Report that a commit could not be applied, so the state here is half written."""
+        self.records.error(self._status().name, error, counts=False)
+        self.log(logging.WARNING, "the commit could not be applied here, so this replica heals: %r", error)
+
+    def raise_fatal(self) -> None:
+        """Raise the fatal error of this process, if there is one."""
+        fatal = self._status().fatal
+        if fatal is not None:
+            raise_told(fatal)
+
+    def _tell(self, name: StepName, level: int, error: Exception, message: str, *args: object) -> None:
+        self.records.error(name, error, counts=True)
+        self.log(logging.DEBUG if self.follows_from_a_loss(error) else level, message, *args)

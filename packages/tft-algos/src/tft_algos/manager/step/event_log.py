@@ -1,0 +1,92 @@
+"""A Manager's output for machines: one log record for each quorum, each verdict and each error.
+
+A dashboard or an experiment tracker needs named facts, not sentences. They are attributes of ordinary log records. A
+program that needs them attaches its own handler, and other programs have no cost. There are three loggers. All their
+records have level DEBUG, so a program that logs at INFO does not print a line for each step:
+
+    logging.getLogger("tft_commits").setLevel(logging.DEBUG)
+    logging.getLogger("tft_commits").addHandler(MyHandler())
+
+Every record has these attributes:
+- `job_id`: the job's name. `replica_id`: full id of this replica group. `rank`: group rank.
+- `quorum_id`: of the event's quorum. None: the event has no quorum.
+- `step`: committed steps before the event's step.
+
+Each logger adds its own:
+- `tft_quorums`, when a step's plan has arrived and its group is built or could not be built: `replica_world_size`:
+  members. `num_participants`: members whose gradients count. `heal`: this group heals. `reconfigured`: the process
+  group was built anew. `duration_s`: seconds since the request for the quorum.
+- `tft_commits`, at a verdict: `commit_result`: whether the optimizer steps. `num_participants`.
+- `tft_errors`, at an error: `error`: its text. `error_type`: the name of its class. `counts`: the step fails because of
+  it. Otherwise the error came after its step.
+
+Law of this file: names and attributes of records. A library configures no logging: no handler, no level, no formatter.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final, final
+
+from tft_coord.core.step import StepName
+from tft_coord.core.types import Plan
+
+QUORUMS: Final = "tft_quorums"
+COMMITS: Final = "tft_commits"
+ERRORS: Final = "tft_errors"
+
+
+@final
+class EventLog:
+    """The writer of the records of one Manager.
+
+    Args:
+        job_id, replica_id, rank: the origin of the records.
+    Attributes:
+        last_error: the newest error, `type: text`. "": no error. An exception is not stored, because it would keep the
+            memory of its stack frames.
+    """
+
+    def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
+        self._who = {"job_id": job_id, "replica_id": replica_id, "rank": rank}
+        self.quorums = logging.getLogger(QUORUMS)
+        self.commits = logging.getLogger(COMMITS)
+        self.errors = logging.getLogger(ERRORS)
+        self.last_error = ""
+
+    @property
+    def wants_quorums(self) -> bool:
+        """Return whether a handler takes records of quorums."""
+        return self.quorums.isEnabledFor(logging.DEBUG)
+
+    def quorum(self, name: StepName, plan: Plan, *, reconfigured: bool, duration_s: float) -> None:
+        """Record that the plan of a step has arrived, and that its group is built or could not be built."""
+        self._write(
+            self.quorums,
+            name,
+            "quorum",
+            replica_world_size=plan.replica_world_size,
+            num_participants=plan.num_participants,
+            heal=plan.heal,
+            reconfigured=reconfigured,
+            duration_s=duration_s,
+        )
+
+    def commit(self, name: StepName, committed: bool, *, num_participants: int) -> None:
+        """Record a verdict."""
+        self._write(self.commits, name, "commit", commit_result=committed, num_participants=num_participants)
+
+    def error(self, name: StepName, error: BaseException, *, counts: bool) -> None:
+        """Record an error."""
+        self.last_error = f"{type(error).__name__}: {error}"
+        if self.errors.isEnabledFor(logging.DEBUG):
+            # Records for machines contain whole ids. The text for people has short ones.
+            text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
+            told = {"error": text, "error_type": type(error).__name__, "counts": counts}
+            self._write(self.errors, name, "error", **told)
+
+    def _write(self, logger: logging.Logger, name: StepName, event: str, **facts: object) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            quorum_id = None if name.key is None else name.key.quorum_id
+            where = {"quorum_id": quorum_id, "step": name.step}
+            logger.debug("%s of step %d", event, name.step, extra={**self._who, **where, **facts})

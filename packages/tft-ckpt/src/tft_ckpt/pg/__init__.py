@@ -1,0 +1,1 @@
+"""Live state transfer over a process group."""

@@ -1,0 +1,695 @@
+"""The server's event loop: the routes, the connections, and their end.
+
+The import of aiohttp takes a tenth of a second. So the server's thread imports this file, and a trainer that already
+has its port continues in the meantime.
+
+Law of this file: aiohttp and one event loop; only the loop's thread calls this code. The shelf decides the answers, and
+this file sends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, NoReturn, final
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
+
+from tft_ckpt.errors import ConfigError, StateUnavailableError
+from tft_ckpt.key import StateKey
+from tft_ckpt.state.snapshot import Snapshot
+from tft_ckpt.transfer.address import parse_url
+from tft_ckpt.transfer.admission import Door
+from tft_ckpt.transfer.peers import Tracker
+from tft_ckpt.transfer.rate_limiter import RateLimiter
+from tft_ckpt.transfer.relay import Relay
+from tft_ckpt.transfer.routes import (
+    CHUNKS_ROUTE,
+    DATA_ROUTE,
+    HAVE_COUNT_HEADER,
+    KEY_HEADER,
+    MANIFEST_ROUTE,
+    PARTIAL_HEADER,
+    RELAY_HEADER,
+    URL_BYTES_MAX,
+    WAIT_HEADER,
+    WAIT_MS_MAX,
+    authorization,
+    chunks_body,
+)
+from tft_ckpt.transfer.snapshot_store import Found, Refused, SnapshotStore
+
+if TYPE_CHECKING:
+    import ssl
+
+__all__ = ["App"]
+
+# One write to a socket: long enough that the loop's overhead is small, and short enough that readers take turns.
+_PIECE_BYTES = 1 << 20
+# The silence watch does not see encrypted data in flight, so pieces are shorter with TLS.
+_PIECE_BYTES_TLS = 256 << 10
+# The data that a stalled reader can leave in a transport's memory.
+_WAITING_BYTES = 128 << 10
+# The data that the kernel accepts before the reader's side has room for it. With a quarter of it, a fast reader loses a
+# quarter of its rate, because the two sides then wait for each other.
+_UNSENT_BYTES = 1 << 20
+# aiohttp waits until the socket has taken everything only after writes longer than this. So a shorter last piece is
+# sent from a copy, because the buffer may be reused as soon as the handler returns.
+_UNDRAINED_BYTES = 64 << 10
+# Chunks of a relay that arrive within this time are announced in one answer.
+_GATHER_S = 0.005
+
+# The interval of checks for disconnected readers that held a state.
+_LOOK_S = 0.01
+
+_WARNINGS_A_MINUTE = 20
+
+_NO_LINGERING = struct.pack("ii", 1, 0)
+
+_log = logging.getLogger("tft_ckpt.transfer")
+
+
+@final
+class App:
+    """An application that serves one shelf from `serve` to `stop`.
+
+    Args:
+        loop: the app's event loop; all methods run there.
+        listener: bound and listening; closed at the end.
+        shelf, lock: of the states, shared with the trainer's side, which takes the lock too.
+        token: the token that readers must present, or None.
+        silence_s: the limit for readers that take no data and for connections without requests. They are disconnected
+            after it.
+        send_bytes_per_s: the rate limit for all readers together, or None.
+        tls: the TLS context, or None for plain HTTP.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        *,
+        shelf: SnapshotStore,
+        lock: threading.Lock,
+        token: str | None,
+        silence_s: float,
+        send_bytes_per_s: float | None,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._loop = loop
+        self._listener = listener
+        self._shelf = shelf
+        self._lock = lock
+        self._token = token
+        self._silence_s = silence_s
+        self._pace = None if send_bytes_per_s is None else RateLimiter(send_bytes_per_s)
+        self._tls = tls
+        self._door: Door | None = None
+        self._stop = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._summing: dict[Snapshot, asyncio.Task[None]] = {}
+        self._used_s = loop.time()  # the time of the last request for the published state, or of its last reader's end
+        self._relays: dict[StateKey, Relay] = {}
+        self._gathering = False
+        self._tracker = Tracker()
+        self._transports: dict[Snapshot | Relay, set[asyncio.Transport]] = {}
+        self._holding: dict[asyncio.Transport, Snapshot] = {}  # until the connection ends, or holds another state
+        self._looking = False
+        self._answering: set[asyncio.BaseTransport | None] = set()
+        self._answered: set[asyncio.BaseTransport | None] = set()  # since the last check for idle connections
+
+    def stop(self) -> None:
+        """Close the port and every connection, so that `serve` ends."""
+        self._stop.set()
+
+    async def serve(self) -> None:
+        """Answer readers until `stop`. Raises: the error that prevents the start; the port is closed then."""
+        app = web.Application(middlewares=[self._mark(), self._guard()])
+        app.router.add_get(MANIFEST_ROUTE, self._manifest, allow_head=False)
+        app.router.add_get(DATA_ROUTE, self._data, allow_head=False)
+        app.router.add_get(CHUNKS_ROUTE, self._chunks, allow_head=False)
+        runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            handler_cancellation=True,
+            access_log=None,
+            logger=_log_of_requests(),
+            shutdown_timeout=0.05,
+            lingering_time=0.0,  # requests have no body, and a request with one ends its connection after the answer
+        )
+        try:
+            await runner.setup()
+        except BaseException:
+            self._listener.close()
+            raise
+        server = runner.server
+        assert server is not None, "a runner that was set up has a server"
+        self._door = door = Door(
+            self._loop, self._listener, protocol=server, tls=self._tls, proof_within_s=self._silence_s
+        )
+        door.open()
+        self._loop.create_task(self._send_off_the_idle(server), name="tft-ckpt-idle")
+        await self._stop.wait()
+        try:
+            with self._lock:
+                held = self._shelf.clear()
+            self.send_off([*held, *self._relays.values()])
+            self.wake()
+            # First the door closes. New connections then become known to the runner, which closes them.
+            await door.close()
+            await _turns()
+            await runner.cleanup()
+        finally:  # no connection stays, even if closing one of them raises
+            await door.close()
+            await _turns()
+            for connection in server.connections:
+                connection.force_close()
+            await self._end_tasks()
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A closed transport closes its socket in the loop's next turn.
+        await _turns()
+
+    async def _send_off_the_idle(self, server: web.Server) -> None:
+        """Disconnect connections without requests for silence_s, because readers need their descriptors."""
+        idle_since: dict[asyncio.Transport, float] = {}
+        while True:
+            await asyncio.sleep(self._silence_s / 2)
+            now, answered = self._loop.time(), self._answered
+            self._answered = set()
+            idle = [each.transport for each in server.connections if each.transport not in self._answering]
+            idle_since = {
+                transport: now if transport in answered else idle_since.get(transport, now)
+                for transport in idle
+                if isinstance(transport, asyncio.Transport)
+            }
+            for transport, since in idle_since.items():
+                if now - since >= self._silence_s:
+                    _break(transport)
+            if now - self._used_s >= self._silence_s:
+                with self._lock:
+                    self._shelf.withdraw()
+
+    def wake(self) -> None:
+        """Wake the waiting requests, so that they check again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def send_off(self, sources: Iterable[Snapshot | Relay]) -> None:
+        """Disconnect the readers of these sources."""
+        for source in sources:
+            holding = {transport for transport, snapshot in self._holding.items() if snapshot is source}
+            for transport in holding | self._transports.get(source, set()):
+                _break(transport)
+
+    def published(self, snapshot: Snapshot, expected: bool) -> None:
+        """Announce a published snapshot. `expected`: whether a receiver will request it."""
+        self._used_s = self._loop.time()
+        if expected:
+            self._start_summing(snapshot)
+        self.wake()
+
+    def relay_began(self, relay: Relay) -> None:
+        """Register a relay: this process receives a state, and readers may have its finished chunks."""
+        self._relays[relay.key] = relay
+        self.wake()
+
+    def relay_has(self) -> None:
+        """Announce a new chunk to waiting readers."""
+        if not self._gathering:
+            self._gathering = True
+            self._loop.call_later(_GATHER_S, self._tell_of_chunks)
+
+    def _tell_of_chunks(self) -> None:
+        self._gathering = False
+        self.wake()
+
+    def relay_ended(self, relay: Relay) -> None:
+        """Remove a relay and disconnect its readers."""
+        if self._relays.get(relay.key) is relay:
+            del self._relays[relay.key]
+        self.send_off([relay])
+        self.wake()
+
+    def _start_summing(self, snapshot: Snapshot) -> None:
+        if snapshot.manifest_bytes is not None or snapshot in self._summing or self._stop.is_set():
+            return
+        with self._lock:
+            leased = self._shelf.lease(snapshot)
+        if leased:
+            self._summing[snapshot] = self._loop.create_task(self._sum(snapshot), name="tft-ckpt-sum")
+
+    async def _sum(self, snapshot: Snapshot) -> None:
+        try:
+            while not snapshot.sum_next_chunk():
+                await asyncio.sleep(0)
+                with self._lock:
+                    if not self._shelf.is_wanted(snapshot):
+                        break
+        finally:
+            del self._summing[snapshot]
+            self._release(snapshot)
+            self.wake()
+
+    def _hold(self, transport: asyncio.BaseTransport | None, snapshot: Snapshot) -> None:
+        """Let a reader finish a state over several requests. The caller holds the lock."""
+        if not isinstance(transport, asyncio.Transport):  # the reader has disconnected
+            return
+        held = self._holding.get(transport)
+        if held is not snapshot and self._shelf.lease(snapshot):
+            self._holding[transport] = snapshot
+            if held is not None:
+                self._shelf.release(held)
+
+    def _look_at_holders(self) -> None:
+        """Release the states of ended connections soon, because the trainer may need the memory."""
+        self._looking = False
+        ended = [transport for transport in self._holding if transport.is_closing()]
+        for transport in ended:
+            self._release(self._holding.pop(transport))
+        if any(transport not in self._answering for transport in self._holding):
+            self._looking = True
+            self._loop.call_later(_LOOK_S, self._look_at_holders)
+
+    def _release(self, snapshot: Snapshot) -> None:
+        self._used_s = self._loop.time()
+        with self._lock:
+            self._shelf.release(snapshot)
+
+    # ---- handlers ----
+
+    def _mark(self) -> Middleware:
+        @web.middleware
+        async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
+            transport = request.transport
+            self._answering.add(transport)
+            try:
+                return await handler(request)
+            finally:
+                self._answering.discard(transport)
+                self._answered.add(transport)
+                if transport in self._holding and not self._looking:
+                    self._look_at_holders()
+
+        return mark
+
+    def _guard(self) -> Middleware:
+        expected = None if self._token is None else authorization(self._token).encode("utf-8")
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+            if expected is not None and not hmac.compare_digest(given, expected):
+                refusal = web.HTTPUnauthorized(
+                    text="this job's token is missing or wrong; give every process of the job the same one",
+                    headers={"www-authenticate": "Bearer"},
+                )
+                refusal.force_close()
+                raise refusal
+            if self._door is not None:
+                self._door.proved(request.transport)
+            return await handler(request)
+
+        return guard
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        key, until = _key(request), self._loop.time() + _wait_s(request)
+        self._note_asker(request, key)
+        while True:
+            changed = self._changed
+            found = self._found(request, key)
+            if found is not None and found.manifest_bytes is not None:
+                self._hear(request, key)
+                headers = {PARTIAL_HEADER: "1"} if isinstance(found, Relay) else None
+                return web.Response(body=found.manifest_bytes, content_type="application/octet-stream", headers=headers)
+            if isinstance(found, Snapshot):
+                self._start_summing(found)
+            await self._change(changed, key, until)
+
+    async def _chunks(self, request: web.Request) -> web.StreamResponse:
+        key, until = _key(request), self._loop.time() + _wait_s(request)
+        known = _number(request, HAVE_COUNT_HEADER)
+        relayed = False
+        self._note_asker(request, key)
+        while True:
+            changed = self._changed
+            found = self._found(request, key)
+            if found is None and relayed:
+                raise web.HTTPServiceUnavailable(text=f"this process has ended receiving state {key}; ask another one")
+            if found is not None:
+                fellows = self._tracker.fellows(key, self._hear(request, key), self._loop.time())
+                have, num_have = found.bitmap() if isinstance(found, Relay) else _all_of(found.layout.num_chunks)
+                if num_have != known or self._loop.time() >= until:
+                    return web.Response(body=chunks_body(have, fellows), content_type="application/json")
+                relayed = isinstance(found, Relay)
+            try:
+                await self._change(changed, key, until)
+            except web.HTTPServiceUnavailable:
+                if found is None:
+                    raise
+
+    def _note_asker(self, request: web.Request, key: StateKey) -> None:
+        """Count a named reader, also if the state is not here yet, because the reader may be gone by then."""
+        url = request.headers.get(RELAY_HEADER)
+        if url is not None:
+            with self._lock:
+                self._shelf.asked(key, url[:URL_BYTES_MAX])
+
+    def _hear(self, request: web.Request, key: StateKey) -> str | None:
+        """Record the requesting process as a relay, if it is one. Returns: its URL."""
+        url = request.headers.get(RELAY_HEADER)
+        if url is not None:
+            try:
+                if len(url) > URL_BYTES_MAX:
+                    _refuse(f"{RELAY_HEADER} has {len(url)} characters, above the limit of {URL_BYTES_MAX}")
+                parse_url(url)
+            except StateUnavailableError as error:
+                _refuse(f"{RELAY_HEADER}: {error}")
+            with self._lock:
+                here = self._shelf.keys
+            self._tracker.keep_only({*self._relays, *here})
+            self._tracker.heard(key, url, self._loop.time())
+        return url
+
+    async def _data(self, request: web.Request) -> web.StreamResponse:
+        key, until = _key(request), self._loop.time() + _wait_s(request)
+        while True:
+            changed = self._changed
+            with self._lock:
+                found = self._look_up(key)
+                if isinstance(found, Snapshot):
+                    # Under the same lock as the look-up. Otherwise the trainer could take the buffer in between.
+                    self._shelf.lease(found)
+                    self._hold(request.transport, found)
+            if found is not None:
+                break
+            await self._change(changed, key, until)
+        if isinstance(found, Relay):
+            return await self._send_relayed(request, found)
+        try:
+            return await self._send(request, found, _range(request, found.layout.data_bytes))
+        finally:
+            self._release(found)
+
+    async def _send_relayed(self, request: web.Request, relay: Relay) -> web.StreamResponse:
+        span = _range(request, relay.layout.data_bytes)
+        if not relay.lease(*span):
+            raise web.HTTPServiceUnavailable(
+                text=f"bytes {span[0]} to {span[1]} of state {relay.key} are not all here, or no more; ask for the "
+                "chunks that are"
+            )
+        try:
+            return await self._send(request, relay, span)
+        finally:
+            relay.release()
+
+    def _found(self, request: web.Request, key: StateKey) -> Snapshot | Relay | None:
+        """Return this process's source of the state, or None if the state may still come. Otherwise raise the
+        answer.
+        """
+        with self._lock:
+            found = self._look_up(key)
+            if isinstance(found, Snapshot):
+                self._hold(request.transport, found)
+            return found
+
+    def _look_up(self, key: StateKey) -> Snapshot | Relay | None:
+        """Do the same under the lock, without holding the state."""
+        if self._stop.is_set():
+            raise web.HTTPServiceUnavailable(text="this source is shutting down; ask another one")
+        answer = self._shelf.look_up(key)
+        if isinstance(answer, Found):
+            self._used_s = self._loop.time()
+            return answer.snapshot
+        if key in self._relays:
+            return self._relays[key]
+        match answer:
+            case Refused(offered, sentence) if offered == key:
+                raise web.HTTPGone(text=sentence, headers={KEY_HEADER: str(offered)})
+            case Refused(offered, sentence):
+                raise web.HTTPConflict(text=sentence, headers={KEY_HEADER: str(offered)})
+            case _:
+                return None
+
+    async def _change(self, changed: asyncio.Event, key: StateKey, until: float) -> None:
+        try:
+            await asyncio.wait_for(changed.wait(), max(0.0, until - self._loop.time()))
+        except asyncio.TimeoutError:
+            raise web.HTTPServiceUnavailable(text=f"state {key} is not here yet; ask again") from None
+
+    async def _send(self, request: web.Request, source: Snapshot | Relay, span: tuple[int, int]) -> web.StreamResponse:
+        start, stop = span
+        ranged = "range" in request.headers
+        response = web.StreamResponse(status=206 if ranged else 200)
+        response.content_type = "application/octet-stream"
+        response.content_length = stop - start
+        response.headers["accept-ranges"] = "bytes"
+        if ranged:
+            response.headers["content-range"] = f"bytes {start}-{stop - 1}/{source.layout.data_bytes}"
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError("the reader has left")
+        assert isinstance(transport, asyncio.Transport), transport
+        # A write returns only when the socket has taken all of it, and then no other code uses the memory. With TLS it
+        # returns when all of it is encrypted, and asyncio treats a limit of zero as always exceeded.
+        if self._tls is None:
+            transport.set_write_buffer_limits(0)
+        else:
+            transport.set_write_buffer_limits(high=1, low=0)
+        _bound_unsent(transport)
+        watch = _SilenceWatch(self._loop, transport, self._silence_s)
+        self._transports.setdefault(source, set()).add(transport)
+        try:
+            await response.prepare(request)
+            await self._write(response, transport, source, span, watch)
+            await response.write_eof()
+        except ConnectionResetError:
+            # aiohttp also sees the closed connection, and goes on to the next one.
+            _log.info("a reader of state %s left before its end", source.key)
+        finally:
+            watch.end()
+            self._transports[source].discard(transport)
+            if not self._transports[source]:
+                del self._transports[source]
+        return response
+
+    async def _write(
+        self,
+        response: web.StreamResponse,
+        transport: asyncio.Transport,
+        source: Snapshot | Relay,
+        span: tuple[int, int],
+        watch: _SilenceWatch,
+    ) -> None:
+        length = _PIECE_BYTES if self._tls is None else _PIECE_BYTES_TLS
+        if self._pace is not None:
+            length = min(length, self._pace.piece_bytes)
+        for at in range(span[0], span[1], length):
+            end = min(at + length, span[1])
+            if self._pace is not None:
+                wait_s = self._pace.take(end - at, self._loop.time())
+                if wait_s > 0:
+                    with watch.paused():
+                        await asyncio.sleep(wait_s)
+            for piece in _writable(source.pieces(at, end)):
+                await self._put(response, transport, piece, watch)
+
+    async def _put(
+        self,
+        response: web.StreamResponse,
+        transport: asyncio.Transport,
+        piece: memoryview | bytes,
+        watch: _SilenceWatch,
+    ) -> None:
+        """Write a piece through the transport, which waits for the reader, and directly while the socket takes more.
+
+        The transport copies data that the socket does not take, so it gets little at a time. Otherwise a stalled reader
+        would cost as much memory as a piece has bytes, and the time to fill it.
+        """
+        while piece:
+            await response.write(piece[:_WAITING_BYTES])
+            watch.pieces += 1
+            piece = piece[_WAITING_BYTES:]
+            if piece and self._tls is None and transport.get_write_buffer_size() == 0 and not transport.is_closing():
+                piece = piece[_send_now(transport, piece) :]
+                watch.pieces += 1
+
+
+@final
+class _SilenceWatch:
+    """A watch that disconnects a reader that takes no data for too long.
+
+    Fields:
+        pieces: completed writes so far; the handler counts them.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, silence_s: float) -> None:
+        self.pieces = 0
+        self._paused = False
+        self._loop = loop
+        self._transport = transport
+        self._silence_s = silence_s
+        self._seen = (0, 0)
+        self._timer = loop.call_later(silence_s, self._look)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Suspend the watch while this side delays the data."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            self.pieces += 1
+
+    def _look(self) -> None:
+        seen = (self.pieces, self._transport.get_write_buffer_size())
+        if seen == self._seen and not self._paused:
+            _break(self._transport)
+            return
+        self._seen = seen
+        self._timer = self._loop.call_later(self._silence_s, self._look)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+
+@final
+class _WithoutTraces(logging.Filter):
+    """A filter that logs one sentence for bad requests and lost readers. Internal errors keep their traceback.
+
+    After a number of such records in one minute, the filter suppresses the rest. Otherwise a stranger could fill the
+    log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._minute = 0
+        self._said = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        # UnicodeError: aiohttp quotes an Expect header in its answer, with arbitrary bytes.
+        if isinstance(error, (HttpProcessingError, ConnectionError, UnicodeError)):
+            # Without the text after the first colon. That is the received data, which may be long, or a token.
+            why = error.message if isinstance(error, HttpProcessingError) else str(error)
+            what = record.getMessage()
+            minute = int(record.created // 60)
+            self._said = self._said + 1 if minute == self._minute else 1
+            self._minute = minute
+            if self._said > _WARNINGS_A_MINUTE:
+                return False
+            last = "; more of these are kept quiet for this minute" if self._said == _WARNINGS_A_MINUTE else ""
+            record.msg = "%s: the request can't be read or answered, so its connection ends (%s)%s"
+            record.args = (what, why.partition(":")[0].strip(), last)
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.exc_info = record.exc_text = None
+        return True
+
+
+def _log_of_requests() -> logging.Logger:
+    """Return the logger for aiohttp's complaints about requests, separate from the program's logging configuration."""
+    log = logging.Logger(f"{_log.name}.requests")
+    log.parent = _log
+    log.addFilter(_WithoutTraces())
+    return log
+
+
+async def _turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def _break(transport: asyncio.Transport) -> None:
+    # Without lingering: otherwise unsent data would stay in the kernel, and the reader would not notice the end. The
+    # reader may have disconnected first. Then its socket is closed, and a closed TLS transport has no socket.
+    with contextlib.suppress(OSError, AttributeError):
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGERING)
+    transport.abort()
+
+
+def _bound_unsent(transport: asyncio.Transport) -> None:
+    """Limit the kernel's unsent data per reader, so that many stalled readers take little memory."""
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with contextlib.suppress(OSError):  # closed in the meantime, which the next write notices too
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+
+def _send_now(transport: asyncio.Transport, piece: memoryview | bytes) -> int:
+    """Write to the socket what it accepts at once. Returns: the number of bytes."""
+    try:
+        return os.write(transport.get_extra_info("socket").fileno(), piece)
+    except BlockingIOError:
+        return 0
+    except OSError as error:
+        raise ConnectionResetError(f"the reader has left: {error}") from error
+
+
+def _key(request: web.Request) -> StateKey:
+    try:
+        return StateKey.parse(request.match_info["key"])
+    except ConfigError as error:
+        raise web.HTTPBadRequest(text=str(error)) from None
+
+
+def _wait_s(request: web.Request) -> float:
+    return min(_number(request, WAIT_HEADER) or 0, WAIT_MS_MAX) / 1e3
+
+
+def _number(request: web.Request, header: str) -> int | None:
+    text = request.headers.get(header)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        _refuse(f"{header} is no number of up to nine digits")
+    return int(text)
+
+
+def _all_of(num_chunks: int) -> tuple[bytes, int]:
+    """Return the bitmap of a complete state, and the number of its chunks."""
+    return ((1 << num_chunks) - 1).to_bytes(-(-num_chunks // 8), "little"), num_chunks
+
+
+def _writable(pieces: list[memoryview]) -> Iterator[memoryview | bytes]:
+    """Yield the same bytes as writes: long pieces unchanged, and short adjacent ones as one copy."""
+    short = bytearray()
+    for piece in pieces:
+        if len(piece) > _UNDRAINED_BYTES:
+            if short:
+                yield bytes(short)
+                short.clear()
+            yield piece
+        else:
+            short += piece
+    if short:
+        yield bytes(short)
+
+
+def _refuse(sentence: str) -> NoReturn:
+    raise web.HTTPBadRequest(text=sentence)
+
+
+def _range(request: web.Request, length: int) -> tuple[int, int]:
+    try:
+        span = range(length)[request.http_range]
+    except ValueError:
+        span = range(0)
+    if not span and (length or "range" in request.headers):
+        raise web.HTTPRequestRangeNotSatisfiable(
+            text=f"the data has {length} bytes; ask for one range of them",
+            headers={"content-range": f"bytes */{length}"},
+        )
+    return span.start, span.stop
