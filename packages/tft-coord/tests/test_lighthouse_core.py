@@ -1309,6 +1309,22 @@ class TestWithoutMemory:
         assert told(table.pass_ms(4_900, "a", "b")) == {}
         assert told(table.pass_ms(100, "a", "b")).keys() == {1, 2}
 
+    def test_a_member_that_is_only_presumed_is_waited_for_once(self) -> None:
+        """The next quorum formed without it, so its silence delays no quorum after that."""
+        table = Table(join_timeout_ms=1_000)
+        self.comes_back(table, "a", "b")
+        table.give(events.QuorumReported(1, self.OLD))
+        table.hello("d", ready=True)
+        for name in ("a", "b", "d"):
+            assert whole(table.ask(name, 6, live=True)) == {}
+        told_then = whole(table.pass_ms(1_000, "a", "b", "d"))
+        assert {quorum.replica_ids for quorum in told_then.values()} == {("a", "b", "d")}
+        table.held |= dict.fromkeys(("a", "b"), told_then[1].key)
+        for name in ("a", "b"):
+            table.ask(name, 7, live=True, needs_configure=True)
+        table.close("d")
+        assert whole(table.pass_ms(300, "a", "b")).keys() == {1, 2}
+
 
 class TestSeveralLighthouses:
     def test_an_old_one_that_hears_of_a_newer_sends_everyone_away(self) -> None:

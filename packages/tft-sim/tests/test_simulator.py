@@ -124,7 +124,7 @@ def test_a_newcomer_alone_holds_the_newest_state_and_does_not_reach_a_member(see
 
 
 @pytest.mark.parametrize(
-    "seed", [110_029, 110_565, 119_204, 120_433, 123_748, 150_852, 151_224, 165_385, 182_860, 182_996]
+    "seed", [110_029, 110_565, 119_204, 120_433, 123_748, 150_852, 151_224, 165_385, 182_860, 182_996, 197_213]
 )
 def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
     """A link of two that have not asked; a newcomer lost in its trial; half a state; a long wait; one that left."""
@@ -162,6 +162,7 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
         148_075,
         123_647,
         154_090,
+        201_179,
     ],
 )
 def test_standing_quorums_with_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:

@@ -148,7 +148,8 @@ class ProbeWatch:
         if isinstance(order, effects.RefuseRequest) or known.job not in self._members:
             return
         members, _ = self._members[known.job]
-        self._members[known.job] = members, now_ms
+        if isinstance(order, effects.AnswerUnchanged):  # a quorum that is given again ends no other member's wait
+            self._members[known.job] = members, now_ms
         self._holders[known.job] = _holders(order.quorum) if isinstance(order, effects.AnswerQuorum) else members
 
     def _is_spared(self, job: str, name: str) -> bool:

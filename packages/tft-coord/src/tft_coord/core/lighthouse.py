@@ -1790,6 +1790,7 @@ class Job:
         key = standing or QuorumKey(self.last_id + 1, self._nonces())
         if reason is not None:
             self._forget_losses()
+            self.liveness.drop_presumed()
         quorum = Quorum(key, members, wall_ms)
         out += self._note_a_new_run(quorum, now_ms)
         self.last_id = max(self.last_id, key.quorum_id)

@@ -232,9 +232,7 @@ class Liveness:
         They are healthy until heartbeat_timeout after the start, unless they say hello themselves. Presumed members of
         an older quorum are dropped, but a loss stays a loss. A member with a successor is dead.
         """
-        self.replicas = {
-            name: replica for name, replica in self.replicas.items() if not replica.presumed or not replica.healthy
-        }
+        self.drop_presumed()
         replaced = {replica.replaces for replica in self.replicas.values()}
         for member in members:
             if member.replica_id not in self.replicas and member.replica_id not in replaced:
@@ -247,6 +245,12 @@ class Liveness:
                     ready=True,
                     presumed=True,
                 )
+
+    def drop_presumed(self) -> None:
+        """Drop the replicas that are only presumed to live. A quorum formed without them, so no replica waits for them."""
+        self.replicas = {
+            name: replica for name, replica in self.replicas.items() if not replica.presumed or not replica.healthy
+        }
 
     def sign(self, stream: int, now_ms: int) -> Replica | None:
         """Record a sign of life on a stream; return its replica, or None if the stream is not its replica's newest."""
