@@ -15,5 +15,5 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "tft 0.1.0"
 html_static_path = ["_static"]
-html_css_files = ["wide.css"]
+html_css_files = ["wide.css", "diagrams.css"]
 html_show_sphinx = False

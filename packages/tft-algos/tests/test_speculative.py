@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tft_algos.manager.recovery import speculative
 from tft_algos.manager.recovery.speculative import LOOKED_AT_BYTES, ROOM_BYTES, bytes_of, look_at
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
@@ -70,7 +71,7 @@ def test_the_plan_may_come_before_the_copy_or_after_it(
 ) -> None:
     rig = rig_that_has_looked(rigs, heals(2))
     other = threading.Event()
-    take, quorum = rig.manager._parts.speculative.take, rig.coordinator.quorum
+    take, quorum = rig.manager._parts.early.take, rig.coordinator.quorum
 
     def take_late(own: Any) -> None:
         rig.manager.wait_quorum()
@@ -276,7 +277,7 @@ def test_what_is_offered_is_looked_at_after_it_is_offered(rigs: Any, monkeypatch
         return look_at(state)
 
     monkeypatch.setattr(speculative, "look_at", look)
-    take = rig.manager._parts.speculative.take
+    take = rig.manager._parts.early.take
     monkeypatch.setattr(rig.manager._parts.early, "take", lambda own: rig.manager.wait_quorum() or take(own))
     ask(rig)
     rig.manager.start_quorum()

@@ -107,7 +107,7 @@ def test_what_a_strategy_is_written_with_is_exported() -> None:
     names = {
         "Coordinator",
         "DeferredStep",
-        "Group",
+        "ProcessGroupLike",
         "ManagerStatus",
         "ResolvedConfig",
         "ServerRestartedError",

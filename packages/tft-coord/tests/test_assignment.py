@@ -1,5 +1,5 @@
 """The plan: a function of the quorum alone. A dumb oracle for small quorums, properties for larger ones, and the cases
-of protocol.md section 4 by name."""
+of docs/protocol/the-step.md by name."""
 
 from __future__ import annotations
 
@@ -110,7 +110,10 @@ def test_where_all_sources_are_poor_each_is_as_good_as_the_others() -> None:
 
 
 def oracle(quorum: Quorum) -> tuple[int, set[int], set[int], set[int]] | None:
-    """Section 4 of protocol.md, sentence by sentence: the step, and the ranks that hold it, heal and take part."""
+    """The plan of docs/protocol/the-step.md, sentence by sentence.
+
+    Returns: the step, and the ranks that hold it, heal and take part.
+    """
     members = dict(enumerate(quorum.members))
     whole = [rank for rank in members if not members[rank].torn]
     if not whole:

@@ -37,7 +37,7 @@ GRACE_MS = Timeouts().reconnect_grace_ms
 
 
 class TestTheVote:
-    """Ranks see SIGTERM on different sides of a vote (protocol.md, scenario 20)."""
+    """Ranks see SIGTERM on different sides of a vote (docs/protocol/appendix.md, scenario 20)."""
 
     def test_one_wish_makes_all_leave_after_the_same_step(self) -> None:
         votes = Votes(2)

@@ -516,7 +516,7 @@ class TestRequestsAndStreams:
 
 
 class TestLossNotices:
-    """protocol.md section 3: who is told of a loss, of which quorum, and how often."""
+    """docs/protocol, "Broken quorums": who is told of a loss, of which quorum, and how often."""
 
     def of_three(self, **timeouts: int) -> tuple[Table, QuorumKey]:
         table = Table(**timeouts)

@@ -20,7 +20,7 @@ def quorum_of(*ids: str) -> Quorum | None:
 
 
 def oracle(situation: Situation) -> tuple[str, ...] | None:
-    """The rule of protocol.md section 2, sentence by sentence, without any care for speed or for reasons."""
+    """The rule of docs/protocol/sessions-and-quorums.md, line by line, without any care for speed or for reasons."""
     before = set(situation.previous.replica_ids) if situation.previous else set()
     before -= set(situation.left)
     eligible = {each for each in situation.healthy if each not in situation.ineligible}

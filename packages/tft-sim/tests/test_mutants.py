@@ -1064,7 +1064,7 @@ right_healed = own_state.OwnState.healed
 
 
 MUTANTS = [
-    # Section 2, links: who is left out, for how long, and whose store is used.
+    # Links: who is left out, for how long, and whose store is used.
     Mutant(Reach, "_cover", leaves_out_both_ends, "R2 I2 I6", 0, WITH_LINKS),
     Mutant(Reach, "_cover", leaves_nobody_out, "R1 R2 I6", 0, WITH_LINKS),
     Mutant(Limits, "allow", leaves_out_whoever_is_cheapest, "R2 I2 I3", 9, WITH_LINKS),
@@ -1087,7 +1087,7 @@ MUTANTS = [
     Mutant(Job, "_fit", fits_nobody_in, "R2", 221, WITH_LINKS),
     Mutant(StepState, "is_awaited", waits_in_vain, "transcript", PARTIAL),
     Mutant(Trainer, "note_unreached", reports_nobody, "R1", 12, WITH_LINKS),
-    # Section 3, a broken quorum: losses that are not told, or told of the wrong quorum.
+    # A broken quorum: losses that are not told, or told of the wrong quorum.
     Mutant(Job, "_break_quorum", tells_nobody, "P3", 0),
     Mutant(Job, "_break_quorum", tells_nobody_of_a_newer_session, "P3", 40),
     Mutant(Job, "_losses_in", answers_no_hello, "P3", ("deafen b", "die a", "silence b", "ask c", "hello b")),
@@ -1101,7 +1101,7 @@ MUTANTS = [
     Mutant(ReplicaGroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 393, WITHOUT_PROBES),
     Mutant(ReplicaGroupCore, "_tell_again", tells_nothing_again, "transcript", "scenario_08_notices"),
     Mutant(Losses, "heard", drops_what_comes_early, "P3 transcript", "scenario_08_notices"),
-    # Section 1, sessions and liveness: who lives, and in which job.
+    # Sessions and liveness: who lives, and in which job.
     Mutant(Liveness, "_excuse_if_sick", excuses_nobody, "transcript", "scenario_14_sick_lighthouse"),
     Mutant(Liveness, "stream_closed", is_deaf_to_ends_that_are_told, "P1", "many_deaths"),
     Mutant(Liveness, "stream_closed", takes_every_end_for_told, "transcript", "scenario_14_sick_lighthouse"),
@@ -1117,7 +1117,7 @@ MUTANTS = [
     Mutant(Liveness, "sign", lets_a_beat_revive, "I6 I2", 8),
     Mutant(Liveness, "_reject", welcomes_the_dead, "I2", 5),
     Mutant(Liveness, "_reject", welcomes_a_twin, "I2", 7),
-    # Section 1, silence.
+    # Silence.
     Mutant(Job, "_look_for_silence", finds_nobody, "P5", 7),
     Mutant(suspicion._Probed, "bound_ms", gives_the_slow_no_time, "P5", SILENCE),
     Mutant(suspicion, "most_wait", loses_though_few_wait, "P5", SILENCE),
@@ -1146,7 +1146,7 @@ MUTANTS = [
     Mutant(ReplicaGroupCore, "_lost_message", names_nobody, "I9", 0),
     Mutant(ReplicaGroupCore, "tick", cuts_the_time_short, "I8", 27),
     Mutant(Trainer, "vote", ends_with_its_server, "I8", 42),
-    # Section 2, the quorum rule.
+    # The quorum rule.
     Mutant(lighthouse, "reason_for_new_id", reuses_what_failed, "I2 I5", 0),
     Mutant(Job, "_ask_for_newest", asks_nobody, "transcript", "scenario_03_lighthouse_without_memory"),
     Mutant(Job, "_situation", waits_for_the_lost, "I6", 0),
@@ -1169,23 +1169,23 @@ MUTANTS = [
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     Mutant(Job, "_patience_ms", waits_no_longer_for_the_paused, "I3", "lost_state"),
     Mutant(Liveness, "_lose", takes_a_stop_for_a_death, "I3", "lost_state"),
-    # Section 4, the plan.
+    # The plan.
     Mutant(Recovery, "planned", offers_what_it_took_in_vain, "I3", "newcomer"),
     Mutant(assignment, "_holders", starts_from_any_state, "I3", 0),
     Mutant(assignment, "_holders", takes_the_unknown_for_the_same, "I3", 18),
     Mutant(Votes, "cast", asks_one_rank_whether_all_have_staged, "I5", 0),
     Mutant(StepRecovery, "_agree", loads_without_the_others, "P4", 0),
-    # Section 6, joining: who belongs to a job.
+    # Joining: who belongs to a job.
     Mutant(Handshake, "_compare", compares_nothing, "P6", 17),
     Mutant(Job, "_standing", believes_the_dead, "I6", 241),
     Mutant(SessionCore, "_open_newer", says_no_more_what_it_is_made_of, "P6", "scenario_06_members_that_differ"),
     Mutant(LighthouseCore, "living", takes_both_kinds, "P6", 14),
-    # Section 6, leaving.
+    # Leaving.
     Mutant(Job, "_situation", waits_for_who_has_left, "I6", 0),
     Mutant(Job, "_release_those_who_left", takes_the_end_of_who_has_left_for_a_loss, "L1", 0),
     Mutant(Job, "_somebody_heals", releases_a_source_at_once, "transcript", "scenario_20_leaving"),
     Mutant(GracefulShutdown, "is_due", leaves_with_the_only_state, "transcript", "scenario_20_leaving"),
-    # Section 6, hangs.
+    # Hangs.
     Mutant(Progress, "is_hung", takes_waiting_for_hanging, "H1", 72),
     Mutant(Progress, "is_hung", takes_the_late_for_hung, "H1", 72),
     Mutant(Progress, "is_hung", excuses_no_first_step, "H1", 0),
@@ -1197,7 +1197,7 @@ MUTANTS = [
     Mutant(ReplicaGroupCore, "report", reports_what_was_formed, "transcript", "last_holder_without_memory"),
     Mutant(HangWatch, "stuck", needs_only_one_to_be_stuck, "H1", 0),
     Mutant(HangWatch, "stuck", never_sees_all_stuck, "H2 transcript", "scenario_11_hangs"),
-    # Section 7, stragglers.
+    # Stragglers.
     Mutant(StragglerPolicy, "limit_ms", takes_a_small_excess_for_slow, "S1", 227, STRAGGLERS),
     Mutant(StragglerWatch, "_why_kept", leaves_anybody_out, "S2", 21, STRAGGLERS),
     Mutant(Job, "_company", counts_who_can_not_be_reached, "I6", 83, STRAGGLERS_WITH_LINKS),
@@ -1210,7 +1210,7 @@ MUTANTS = [
     Mutant(StragglerPolicy, "pause_ms", pauses_no_longer, "transcript", "stragglers"),
     Mutant(StragglerWatch, "_lasts", judges_by_one_look, "transcript", "stragglers"),
     Mutant(StragglerWatch, "heard", remembers_how_slow_it_was, "transcript", "stragglers"),
-    # Section 5, the vote.
+    # The vote.
     Mutant(ReplicaGroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
     Mutant(Job, "_refuse_the_late", lets_the_late_train_on, "E1", "job_end"),
@@ -1221,7 +1221,7 @@ MUTANTS = [
     Mutant(Trainer, "vote", takes_its_open_vote_for_the_verdict, "I5", 0),
     Mutant(Votes, "cast", changes_its_mind, "I5", "scenario_02_verdict"),
     Mutant(own_state, "fold_lineage", folds_no_quorum, "I3", 0),
-    # Section 5, syncs in flight.
+    # Syncs in flight.
     Mutant(StepsInFlight, "_abandon_those_of_other_quorums", goes_on_in_another_quorum, "I3 F1", 7),
     Mutant(StepsInFlight, "aside_ended", lets_only_one_fail, "I5 I6 F1 I3", 0, WITH_SYNCS),
     Mutant(Asking, "step_started", reports_what_is_in_flight, "F1 I6", 7),
@@ -1255,7 +1255,7 @@ MUTANTS = [
     Mutant(GracefulShutdown, "serves_until_ms", serves_nobody_to_the_end, "transcript", "scenario_20_leaving"),
     Mutant(GracefulShutdown, "told", is_told_of_no_leaving, "transcript", "scenario_20_leaving"),
     Mutant(GracefulShutdown, "gives_up", never_gives_up, "transcript", "scenario_20_leaving"),
-    # Section 2, several lighthouses; section 6, torchft's lighthouse.
+    # Several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
     Mutant(Job, "_starts_over", starts_over_at_once, "transcript", "nobody_names_the_quorum"),
     Mutant(

@@ -23,7 +23,7 @@ SEEDS = range(1_000)
 # trained, and whose manager server was new, yielded to a stranger; a lighthouse that had stood in once took the next
 # newer one for gone at the first word of it.
 ONCE_IN_DOUBT = (1_150, 2_628, 5_725, 12_658, 40_756, 62_437, 73_714, 83_118, 1_018_569)
-# What random seeds have to come by besides the scenarios of protocol.md (SCENARIO_MARKS): each fault, and each rule.
+# What random seeds have to come by besides the scenarios of the protocol (SCENARIO_MARKS): each fault, and each rule.
 REACHED = (
     *FAULT_NAMES,
     # join, two joins, death, slow joiner, shrink_only, split brain, commit failure

@@ -37,7 +37,9 @@ class SentBeat:
 
 
 class HangTruth:
-    """The checks H1 (replicas lost for a hang do hang) and H2 (hanging replicas are lost), protocol.md section 6.
+    """The checks H1 (replicas lost for a hang do hang) and H2 (hanging replicas are lost).
+
+    Source: docs/protocol/appendix.md, "Hangs".
 
     Args:
         cluster: the watched cluster.

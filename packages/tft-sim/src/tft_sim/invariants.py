@@ -4,7 +4,7 @@ Weights are digests. The digest after a commit covers the weights before it and 
 So two members with equal digests have applied the same gradients in the same order, each exactly once.
 
 Law of this file: observe only. Nothing here changes what it observes. The first violation is raised.
-Source: design.md section 10.
+Source: docs/architecture.md, "Invariants", and docs/protocol.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from tft_sim.reach_truth import ReachTruth
 class InvariantError(AssertionError):
     """A violated invariant. `invariant` is its code.
 
-    - `I1` to `I9`: the number in design.md section 10.
-    - `P1`: a replica is lost without cause, or too late (protocol.md section 1).
-    - `P2`: a quorum leaves out a replica that it must wait for, or waits without need (section 2).
+    - `I1` to `I9`: the number in docs/architecture.md, "Invariants".
+    - `P1`: a replica is lost without cause, or too late.
+    - `P2`: a quorum leaves out a replica that it must wait for, or waits without need.
     - `P3`: the survivors of a loss take too long to go on.
-    - `P4`: a group does not heal as a whole (section 4).
-    - `P5`: a replica is lost for a second of silence without cause, or is not lost and must be (section 1).
-    - `P6`: members differ in a setting that must be equal (section 6).
+    - `P4`: a group does not heal as a whole.
+    - `P5`: a replica is lost for a second of silence without cause, or is not lost and must be.
+    - `P6`: members differ in a setting that must be equal.
     - `L1`: a graceful leave costs the other members something.
     - `E1`: the end of a job is reported wrongly, or a replica trains on after it.
     - `H1`: a replica is taken to hang and does not. `H2`: a replica hangs and is not lost.
     - `F1`: syncs in flight break their rules. They start in one quorum and commit in that order. They fail with that
-      quorum, and with the first of them that fails (section 5).
+      quorum, and with the first of them that fails.
     - `R1`, `R2`: bad links delay a quorum for too long, or a quorum leaves out a replica without need.
-    - `S1` to `S5`: stragglers are judged or treated wrongly (section 7).
+    - `S1` to `S5`: stragglers are judged or treated wrongly.
     - `W1`: the word of a round means different things to different members.
-    - `W2`: two quorums of a job make progress at once (protocol.md, "Standing quorums").
+    - `W2`: two quorums of a job make progress at once.
     """
 
     def __init__(self, invariant: str, message: str) -> None:
@@ -108,8 +108,8 @@ class Reduced:
 class Attendance:
     """The observed liveness of one job's replicas during one life of a lighthouse.
 
-    It checks that quorums fit that liveness (protocol.md sections 1, 2). It sees messages alone and knows nothing of
-    the core that it checks.
+    It checks that quorums fit that liveness (docs/protocol/sessions-and-quorums.md). It sees messages alone and knows
+    nothing of the core that it checks.
 
     Args:
         min_replicas: smallest quorum.

@@ -21,7 +21,9 @@ WATCHED_MS = 10_000  # longer than any timeout of a wait in a group
 
 
 class LossWatch:
-    """The check P3: a loss that a lighthouse has decided ends the work in the broken quorum (protocol.md section 3).
+    """The check P3: a loss that a lighthouse has decided ends the work in the broken quorum.
+
+    Source: docs/protocol/sessions-and-quorums.md, "Broken quorums".
 
     Some members are reachable without a break, since the decision or since their stream is open again. Such a member is
     out of the broken quorum's group `REACHED_MS` later. The watch sees the lost replicas, not the messages.

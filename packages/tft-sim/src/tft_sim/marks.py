@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-# The marks that random seeds hit in each scenario of protocol.md, by its number there. If a mark is never hit in a
-# thousand seeds, its scenario is not simulated. A new scenario in the simulator needs its marks here.
+# The marks that random seeds hit in each scenario of docs/protocol/appendix.md, by its number there. If a mark is never
+# hit in a thousand seeds, its scenario is not simulated. A new scenario in the simulator needs its marks here.
 SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
     1: ("a snapshot of another step was refused",),
     2: (

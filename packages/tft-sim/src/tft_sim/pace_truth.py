@@ -55,7 +55,9 @@ class OwnTime:
 
 
 class PaceTruth:
-    """The checks S1 to S5 on stragglers (protocol.md section 7).
+    """The checks S1 to S5 on stragglers.
+
+    Source: docs/protocol/sessions-and-quorums.md, "Stragglers".
 
     - S1: stragglers are slow.
     - S2: stragglers are a minority that the job can spare.

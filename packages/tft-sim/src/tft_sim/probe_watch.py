@@ -46,7 +46,7 @@ class _Known:
 class ProbeWatch:
     """The check P5 for one life of a lighthouse: replicas lost after a second of silence are silent, and are lost soon.
 
-    Source: protocol.md section 1.
+    Source: docs/protocol/sessions-and-quorums.md, "Silence and probes".
 
     Args:
         timeouts: of the lighthouse.

@@ -15,8 +15,9 @@ SICK_STREAMS_LEAST = 4
 
 
 class Silence:
-    """The check P1 for one life of a lighthouse: it takes replicas for lost if they are, and soon (protocol.md section
-    1).
+    """The check P1 for one life of a lighthouse: it takes replicas for lost if they are, and soon.
+
+    Source: docs/protocol/sessions-and-quorums.md, "Losses".
 
     A lighthouse that forgets everything, or begins to stand in for a newer one, begins another life.
 

@@ -4,7 +4,7 @@ The loop trains by itself for a while, starts to reduce one fragment of its mode
 starts later. So several syncs are in flight, each one a step of the core.
 
 Law of this file: the strategy's actions and their moments, as in `tft_algos.local_sgd.synchronizer`. The step core
-decides the consequences. Source: protocol.md section 5.
+decides the consequences. Source: docs/protocol/the-step.md, "Deferred steps".
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`ManagerClient`: a group rank asks for the next quorum and votes through it.
 
-Law of this file: one method for each call. protocol.md defines what a call means, and the manager server decides it.
+Law of this file: one method for each call. docs/protocol defines what a call means, and the manager server decides it.
 """
 
 from __future__ import annotations

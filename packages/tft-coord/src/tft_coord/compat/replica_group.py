@@ -14,7 +14,7 @@ lighthouse's, or one above the highest that a member holds, because a restarted 
 The second condition matters because that lighthouse keeps a disconnected member in the next quorum. Some members would
 go on by a plan that others have never seen, and meet those in a later one.
 
-Law of this file: no I/O; the shell calls, and tells the time. Source: protocol.md section 6.
+Law of this file: no I/O; the shell calls, and tells the time. Source: docs/protocol/appendix.md, "torchft".
 """
 
 from __future__ import annotations

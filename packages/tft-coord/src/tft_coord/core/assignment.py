@@ -48,7 +48,7 @@ def assign(quorum: Quorum) -> Assignment:
     Returns: an assignment in which at least one member is up to date. Only the up-to-date members start the reduction
         from their own state.
     Raises: ProtocolError: every member is torn, so that no member holds a state to go on from.
-    Source: protocol.md section 4.
+    Source: docs/protocol/the-step.md, "The plan".
     """
     members = quorum.members
     holders = _holders(quorum.key, members)

@@ -247,7 +247,7 @@ class Liveness:
                 )
 
     def drop_presumed(self) -> None:
-        """Drop the replicas that are only presumed to live. A quorum formed without them, so no replica waits for them."""
+        """Drop the replicas that are only presumed to live, because a quorum formed without them."""
         self.replicas = {
             name: replica for name, replica in self.replicas.items() if not replica.presumed or not replica.healthy
         }

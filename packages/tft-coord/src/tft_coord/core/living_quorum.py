@@ -7,7 +7,7 @@ whose members may still make progress out of its reach.
 A quorum whose members ask in every step (lease 0, or a member that exchanges no word) needs none of this.
 
 Law of this file: what is known of one job's newest quorum; the caller gives the time, sends and forms.
-Source: protocol.md, "Standing quorums".
+Source: docs/protocol/sessions-and-quorums.md, "Standing quorums".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tft_coord.core.types import Quorum, QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
 
 BEATS_TO_ASK: Final = 2  # a waiting member that was told to ask has asked by then
-LIVES: Final = "may still train without this lighthouse"  # part of the wait sentences of rule 11
+LIVES: Final = "may still train without this lighthouse"  # part of the wait sentences
 
 
 @final

@@ -6,7 +6,7 @@ interpreter lock can't send anything. A wait releases that lock. A rank that is 
 busy with its own work since its last report. A rank that is silent between two steps may evaluate, and is only late.
 
 Law of this file: the reported value, and what it means for a group and for a quorum; the caller gives the time.
-Source: protocol.md section 6.
+Source: docs/protocol/appendix.md, "Hangs".
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def decide(situation: Situation) -> Form | Wait:
     """Apply the rule.
 
     Returns: `Form` with at least `min_replicas` members, or `Wait` with a sentence.
-    Source: protocol.md section 2.
+    Source: docs/protocol/sessions-and-quorums.md, "The quorum rule".
     """
     previous = situation.previous.replica_ids if situation.previous is not None else ()
     members_before = frozenset(previous).difference(situation.left)

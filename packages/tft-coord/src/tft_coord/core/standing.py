@@ -8,7 +8,7 @@ counts from the sending of the beat, so a late answer renews less.
 
 Law of this file: the decisions of one rank. It sends nothing and aborts nothing; the caller gives the time of a
 monotonic clock.
-Source: protocol.md, "Standing quorums".
+Source: docs/protocol/sessions-and-quorums.md, "Standing quorums".
 """
 
 from __future__ import annotations

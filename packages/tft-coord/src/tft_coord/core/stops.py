@@ -5,7 +5,7 @@ lock. The kernel tells the two apart. The manager server looks at the processes 
 others wait or a rank's stream is broken. A stop counts when every look for a while has found it.
 
 Law of this file: the meaning of looks; the caller looks, and gives the time.
-Source: protocol.md section 1, "Silence".
+Source: docs/protocol/sessions-and-quorums.md, "Silence and probes".
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ replica that is left out takes no steps, so its pace can't be measured. It may r
 pause doubles with each trial that fails.
 
 Law of this file: the paces of one job's replicas and the policy; the caller gives the time, and performs the changes.
-Source: protocol.md section 7.
+Source: docs/protocol/sessions-and-quorums.md, "Stragglers".
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ exclude that: most others must wait, and must have been heard since that probe w
 Nothing is sent or computed while no member waits.
 
 Law of this file: one job's probes and what follows from them; the caller gives the time, sends and loses.
-Source: protocol.md section 1, "Silence".
+Source: docs/protocol/sessions-and-quorums.md, "Silence and probes".
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ POOR_SOURCES_MOST = 16  # in one member's request
 class QuorumKey:
     """The name of a quorum: (id, nonce). Orders by id, then nonce.
 
-    Source: protocol.md section 2.
+    Source: docs/protocol/sessions-and-quorums.md, "Id and nonce".
     """
 
     quorum_id: int
