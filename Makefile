@@ -56,8 +56,9 @@ wheels: $(STAMP) ## build one wheel a package into dist/
 proto: $(STAMP) ## generate the wire's Python code from its .proto
 	$(BIN)/python scripts/proto.py
 
-docs: $(STAMP) ## build the documentation into docs/_build, warnings are errors
+docs: $(STAMP) ## build the documentation into docs/_build; warnings and links that lead nowhere are errors
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	$(BIN)/python scripts/check_links.py docs/_build/html
 
 clean: ## remove all that the other targets made, the virtual environment too
 	rm -rf $(VENV) $(VENV)-* dist docs/_build tft-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
