@@ -19,8 +19,8 @@ from typing import Final
 import pytest
 
 from integration_tests.conftest import ROOT, Launch, Spawn
+from integration_tests.pages import blocks
 from integration_tests.scripts import wait_for
-from integration_tests.test_readme import blocks
 from tft_coord import LighthouseClient
 from tft_lighthouse import LighthouseServer
 

@@ -15,6 +15,7 @@ from typing import Final
 import pytest
 
 from integration_tests.conftest import Kill, Launch, Spawn
+from integration_tests.pages import blocks, pattern_of
 from integration_tests.scripts import wait_for
 from tft_lighthouse import LighthouseServer
 
@@ -22,10 +23,6 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 HOW_TO: Final = sorted(ROOT.glob("docs/*.md"))
 READMES: Final = [ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *HOW_TO]
 NAME: Final = "REPLICA_GROUP_ID"
-
-
-def blocks(readme: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def commands(readme: Path) -> Iterator[list[str]]:
@@ -91,9 +88,8 @@ def test_each_package_shows_an_example() -> None:
 
 
 def shown(readme: Path) -> list[str]:
-    """Return the output lines of the page, as patterns: any number for a number, anything for an ellipsis."""
-    lines = map(re.escape, "".join(blocks(readme, "text")).splitlines())
-    return [re.sub(r"(?<!_)(?<!participants\\ )\d+", r"\\d+", line).replace("…", ".*") for line in lines]
+    """Return the output lines of the page, as patterns."""
+    return [pattern_of(line) for line in "".join(blocks(readme, "text")).splitlines()]
 
 
 @pytest.mark.timeout(120)
@@ -131,7 +127,7 @@ def test_every_command_of_a_console_block_is_there(readme: Path) -> None:
         program, *rest = words
         if program == "make":
             assert {word for word in rest if re.fullmatch(r"[a-z]+", word)} <= targets, " ".join(words)
-        elif program not in ("export", "."):  # the shell's own commands
+        elif program not in ("cd", "export", "."):  # the shell's own commands
             assert shutil.which(program, path=f"{beside_python}{os.pathsep}{os.environ['PATH']}"), " ".join(words)
         for word in rest:
             if word.startswith(("examples/", "scripts/", "benchmarks/")):

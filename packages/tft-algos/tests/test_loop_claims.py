@@ -1,4 +1,4 @@
-"""What docs/training-loops.md says of a loop around an Optimizer: the claims that no other test holds."""
+"""The claims of docs/training-loops.md and docs/evaluation.md that no other test checks."""
 
 from __future__ import annotations
 
@@ -89,3 +89,26 @@ def test_between_two_steps_a_replica_may_take_any_time(rigs: Any) -> None:
     where.look()
     where._monotonic = lambda: 2e9
     assert where.look().is_hung, "in a step it is bounded by slowest_step"
+
+
+def test_batches_of_the_committed_step_train_each_sample_once_though_a_replica_dies(rigs: Any) -> None:
+    """Replica 1 dies in the second step. That step fails, and replica 0 does it again, alone."""
+    sizes, steps, verdicts = [2, 2, 1, 1], [0, 1, 1, 2], [True, False, True, True]
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    trained: list[int] = []
+    for rank in range(2):
+        attempts = [at for at, size in enumerate(sizes) if rank < size]
+        plans = [plan_of(6 + sizes[at], rank=rank, size=sizes[at], step=steps[at]) for at in attempts]
+        manager = rigs(*plans, verdicts=[verdicts[at] for at in attempts]).manager
+        model = torch.nn.Linear(1, 1)
+        manager.register_state_dict_fn("model", model.load_state_dict, model.state_dict)
+        optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in attempts:
+            optimizer.zero_grad()
+            place, size = manager.participating_rank(), manager.num_participants()
+            batch = order[manager.current_step() * 8 : (manager.current_step() + 1) * 8]
+            share = batch[place::size]
+            model(share.float().unsqueeze(1)).mean().backward()
+            if optimizer.step():
+                trained += share.tolist()
+    assert sorted(trained) == list(range(24))

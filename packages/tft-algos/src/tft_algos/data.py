@@ -32,8 +32,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     - Replica groups can be at different places of an epoch, and in different epochs.
 
     Shuffling makes the loss harmless for most training runs of many epochs. Do not use it where each sample must count
-    exactly once. A batch that is a function of the committed step has none of these losses: see "Which data" in
-    docs/training-loops.md.
+    exactly once. A batch that is a function of the committed step has none of these losses: see docs/data.md.
 
     Call `set_epoch` before each epoch with a number that all replica groups share. A number that follows from
     `manager.current_step()` is the same for a newcomer as for the others. A counter of the loop is not.

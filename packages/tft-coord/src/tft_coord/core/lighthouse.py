@@ -1786,8 +1786,7 @@ class Job:
         if failed:
             members = tuple(replace(each, store_failed=each.replica_id in failed) for each in members)
         out: list[effects.LighthouseEffect] = [*self._note_lost_state(members, now_ms)] if reason is not None else []
-        standing = previous.key if previous is not None and reason is None else None
-        key = standing or QuorumKey(self.last_id + 1, self._nonces())
+        key = previous.key if previous is not None and reason is None else QuorumKey(self.last_id + 1, self._nonces())
         if reason is not None:
             self._forget_losses()
             self.liveness.drop_presumed()
