@@ -136,7 +136,8 @@ def test_a_package_says_of_itself_what_is_so(package: str) -> None:
     assert (folder / "src" / package.replace("-", "_") / "py.typed").exists()
     assert "dev" in project["optional-dependencies"]
     version = project["version"]
-    module = (folder / "src" / package.replace("-", "_") / "__init__.py").read_text(encoding="utf-8")
+    modules = [folder / "src" / package.replace("-", "_") / name for name in ("version.py", "__init__.py")]
+    module = next(path for path in modules if path.exists()).read_text(encoding="utf-8")
     assert f'__version__ = "{version}"' in module
     changelog = (folder / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## {re.escape(version)}\b[^\n]*\n+\S", changelog, re.MULTILINE), "say what this version holds"

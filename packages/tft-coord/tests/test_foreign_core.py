@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tft_coord.compat.member_data import MAX_DATA_BYTES, Aside, parted, with_ours
+from tft_coord.compat.member_data import MAX_DATA_BYTES, Aside, carried_by, parted, with_ours
 from tft_coord.compat.replica_group import (
     BEAT_INTERVAL_MS,
     CallQuorum,
@@ -116,6 +116,15 @@ def test_what_a_member_says_comes_back_and_the_users_text_as_it_was(
     assert parted(Member("a", step=4, data=told.data)) == (member, aside)
 
 
+def test_a_field_of_a_type_that_is_not_checked_is_named() -> None:
+    @dataclass(frozen=True)
+    class WithShare(Member):
+        share: float = 1.0
+
+    with pytest.raises(TypeError, match=r"WithShare\.share is of type float, which JSON does not check"):
+        carried_by(WithShare)
+
+
 def test_the_users_own_stands_beside_ours() -> None:
     told = json.loads(with_ours(Member("a", data='{"zone": "b"}'), ASIDE).data)
     assert told["zone"] == "b"
@@ -152,6 +161,9 @@ def test_members_on_such_a_lighthouse_have_no_lease() -> None:
         ("held", [1, "2"]),
         ("held", [2**63 - 1, 1]),
         ("live", 1),
+        ("failed_heals", 2**31),
+        ("poor_sources", ["x"] * 17),
+        ("poor_sources", ["x\ny"]),
         ("min_replica_size", 2**40),
         ("lineage", "x"),
         ("job", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tft_coord.core import effects, events
 from tft_coord.core.commit import MAX_ROUNDS
 from tft_coord.core.effects import GroupEffect
+from tft_coord.core.merge import rules_of
 from tft_coord.core.replica_group import MAX_NOTICES_KEPT, ReplicaGroupCore
 from tft_coord.core.types import LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal, Verdict
 from tft_coord.errors import ProtocolError
@@ -97,12 +99,26 @@ class TestMerge:
             ("allow_heal", (True, False), False),
             ("init_sync", (False, True), True),
             ("min_replica_size", (1, 2), 2),
+            ("lease_ms", (5, 3), 3),
+            ("lease_ms", (5, None), None),
         ],
     )
     def test_of_every_rank(self, name: str, values: tuple[object, object], merged: object, turned: bool) -> None:
         first, second = (values[1], values[0]) if turned else values
         order = both(group(), request(**{name: first}), request(**{name: second}))
         assert getattr(order.member, name) == merged
+
+    def test_a_field_without_a_rule_is_named(self) -> None:
+        @dataclasses.dataclass(frozen=True)
+        class Asks:
+            torn: bool = False
+
+        with pytest.raises(TypeError, match=r"Asks\.torn has no rule, and Member has it too; give it a Merge"):
+            rules_of(Asks, Member)
+
+    def test_settings_are_those_of_rank_0(self) -> None:
+        member = both(group(), request(data="x", use_async_quorum=False), request(data="y")).member
+        assert (member.data, member.use_async_quorum) == ("x", False)
 
     @pytest.mark.parametrize("odd", [request(4), request(lineage=1), request(lineage=None)], ids=str)
     def test_ranks_with_different_states_are_torn(self, odd: RankRequest) -> None:

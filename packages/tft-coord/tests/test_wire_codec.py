@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zlib
 from collections.abc import Callable
@@ -71,7 +72,7 @@ from tft_coord.core.types import (
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.timeouts import LONGEST_MS
-from tft_coord.wire import codec, packing, rank_codec
+from tft_coord.wire import codec, packing, rank_codec, table
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import (
     MAX_COUNT,
@@ -98,38 +99,41 @@ sizes = st.integers(1, 1000)
 leases = st.none() | st.integers(0, LONGEST_MS)
 quorum_news = st.builds(QuorumNews, st.none() | keys, st.booleans(), st.booleans(), steps, steps)
 unreached = st.lists(st.builds(Unreached, names, st.sampled_from(Via), lines), max_size=3).map(tuple)
-members = st.builds(
-    Member,
-    replica_id=names,
-    session=numbers,
-    address=lines,
-    store_address=lines,
-    step=steps,
-    lineage=lineages,
-    world_size=sizes,
-    commit_failures=counts,
-    failed_heals=counts,
-    poor_sources=st.lists(names, max_size=3).map(tuple),
-    min_replica_size=sizes,
-    data=texts,
-    reconfigure_handles=st.lists(texts, max_size=3).map(tuple),
-    unreached=unreached,
-    lease_ms=leases,
-    **{
-        field: st.booleans()
-        for field in (
-            "shrink_only",
-            "needs_configure",
-            "live",
-            "torn",
-            "init_sync",
-            "allow_heal",
-            "use_async_quorum",
-            "fixed_with_spares",
-            "store_failed",
-        )
-    },
-)
+OF_KIND: dict[str, st.SearchStrategy[Any]] = {
+    "bool": st.booleans(),
+    "int": counts,
+    "str": lines,
+    "tuple[str, ...]": st.lists(names, max_size=3).map(tuple),
+    "tuple[Unreached, ...]": unreached,
+    "QuorumKey | None": st.none() | keys,
+}
+OF_NAME: dict[str, st.SearchStrategy[Any]] = {
+    "job": names,
+    "replica_id": names,
+    "session": numbers,
+    "step": steps,
+    "lineage": lineages,
+    "lease_ms": leases,
+    "world_size": sizes,
+    "min_replica_size": sizes,
+    "fingerprint": st.just(()),
+    "data": texts,
+    "checkpoint_metadata": texts,
+    "reconfigure_handle": texts,
+    "reconfigure_handles": st.lists(texts, max_size=3).map(tuple),
+}
+
+
+def any_of(kind: type[Any], **special: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return values of that class; each field is drawn by its name or else by its type."""
+    drawn = {**OF_NAME, **special}
+    fields = dataclasses.fields(kind)
+    return st.builds(
+        kind, **{field.name: drawn[field.name] if field.name in drawn else OF_KIND[str(field.type)] for field in fields}
+    )
+
+
+members = any_of(Member)
 quorums = st.builds(
     lambda key, some, created_ms: Quorum(
         key, tuple(sorted({one.replica_id: one for one in some}.values(), key=lambda one: one.replica_id)), created_ms
@@ -138,38 +142,8 @@ quorums = st.builds(
     st.lists(members, min_size=1, max_size=4),
     st.integers(0, 10**13),
 )
-hellos = st.builds(
-    Hello,
-    job=names,
-    replica_id=names,
-    session=numbers,
-    address=lines,
-    replaces=lines,
-    ready=st.booleans(),
-    held=st.none() | keys,
-    lighthouse_started_ms=steps,
-    cluster_id=lines,
-    left=st.booleans(),
-    num_answers=steps,
-    answers_probes=st.booleans(),
-    lease_ms=st.integers(0, LONGEST_MS),
-)
-requests = st.builds(
-    RankRequest,
-    step=steps,
-    lineage=lineages,
-    held=st.none() | keys,
-    checkpoint_metadata=texts,
-    commit_failures=counts,
-    failed_heals=counts,
-    poor_sources=st.lists(names, max_size=3).map(tuple),
-    min_replica_size=sizes,
-    data=texts,
-    reconfigure_handle=texts,
-    attempt=steps,
-    unreached=unreached,
-    lease_ms=leases,
-)
+hellos = any_of(Hello, lease_ms=st.integers(0, LONGEST_MS))
+requests = any_of(RankRequest)
 asks = st.builds(rank_codec.Ask, st.integers(0, 1000), requests)
 votes = st.builds(
     rank_codec.Vote,
@@ -381,6 +355,27 @@ def test_what_nobody_asked_for_is_bounded_before_it_is_parsed() -> None:
     report = pb.ToLighthouse(quorum_report=pb.QuorumReport(quorum=empty)).SerializeToString()
     with pytest.raises(ProtocolError, match="bytes came that nobody asked for"):
         codec.decode_to_lighthouse(1, report, was_asked=False)
+
+
+def test_no_valid_request_is_longer_than_an_unasked_message() -> None:
+    """The table gives the bound of each field, so a new field can't outgrow the limit unnoticed."""
+    held_and_number = 100
+    assert table.MEMBER.most_bytes() + MAX_FINGERPRINT_BYTES + held_and_number <= MAX_UNASKED_BYTES
+
+
+def test_a_field_without_a_row_or_a_place_in_the_message_is_named() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class WithMore(Member):
+        no_row: str = ""
+
+    @dataclasses.dataclass(frozen=True)
+    class WithJob(Member):
+        job: str = ""
+
+    with pytest.raises(TypeError, match=r"WithMore\.no_row has no row in FIELDS of tft_coord/wire/table\.py"):
+        table.Codec(WithMore, pb.QuorumMember)
+    with pytest.raises(TypeError, match=r"WithJob\.job is no field of message QuorumMember; add it to"):
+        table.Codec(WithJob, pb.QuorumMember)
 
 
 def test_the_longest_request_is_no_unasked_message() -> None:

@@ -46,7 +46,7 @@ from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.transport.address import interface_of
 from tft_coord.transport.loop import LoopShare
-from tft_coord.wire import codec, packing, services
+from tft_coord.wire import codec, packing, services, table
 from tft_lighthouse import LighthouseServer, log
 
 SOON = timedelta(milliseconds=300)
@@ -294,9 +294,9 @@ def test_a_long_quorum_goes_packed_to_whom_unpacks_it(
 ) -> None:
     """An older manager server does not say that it does."""
     packed: list[bytes] = []
-    read_hello, pack = codec._hello_from_wire, lighthouse._shell._pack_quorum
+    read_hello, pack = table.HELLO._decode, lighthouse._shell._pack_quorum
     monkeypatch.setattr(packing, "PACKED_FROM_BYTES", 1)
-    monkeypatch.setattr(codec, "_hello_from_wire", lambda wire: replace(read_hello(wire), unpacks=unpacks))
+    monkeypatch.setattr(table.HELLO, "_decode", lambda *wire: replace(read_hello(*wire), unpacks=unpacks))
     monkeypatch.setattr(lighthouse._shell, "_pack_quorum", lambda encoded: packed.append(encoded) or pack(encoded))
     groups = [Trainer(name, lighthouse.address) for name in ("1", "2")]
     try:

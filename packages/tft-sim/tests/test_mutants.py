@@ -7,6 +7,7 @@ random seeds do not come by the case.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -1298,7 +1299,7 @@ def is_run_anyway(seed: int, config: SimulationConfig) -> bool:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.__name__)
 def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = vars(mutant.target)[mutant.name]
+    right = inspect.getattr_static(mutant.target, mutant.name)
     mistake = property(mutant.mistake) if isinstance(right, property) else mutant.mistake
     monkeypatch.setattr(mutant.target, mutant.name, mistake)
     seen: Exception | None

@@ -20,12 +20,13 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.types import QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
 from tft_sim import STANDING_MARKS, InvariantError, SimulationError, play, run_many, simulate
-from tft_sim.cluster import SHORT_TIMEOUTS, Chance, Cluster, ClusterConfig
+from tft_sim.cluster import Cluster
+from tft_sim.config import SHORT_TIMEOUTS, Chance, ClusterConfig
 from tft_sim.ending import Ending
+from tft_sim.rank import TrainerSettings
 from tft_sim.scenario import ScenarioError
 from tft_sim.simulator import STANDING
 from tft_sim.speaking import Speaking
-from tft_sim.trainer import TrainerSettings
 from tft_sim.waiting import Life
 
 SEEDS = range(300)

@@ -9,10 +9,7 @@ Law of this file: classes only, no decisions and no I/O.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from tft_ckpt.key import StateKey
+from typing import Final, Protocol
 
 __all__ = [
     "CheckpointError",
@@ -34,6 +31,19 @@ _REPLICA_ID: Final = re.compile(
     r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b"
     r"(?![\w-]|\.\w|/(?!\d+(?![\w/])))"
 )
+
+
+class NamedState(Protocol):
+    """The facts of a `StateKey`, which the errors carry."""
+
+    @property
+    def quorum_id(self) -> int: ...
+    @property
+    def nonce(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def lineage(self) -> int: ...
 
 
 class CheckpointError(Exception):
@@ -59,7 +69,7 @@ class StateUnavailableError(CheckpointError):
         key: the requested state, or None if there was none yet.
     """
 
-    def __init__(self, message: str, *, source: str = "", key: StateKey | None = None) -> None:
+    def __init__(self, message: str, *, source: str = "", key: NamedState | None = None) -> None:
         super().__init__(message)
         self.source = source
         self.key = key
@@ -115,7 +125,7 @@ class StateMismatchError(CheckpointError):
     """
 
     def __init__(
-        self, message: str, *, wanted: StateKey | None, offered: StateKey | None = None, source: str = ""
+        self, message: str, *, wanted: NamedState | None, offered: NamedState | None = None, source: str = ""
     ) -> None:
         super().__init__(message)
         self.source = source

@@ -5,25 +5,23 @@ Names are imported on first use, so that importing the package costs nothing.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tft_lighthouse.version import __version__
+
 if TYPE_CHECKING:
-    from tft_coord.errors import ConfigError, CoordinationClosedError, CoordinationError
+    from tft_coord import ConfigError, CoordinationClosedError, CoordinationError
     from tft_lighthouse.server import LighthouseServer
 
-__version__ = "0.1.0"
-
-__all__ = ["ConfigError", "CoordinationClosedError", "CoordinationError", "LighthouseServer"]
+__all__ = ["ConfigError", "CoordinationClosedError", "CoordinationError", "LighthouseServer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "LighthouseServer":
-        from tft_lighthouse import server as home
-    else:
-        from tft_coord import errors as home  # type: ignore[no-redef]
-    value = globals()[name] = getattr(home, name)
+    home = "tft_lighthouse.server" if name == "LighthouseServer" else "tft_coord"
+    value = globals()[name] = getattr(import_module(home), name)
     return value
 
 

@@ -47,11 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _serve(settings: argparse.Namespace) -> int:
     # grpc's own log lines about a port in use or a disconnected client would repeat this program's.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
-    from tft_coord.descriptors import raise_limit
-    from tft_coord.errors import ConfigError
-    from tft_coord.logs import configure_process
-    from tft_coord.security import read_insecure, read_token
+    from tft_coord import ConfigError, StragglerAction, StragglerPolicy
+    from tft_coord.lighthouse import configure_process, raise_limit, read_insecure, read_token
     from tft_lighthouse.server import LighthouseServer
 
     configure_process(logging.INFO)

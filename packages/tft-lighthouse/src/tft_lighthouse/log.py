@@ -9,10 +9,19 @@ import logging
 from collections.abc import Callable
 from typing import Final, final
 
-from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
-from tft_coord.core.stragglers import PaceKind
-from tft_coord.core.types import Member, Quorum, Refusal
-from tft_coord.logs import logger_for_people
+from tft_coord import Member, PaceKind
+from tft_coord.lighthouse import (
+    JobEnded,
+    JobFailed,
+    PaceChanged,
+    Quorum,
+    QuorumFormed,
+    Refusal,
+    ReplicaLeft,
+    ReplicaLost,
+    WaitNoticed,
+    logger_for_people,
+)
 
 logger = logger_for_people("tft_lighthouse")
 

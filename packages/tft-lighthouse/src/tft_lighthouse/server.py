@@ -10,14 +10,20 @@ import socket
 from types import TracebackType
 from typing import final
 
-from tft_coord.core.lighthouse import LighthouseConfig
-from tft_coord.core.stragglers import StragglerPolicy
-from tft_coord.errors import ConfigError, CoordinationClosedError
-from tft_coord.security import HOW_TO_SERVE_OTHERS, bind_without_secret, check_host_without_secret, check_token
-from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import check_host, interface_of, join_host_port
-from tft_coord.transport.loop import LoopShare
-from tft_coord.wire.limits import MAX_MEMBERS, MAX_NAME_BYTES
+from tft_coord import ConfigError, CoordinationClosedError, StragglerPolicy, Timeouts
+from tft_coord.lighthouse import (
+    HOW_TO_SERVE_OTHERS,
+    MAX_MEMBERS,
+    MAX_NAME_BYTES,
+    LighthouseConfig,
+    LoopShare,
+    bind_without_secret,
+    check_host,
+    check_host_without_secret,
+    check_token,
+    interface_of,
+    join_host_port,
+)
 from tft_lighthouse import defaults
 from tft_lighthouse.shell import LighthouseShell
 

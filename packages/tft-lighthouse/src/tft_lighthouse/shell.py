@@ -18,21 +18,33 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final, Generic, TypeAlias, TypeVar, cast, final
 
-from tft_coord.compat.router import TORCHFT_JOB, ProtocolRouter
-from tft_coord.compat.rule import TorchftCore
-from tft_coord.compat.views import DescribedJob, LighthouseDescription
-from tft_coord.core import effects, events
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.types import LossNotice, Member, Quorum, QuorumNews, Refusal
-from tft_coord.errors import ConfigError, ProtocolError
-from tft_coord.rpc import grpc
-from tft_coord.transport.address import peer_address
-from tft_coord.transport.outbox import Outbox
-from tft_coord.transport.server import Server
-from tft_coord.transport.settings import fail, server_options
-from tft_coord.wire import codec, packing, services
-from tft_coord.wire.services import Context
-from tft_lighthouse import __version__, log
+from tft_coord import ConfigError, LossNotice, Member, ProtocolError
+from tft_coord.lighthouse import (
+    TORCHFT_JOB,
+    Context,
+    DescribedJob,
+    LighthouseConfig,
+    LighthouseCore,
+    LighthouseDescription,
+    Outbox,
+    ProtocolRouter,
+    Quorum,
+    QuorumNews,
+    Refusal,
+    Server,
+    TorchftCore,
+    codec,
+    effects,
+    events,
+    fail,
+    grpc,
+    packing,
+    peer_address,
+    server_options,
+    services,
+)
+from tft_lighthouse import log
+from tft_lighthouse.version import __version__
 
 logger = logging.getLogger("tft_lighthouse")
 

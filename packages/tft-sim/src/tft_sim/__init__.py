@@ -19,7 +19,8 @@ Only `many` and `explore` start processes.
 """
 
 from tft_sim.clock import EventBudgetError, VirtualClock
-from tft_sim.cluster import Chance, Cluster, ClusterConfig
+from tft_sim.cluster import Cluster
+from tft_sim.config import Chance, ClusterConfig
 from tft_sim.explore import ExplorationError, explore
 from tft_sim.invariants import InvariantError, Invariants
 from tft_sim.many import run_many, story

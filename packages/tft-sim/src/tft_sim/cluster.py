@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tft_coord.core import effects, events
 from tft_coord.core.stops import STOPPED_MS
-from tft_coord.core.stragglers import StragglerAction, StragglerNotice, StragglerPolicy
+from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.core.types import (
     DrainComplete,
     LeaveRequest,
@@ -32,26 +30,27 @@ from tft_coord.core.types import (
     QuorumNews,
     WaitsFor,
 )
-from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
+from tft_sim.config import Chance, ClusterConfig
 from tft_sim.end_truth import EndTruth
 from tft_sim.foreign_process import ForeignLighthouseProcess
 from tft_sim.group import SimulatedGroup
-from tft_sim.hang_truth import HangTruth, SentBeat
+from tft_sim.hang_truth import HangTruth
 from tft_sim.invariants import InvariantError, Invariants
 from tft_sim.lighthouse_process import JOB, OTHER_JOB, LighthouseProcess, kind_of_loss
 from tft_sim.links import Links
 from tft_sim.loops import Loop
 from tft_sim.loss_watch import LossWatch
-from tft_sim.manager_process import ManagerProcess
+from tft_sim.manager_process import ManagerProcess, Replica
 from tft_sim.marks import Marks
 from tft_sim.network import Network, Stream
 from tft_sim.pace_truth import PaceTruth
 from tft_sim.process import Process, State
+from tft_sim.rank import Rank, SentBeat, TrainerSettings
 from tft_sim.surroundings import Outside
 from tft_sim.syncs import SyncLoop
 from tft_sim.torchft_process import TorchftProcess
-from tft_sim.trainer import Trainer, TrainerSettings
+from tft_sim.trainer import Trainer
 from tft_sim.waiting import Refused, Waiter
 
 REASONS = (
@@ -66,138 +65,6 @@ REASONS = (
 )
 STOP_KNOWN_MS = 2_000  # a report of a stop may be late by this much
 _UNREACHABLE = Refused("unreachable", "the manager server can't be reached")
-SHORT_TIMEOUTS = Timeouts(
-    timeout_ms=6_000,
-    quorum_timeout_ms=8_000,
-    connect_timeout_ms=6_000,
-    heartbeat_timeout_ms=2_000,
-    join_timeout_ms=3_000,
-    heal_timeout_ms=12_000,
-    beat_interval_ms=500,
-    slowest_step_ms=3_000,
-)
-NO_STRAGGLERS = StragglerPolicy(action=StragglerAction.OFF)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    """The parts and settings of a simulated cluster.
-
-    Args:
-        names: of the replica groups.
-        other_names: replica groups of another job, with the same settings, on the same lighthouse.
-        world_size: ranks in each replica group.
-        min_replicas: of the lighthouse.
-        foreign: the lighthouse is torchft's.
-        trials: manager servers try their peers on request.
-        cluster_id: of the lighthouse. "": each life has its own.
-        standby: cluster id of a lighthouse at a second address, `lighthouse2`. "": there is none.
-        timeouts: of all processes. They are shorter than in production, so that fewer events happen during waits.
-        stragglers: the lighthouse's policy on a replica that slows the others down.
-        trainers: settings of the job.
-        wall_start_ms: wall clock at the start of virtual time.
-        delay_ms: bounds of a message's delay.
-        lost_state_ms: `lost_state_timeout_ms` of the lighthouse.
-        probes: manager servers answer probes and report long waits. False: they are older versions, which do not.
-        ranks_together: all ranks of a group run on its manager server's host. False: only rank 0 does.
-        durable: a restarted lighthouse knows that there was an earlier one.
-        slow_clocks: by the clocks of the trainers leases last one percent longer than by the lighthouse's clock.
-        budget_events: after this many events the run fails as a livelock.
-    """
-
-    names: tuple[str, ...] = ("a", "b", "c")
-    other_names: tuple[str, ...] = ()
-    world_size: int = 1
-    min_replicas: int = 1
-    foreign: bool = False
-    trials: bool = False
-    cluster_id: str = ""
-    standby: str = ""
-    timeouts: Timeouts = SHORT_TIMEOUTS
-    stragglers: StragglerPolicy = NO_STRAGGLERS
-    trainers: TrainerSettings = TrainerSettings()  # noqa: RUF009  # frozen
-    wall_start_ms: int = 1_000_000
-    delay_ms: tuple[int, int] = (1, 5)
-    lost_state_ms: int = 0
-    probes: bool = True
-    ranks_together: bool = False
-    durable: bool = False
-    slow_clocks: bool = False
-    budget_events: int = 400_000
-
-
-def _steady_step_ms(_name: str) -> int:
-    return 200
-
-
-@dataclass(slots=True, kw_only=True)
-class Chance:
-    """The values that are random, or fixed by a script.
-
-    Args:
-        network: source of delays.
-        extra: source of the delays of probes, their answers, and reports of long waits.
-        jitter: returns a number in [0, 1), which spreads redials.
-        nonces: random 64-bit numbers of the lighthouse.
-        words: random 64-bit numbers of the replica groups.
-        step_ms: duration of a replica's forward and backward.
-        spread_ms: time after which a member learns that a reduction is complete.
-        chunk_ms: duration of one chunk of a transfer, by the name of the fetching rank.
-        optimizer_raises: whether a rank's optimizer raises after this commit.
-        load_raises: error of a function that loads fetched state, by the rank's name. "": it succeeds.
-        take_raises: whether a function that returns a rank's state raises, by the rank's name.
-        overlaps: whether a rank's forward pass runs while its quorum request is pending.
-        samples: number of samples that a replica has seen in a step.
-    """
-
-    network: random.Random = field(default_factory=lambda: random.Random("network"))
-    extra: random.Random = field(default_factory=lambda: random.Random("extra"))
-    jitter: Callable[[], float] = lambda: 0.5
-    nonces: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
-    words: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
-    step_ms: Callable[[str], int] = _steady_step_ms
-    spread_ms: Callable[[], int] = lambda: 1
-    chunk_ms: Callable[[str], int] = lambda _: 20
-    optimizer_raises: Callable[[str], bool] = lambda _: False
-    load_raises: Callable[[str], str] = lambda _: ""
-    take_raises: Callable[[str], bool] = lambda _: False
-    overlaps: Callable[[str], bool] = lambda _: False
-    samples: Callable[[str], int] = lambda _: 1
-
-
-@dataclass(slots=True)
-class Replica:
-    """One life of a replica group, number `life`: its manager server and its trainers."""
-
-    name: str
-    replica_id: str
-    replaces: str
-    life: int
-    job: str = JOB
-    manager: ManagerProcess | None = None
-    trainers: list[Trainer] = field(default_factory=list)
-    num_managers: int = 0
-    ended: str = ""
-    elsewhere: str = ""
-    world_size: int = 1
-    released: bool = False  # the replica has left, and no peer heals from it
-    # values of its ranks, under each name
-    gathered: dict[str, dict[int, tuple[str, Waiter]]] = field(default_factory=dict)
-
-    @property
-    def host(self) -> str:
-        """Return the name prefix of its processes. A second process with that replica id runs elsewhere."""
-        return self.replica_id + (f"@{self.elsewhere}" if self.elsewhere else "")
-
-    @property
-    def alive(self) -> bool:
-        """Return whether all its trainers exist."""
-        return not self.ended and all(trainer.alive for trainer in self.trainers)
-
-    def processes(self) -> list[Process]:
-        """Return all its processes, the manager server first."""
-        managers: list[Process] = [self.manager] if self.manager is not None else []
-        return [*managers, *self.trainers]
 
 
 class Cluster:
@@ -610,7 +477,7 @@ class Cluster:
         patience_ms = 2 * self.timeouts.heartbeat_timeout_ms + self.timeouts.reconnect_grace_ms
         self.clock.after(patience_ms, lambda: self._finish(replica, f"rank {rank}'s host vanished"))
 
-    def trainer_left(self, replica: Replica, trainer: Trainer) -> None:
+    def trainer_left(self, replica: Replica, trainer: Rank) -> None:
         """End a rank that has left. The manager server ends with the last rank, and reports a clean shutdown."""
         trainer.leave_group()
         if all(each.phase == "ended: left" or not each.alive for each in replica.trainers):
@@ -706,7 +573,7 @@ class Cluster:
 
     def call(
         self,
-        trainer: Trainer,
+        trainer: Rank,
         replica: Replica,
         make: Callable[[int], events.RankAsked | events.RankVoted | events.RankLeft],
         done: Callable[[Any], None],

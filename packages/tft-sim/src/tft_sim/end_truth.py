@@ -9,22 +9,18 @@ Law of this file: observe only, as in `invariants.py`. It needs the cluster to k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.lighthouse import CLOCKS_DIFFER_MOST_MS
 from tft_coord.core.types import Hello, Quorum, QuorumKey, RankRequest, Refusal
 from tft_sim.invariants import InvariantError
 from tft_sim.lighthouse_process import JOB
+from tft_sim.manager_process import ManagerProcess, Replica
 from tft_sim.process import State
-from tft_sim.trainer import Trainer
+from tft_sim.rank import Rank
 from tft_sim.waiting import Refused
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tft_sim.cluster import Cluster, Replica
-    from tft_sim.manager_process import ManagerProcess
+from tft_sim.watched import World
 
 
 class EndTruth:
@@ -34,7 +30,7 @@ class EndTruth:
         cluster: the watched cluster.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: World) -> None:
         self._cluster = cluster
         self._deaths: set[str] = set()  # replica ids of groups whose end was reported
         self._lost: set[str] = set()  # hosts whose manager server has found that a rank is gone
@@ -58,7 +54,7 @@ class EndTruth:
             self._torn.add(manager.replica.host)
         self._keys.setdefault(manager.replica.host, set()).add(quorum.key)
 
-    def asks(self, trainer: Trainer, request: RankRequest) -> None:
+    def asks(self, trainer: Rank, request: RankRequest) -> None:
         """Record a rank's request to its manager server for a quorum."""
         self._asked[trainer.name] = request
 
@@ -73,14 +69,14 @@ class EndTruth:
         self._deaths.add(replica.replica_id)
         self._lost.add(replica.host)
 
-    def gave_up(self, replica: Replica, trainer: Trainer, answer: Refused, deadline_ms: int) -> None:
+    def gave_up(self, replica: Replica, trainer: Rank, answer: Refused, deadline_ms: int) -> None:
         """Check that a rank's failed request was not cut short of its deadline."""
         if self._has_to(replica, answer.code):
             self._refused.add((trainer.name, answer.code))
         if answer.code == "deadline" and self._cluster.clock.now_ms < deadline_ms:
             raise InvariantError("I8", f"{trainer.name} is told that it has no more time, until {deadline_ms} ms")
 
-    def no_verdict(self, replica: Replica, trainer: Trainer, since_ms: int) -> None:
+    def no_verdict(self, replica: Replica, trainer: Rank, since_ms: int) -> None:
         """Check a rank that received no verdict in time, and ends with its group: its manager server was out of
         reach."""
         manager = replica.manager
@@ -111,7 +107,7 @@ class EndTruth:
         if not sound:
             raise InvariantError("I9", f"{replica.host} is refused ({refusal.value}), and nothing is wrong: {message}")
 
-    def ended(self, replica: Replica, trainer: Trainer, reason: str, answer: Refused) -> None:
+    def ended(self, replica: Replica, trainer: Rank, reason: str, answer: Refused) -> None:
         """Check that a trainer ends itself only for a reason, and that the answer names it."""
         # The training loop reaches its end a while after the answer.
         if (trainer.name, answer.code) not in self._refused and not self._has_to(replica, answer.code):

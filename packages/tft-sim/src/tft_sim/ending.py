@@ -5,16 +5,13 @@ Law of this file: the word and the vote of one step, as the step core orders the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan, Purpose
 from tft_sim.invariants import Round
+from tft_sim.rank import Rank
+from tft_sim.speaking import Speaking
 from tft_sim.waiting import Life
-
-if TYPE_CHECKING:
-    from tft_sim.trainer import Trainer
 
 
 class Ending:
@@ -22,11 +19,13 @@ class Ending:
 
     Args:
         trainer: the rank.
+        speaking: its words.
         number: of a deferred step. 0: the open step.
     """
 
-    def __init__(self, trainer: Trainer, number: int) -> None:
+    def __init__(self, trainer: Rank, speaking: Speaking, number: int) -> None:
         self._trainer = trainer
+        self._speaking = speaking
         self._number = number
         self._heard: Round | None = None  # the round whose word has completed
         self.vote: Round | None = None  # the round that was voted on
@@ -46,13 +45,13 @@ class Ending:
 
     def speak(self, order: do.SendWord) -> Life:
         """Send the word of the round, and hear the sum. Returns: the event that reports it."""
-        self._trainer.speaking.send(order)
+        self._speaking.send(order)
         return (yield from self.hear(order))
 
     def hear(self, order: do.SendWord | do.HearWord) -> Life:
         """Hear the sum of a word that was sent. Returns: the event that reports it."""
         vote = self._round(order.round_number, as_planned=True)
-        ended = yield from self._trainer.speaking.hear(order, vote, self._plan())
+        ended = yield from self._speaking.hear(order, vote, self._plan())
         self._heard = vote if ended.sums is not None else None
         return ended
 

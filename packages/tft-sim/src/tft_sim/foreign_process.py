@@ -8,15 +8,34 @@ Law of this file: messages and streams, and no rule.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 from tft_coord.core import effects, events
+from tft_coord.core.types import Quorum
 from tft_coord.testing import TorchftLike, stripped
+from tft_coord.timeouts import Timeouts
+from tft_sim.clock import VirtualClock
+from tft_sim.config import ClusterConfig
+from tft_sim.marks import Marks
 from tft_sim.network import Stream
 from tft_sim.process import Process
 
-if TYPE_CHECKING:
-    from tft_sim.cluster import Cluster
+
+class World(Protocol):
+    """The cluster, as torchft's lighthouse sees it."""
+
+    @property
+    def clock(self) -> VirtualClock: ...
+    @property
+    def config(self) -> ClusterConfig: ...
+    @property
+    def timeouts(self) -> Timeouts: ...
+    @property
+    def marks(self) -> Marks: ...
+    @property
+    def wall_ms(self) -> int: ...
+    def trace(self, who: str, what: object) -> None: ...
+    def foreign_formed(self, quorum: Quorum) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +47,7 @@ class Unimplemented:
 class ForeignLighthouseProcess(Process):
     """One life of torchft's lighthouse."""
 
-    def __init__(self, cluster: Cluster, number: int, name: str = "lighthouse") -> None:
+    def __init__(self, cluster: World, number: int, name: str = "lighthouse") -> None:
         super().__init__(name, cluster.clock)
         self._cluster = cluster
         self._core = TorchftLike(cluster.config.min_replicas, cluster.timeouts)

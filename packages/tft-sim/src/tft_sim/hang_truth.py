@@ -8,32 +8,23 @@ Law of this file: observe only, as in `invariants.py`. It needs the cluster to k
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from tft_coord.core.progress import Progress
 from tft_coord.core.types import Hello, Plan, QuorumKey
 from tft_sim.invariants import InvariantError
 from tft_sim.lighthouse_process import JOB
+from tft_sim.loss_watch import LossWatch
+from tft_sim.manager_process import ManagerProcess, Replica
 from tft_sim.process import State
-from tft_sim.trainer import Trainer
-
-if TYPE_CHECKING:
-    from tft_sim.cluster import Cluster, Replica
-    from tft_sim.manager_process import ManagerProcess
+from tft_sim.rank import Rank, SentBeat
+from tft_sim.watched import World
 
 
-@dataclass(frozen=True, slots=True)
-class SentBeat:
-    """A beat of a trainer to its manager server, with two facts that the manager server can't know.
+class HangWorld(World, Protocol):
+    """The cluster, as this watch sees it."""
 
-    The facts are the time when the beat was sent, and the start of the phase that it reports.
-    """
-
-    progress: Progress
-    sent_ms: int
-    since_ms: int
-    number: int = 0  # of the beat, if it wants an answer
+    @property
+    def losses(self) -> LossWatch: ...
 
 
 class HangTruth:
@@ -45,11 +36,11 @@ class HangTruth:
         cluster: the watched cluster.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: HangWorld) -> None:
         self._cluster = cluster
         self._losses_ms: list[int] = []
         # State at the time of the loss: the session, and the hanging trainers.
-        self._hung: dict[str, tuple[int, list[tuple[ManagerProcess, Trainer, Plan | None]]]] = {}
+        self._hung: dict[str, tuple[int, list[tuple[ManagerProcess, Rank, Plan | None]]]] = {}
         # For each rank: the subject of its newest beat (stream, start of the phase), and the shortest transit time of a
         # beat about that subject.
         self._late_ms: dict[str, tuple[tuple[int, int], int]] = {}
@@ -86,7 +77,7 @@ class HangTruth:
         if not any(self._busy_ms(trainer, now_ms) >= needed_ms for each in lives for trainer in each.trainers):
             raise InvariantError("H1", f"{replica_id} is lost by a hang, and none of its trainers hangs")
 
-    def _busy_ms(self, trainer: Trainer, now_ms: int) -> int:
+    def _busy_ms(self, trainer: Rank, now_ms: int) -> int:
         """Return for how long the trainer was busy, as others can know.
 
         A wait may begin after the last beat before a stop. No peer hears of it, so the trainer seems busy as in that
@@ -101,7 +92,7 @@ class HangTruth:
         told = self._cluster.config.trainers.speaks and now_ms - until_ms < self._told_within_ms
         return max(trainer.busy.longest_ms(now_ms), believed_ms, until_ms - silent_since_ms if told else 0)
 
-    def _may_be_unheard(self, replica: Replica, trainer: Trainer, since_ms: int) -> bool:
+    def _may_be_unheard(self, replica: Replica, trainer: Rank, since_ms: int) -> bool:
         """Return whether the manager server may not have heard the trainer.
 
         There are three cases:
@@ -134,7 +125,7 @@ class HangTruth:
             if idle and all(idle):  # of two processes with one replica id, the other one is no member
                 raise InvariantError("H1", f"quorum {key} is broken by a wait of all, and {idle[0]} waits not")
 
-    def heard(self, trainer: Trainer, stream: int, told: SentBeat) -> None:
+    def heard(self, trainer: Rank, stream: int, told: SentBeat) -> None:
         """Record that the manager server hears a beat of a trainer.
 
         A slow beat is indistinguishable from a beat of a trainer that went on, unless earlier beats reported the same
@@ -146,12 +137,12 @@ class HangTruth:
             late_ms = min(late_ms, known_late_ms)
         self._late_ms[trainer.name] = about, late_ms
 
-    def _known_ms(self, trainer: Trainer) -> int:
+    def _known_ms(self, trainer: Rank) -> int:
         """Return for how long the trainer is in its phase, as far as its manager server can know."""
         _, late_ms = self._late_ms.get(trainer.name, (None, 0))
         return self._cluster.clock.now_ms - trainer.phase_since_ms - late_ms
 
-    def begins(self, replica: Replica, trainer: Trainer) -> None:
+    def begins(self, replica: Replica, trainer: Rank) -> None:
         """Check later that a trainer is lost, if it now begins to hang or is stopped inside a step that is not
         excused."""
         if self._cluster.is_foreign:

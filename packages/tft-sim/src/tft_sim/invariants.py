@@ -21,6 +21,8 @@ from tft_coord.core.types import Hello, Member, Plan, Purpose, Quorum, QuorumKey
 from tft_coord.timeouts import Timeouts
 from tft_sim.reach_truth import ReachTruth
 
+_EQUAL_SETTINGS = ("init_sync", "allow_heal", "use_async_quorum", "fixed_with_spares", "min_replica_size", "data")
+
 
 class InvariantError(AssertionError):
     """A violated invariant. `invariant` is its code.
@@ -787,7 +789,7 @@ class Invariants:
 
     def formed(self, quorum: Quorum) -> None:
         """Check a quorum that a lighthouse reports as formed."""
-        kinds = {(each.world_size, *each.settings[1:-1]) for each in quorum.members}
+        kinds = {(each.world_size, *(getattr(each, name) for name in _EQUAL_SETTINGS)) for each in quorum.members}
         if len(kinds) > 1:
             raise InvariantError("P6", f"quorum {quorum.key} has members of different settings: {kinds}")
         # Two lighthouses don't know each other's quorums. A replica that moves between them still sees ids rise

@@ -7,26 +7,26 @@ elsewhere.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 from tft_coord.compat.router import Effects, ProtocolRouter
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.core import effects, events
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.living_quorum import LIVES
+from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
+from tft_sim.clock import VirtualClock
+from tft_sim.config import Chance, ClusterConfig
 from tft_sim.invariants import Attendance, Attendances
 from tft_sim.marks import Marks
-from tft_sim.network import Stream
+from tft_sim.network import Network, Stream
 from tft_sim.probe_watch import ProbeWatch
 from tft_sim.process import Process
 from tft_sim.silence import Silence
-
-if TYPE_CHECKING:
-    from tft_sim.cluster import Cluster
 
 JOB = "job"
 OTHER_JOB = "other"
@@ -52,10 +52,73 @@ WAITS = (
 )
 
 
+class Losses(Protocol):
+    """The watch over losses, as a lighthouse reports to it."""
+
+    def decided(self, lighthouse: LighthouseProcess, key: QuorumKey, lost: str) -> None: ...
+    def left(self, lighthouse: LighthouseProcess, key: QuorumKey, who: str, *, surely: bool) -> None: ...
+
+
+class Hangs(Protocol):
+    """The watch over hangs, as a lighthouse reports to it."""
+
+    def welcomed(self, hello: Hello) -> None: ...
+    def lost(self, replica_id: str, session: int) -> None: ...
+    def stuck(self, key: QuorumKey, members: tuple[str, ...]) -> None: ...
+
+
+class Paces(Protocol):
+    """The watch over stragglers, as a lighthouse reports to it."""
+
+    def decided(self, job: str, news: StragglerNotice, quorum: Quorum | None, healthy: int) -> None: ...
+
+
+class Ends(Protocol):
+    """The watch over ends, as a lighthouse reports to it."""
+
+    def refused(self, hello: Hello, refusal: Refusal, message: str) -> None: ...
+
+
+class World(Protocol):
+    """The cluster, as a lighthouse sees it."""
+
+    decides: str
+
+    @property
+    def clock(self) -> VirtualClock: ...
+    @property
+    def config(self) -> ClusterConfig: ...
+    @property
+    def chance(self) -> Chance: ...
+    @property
+    def timeouts(self) -> Timeouts: ...
+    @property
+    def marks(self) -> Marks: ...
+    @property
+    def network(self) -> Network: ...
+    @property
+    def wall_ms(self) -> int: ...
+    @property
+    def jobs(self) -> Mapping[str, tuple[str, ...]]: ...
+    @property
+    def calls(self) -> Iterator[int]: ...
+    @property
+    def losses(self) -> Losses: ...
+    @property
+    def hangs(self) -> Hangs: ...
+    @property
+    def paces(self) -> Paces: ...
+    @property
+    def ends(self) -> Ends: ...
+    def trace(self, who: str, what: object) -> None: ...
+    def watch(self, order: effects.LighthouseEffect) -> None: ...
+    def was_stopped(self, replica_id: str, for_ms: int = ...) -> bool: ...
+
+
 class LighthouseProcess(Process):
     """The shell of one life of the lighthouse."""
 
-    def __init__(self, cluster: Cluster, number: int, name: str = "lighthouse") -> None:
+    def __init__(self, cluster: World, number: int, name: str = "lighthouse") -> None:
         super().__init__(name, cluster.clock)
         config = LighthouseConfig(
             min_replicas=cluster.config.min_replicas,

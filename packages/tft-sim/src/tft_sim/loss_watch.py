@@ -5,16 +5,13 @@ Law of this file: observe only, as in `invariants.py`. It needs the cluster to k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tft_coord.core.types import LossNotice, QuorumKey
 from tft_sim.invariants import InvariantError
+from tft_sim.lighthouse_process import LighthouseProcess
+from tft_sim.manager_process import Replica
 from tft_sim.process import State
-from tft_sim.trainer import Trainer
-
-if TYPE_CHECKING:
-    from tft_sim.cluster import Cluster, Replica
-    from tft_sim.lighthouse_process import LighthouseProcess
+from tft_sim.rank import Rank
+from tft_sim.watched import World
 
 REACHED_MS = 100  # two messages, the wait before the abort, and as much again
 WATCHED_MS = 10_000  # longer than any timeout of a wait in a group
@@ -32,7 +29,7 @@ class LossWatch:
         cluster: the watched cluster.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: World) -> None:
         self._cluster = cluster
         self._decided: set[tuple[QuorumKey, str]] = set()
         self._left: set[tuple[QuorumKey, str]] = set()
@@ -51,7 +48,7 @@ class LossWatch:
             at_ms = self._cluster.clock.now_ms
             self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
 
-    def told(self, trainer: Trainer, notice: LossNotice) -> None:
+    def told(self, trainer: Rank, notice: LossNotice) -> None:
         """Check a loss notice to a rank: a lighthouse has decided it, unless it is of the rank's own replica."""
         known = self._left if notice.lives else self._decided
         if notice.replica_id != trainer.replica_id and (notice.key, notice.replica_id) not in known:
@@ -72,7 +69,7 @@ class LossWatch:
 
         cluster.clock.after(REACHED_MS, look)
 
-    def _judge(self, replica: Replica, trainer: Trainer, key: QuorumKey, at_ms: int) -> None:
+    def _judge(self, replica: Replica, trainer: Rank, key: QuorumKey, at_ms: int) -> None:
         if trainer.left or (key, replica.replica_id) in self._left:
             return  # the replica trains no more, or its ranks wait for the next quorum
         since_ms = self.reached_since_ms(replica, trainer, key)
@@ -84,9 +81,7 @@ class LossWatch:
                 "P3", f"{trainer.name} is still in quorum {key}, broken and within reach for {for_ms} ms"
             )
 
-    def reached_since_ms(
-        self, replica: Replica, trainer: Trainer, key: QuorumKey, *, stopped: bool = False
-    ) -> int | None:
+    def reached_since_ms(self, replica: Replica, trainer: Rank, key: QuorumKey, *, stopped: bool = False) -> int | None:
         """Return the time since which a notice would reach that rank at once, or None if it would not now.
 
         Args:

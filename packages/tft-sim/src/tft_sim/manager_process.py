@@ -6,8 +6,9 @@ Law of this file: the work of the manager server's gRPC shell. Decisions belong 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tft_coord.compat.replica_group import (
     BEAT_INTERVAL_MS,
@@ -34,18 +35,20 @@ from tft_coord.core.session import (
 )
 from tft_coord.core.session import SessionEffect as _SessionEffect
 from tft_coord.core.stops import LOOK_EVERY_MS
-from tft_coord.core.types import NewcomerAsks, Refusal, Unreached, Via
-from tft_sim.clock import Timer
-from tft_sim.foreign_process import Unimplemented
-from tft_sim.lighthouse_process import LighthouseProcess
-from tft_sim.links import FAILS_AFTER_MS
-from tft_sim.network import Stream
+from tft_coord.core.types import Hello, NewcomerAsks, Quorum, Refusal, Unreached, Via
+from tft_coord.timeouts import Timeouts
+from tft_sim.clock import Timer, VirtualClock
+from tft_sim.config import Chance, ClusterConfig
+from tft_sim.foreign_process import ForeignLighthouseProcess, Unimplemented
+from tft_sim.invariants import Invariants
+from tft_sim.lighthouse_process import JOB, LighthouseProcess
+from tft_sim.links import FAILS_AFTER_MS, Links
+from tft_sim.marks import Marks
+from tft_sim.network import Network, Stream
 from tft_sim.process import Process, State
-from tft_sim.waiting import Refused
-
-if TYPE_CHECKING:
-    from tft_sim.cluster import Cluster, Replica
-    from tft_sim.hang_truth import SentBeat
+from tft_sim.rank import Rank, SentBeat
+from tft_sim.trainer import Trainer
+from tft_sim.waiting import Refused, Waiter
 
 TRIED_AFTER_MS = 5  # duration of a trial in which all peers answer
 FATAL = frozenset(
@@ -62,10 +65,89 @@ FATAL = frozenset(
 )
 
 
+@dataclass(slots=True)
+class Replica:
+    """One life of a replica group, number `life`: its manager server and its trainers."""
+
+    name: str
+    replica_id: str
+    replaces: str
+    life: int
+    job: str = JOB
+    manager: ManagerProcess | None = None
+    trainers: list[Trainer] = field(default_factory=list)
+    num_managers: int = 0
+    ended: str = ""
+    elsewhere: str = ""
+    world_size: int = 1
+    released: bool = False  # the replica has left, and no peer heals from it
+    # values of its ranks, under each name
+    gathered: dict[str, dict[int, tuple[str, Waiter]]] = field(default_factory=dict)
+
+    @property
+    def host(self) -> str:
+        """Return the name prefix of its processes. A second process with that replica id runs elsewhere."""
+        return self.replica_id + (f"@{self.elsewhere}" if self.elsewhere else "")
+
+    @property
+    def alive(self) -> bool:
+        """Return whether all its trainers exist."""
+        return not self.ended and all(trainer.alive for trainer in self.trainers)
+
+    def processes(self) -> list[Process]:
+        """Return all its processes, the manager server first."""
+        managers: list[Process] = [self.manager] if self.manager is not None else []
+        return [*managers, *self.trainers]
+
+
+class Ends(Protocol):
+    """The watch over ends, as a manager server reports to it."""
+
+    def rank_went(self, manager: ManagerProcess, rank: int) -> None: ...
+    def rank_came(self, manager: ManagerProcess, rank: int) -> None: ...
+    def given(self, manager: ManagerProcess, quorum: Quorum) -> None: ...
+    def death_reported(self, manager: ManagerProcess, reason: str) -> None: ...
+
+
+class Hangs(Protocol):
+    """The watch over hangs, as a manager server reports to it."""
+
+    def heard(self, trainer: Rank, stream: int, told: SentBeat) -> None: ...
+    def opens(self, manager: ManagerProcess, hello: Hello) -> None: ...
+
+
+class World(Protocol):
+    """The cluster, as a manager server sees it."""
+
+    @property
+    def clock(self) -> VirtualClock: ...
+    @property
+    def config(self) -> ClusterConfig: ...
+    @property
+    def chance(self) -> Chance: ...
+    @property
+    def timeouts(self) -> Timeouts: ...
+    @property
+    def marks(self) -> Marks: ...
+    @property
+    def network(self) -> Network: ...
+    @property
+    def links(self) -> Links: ...
+    @property
+    def hangs(self) -> Hangs: ...
+    @property
+    def ends(self) -> Ends: ...
+    def trace(self, who: str, what: object) -> None: ...
+    def is_local(self, trainer: Trainer) -> bool: ...
+    def invariants_of(self, job: str) -> Invariants: ...
+    def lighthouse_at(self, address: int) -> LighthouseProcess | ForeignLighthouseProcess: ...
+    def manager_exits(self, manager: ManagerProcess) -> None: ...
+
+
 class ManagerProcess(Process):
     """The shell of a manager server: a session core and a group core."""
 
-    def __init__(self, cluster: Cluster, replica: Replica, number: int, session: int) -> None:
+    def __init__(self, cluster: World, replica: Replica, number: int, session: int) -> None:
         super().__init__(f"{replica.host}/manager{number or ''}", cluster.clock)
         self.replica = replica
         self.address = f"{self.name}:1"

@@ -8,50 +8,12 @@ Law of this file: observe only, as in `invariants.py`. It needs the cluster to k
 
 from __future__ import annotations
 
-from collections import deque
-from typing import TYPE_CHECKING
-
 from tft_coord.core.stragglers import PaceKind, StragglerAction, StragglerNotice
 from tft_coord.core.types import Quorum
 from tft_sim.invariants import InvariantError
-
-if TYPE_CHECKING:
-    from tft_sim.cluster import Cluster
+from tft_sim.watched import World
 
 FIRST = "lighthouse"  # a standby does not know which replicas this lighthouse has left out
-STEPS_KEPT = 5
-STEPS_LOOKED_AT = 40
-
-
-class OwnTime:
-    """The duration of a trainer's own part of its steps, without its waits for others."""
-
-    def __init__(self) -> None:
-        self.running_ms = 0  # of the current step, up to the last change of phase
-        self._last: deque[int] = deque(maxlen=STEPS_KEPT)
-        self.all_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # includes steps that do not count
-        self.counted_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)
-
-    def passed(self, own_ms: int) -> None:
-        """Add busy time of the trainer's own part."""
-        self.running_ms += own_ms
-
-    def step_ended(self, *, counts: bool) -> None:
-        """End the current step. An excused or a failed step does not count."""
-        if counts:
-            self._last.append(self.running_ms)
-            self.counted_ms.append(self.running_ms)
-        self.all_ms.append(self.running_ms)
-        self.running_ms = 0
-
-    def forget(self) -> None:
-        """Discard what was measured before a reconfiguration."""
-        self._last.clear()
-
-    @property
-    def median_ms(self) -> int:
-        """Return the median of the last few steps that count, or 0 if there is none."""
-        return sorted(self._last)[len(self._last) // 2] if self._last else 0
 
 
 class PaceTruth:
@@ -69,7 +31,7 @@ class PaceTruth:
         cluster: the watched cluster.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: World) -> None:
         self._cluster = cluster
         self._out: dict[str, tuple[int, int]] = {}  # replicas that are left out: start and duration
         self._pauses: dict[str, int] = {}  # the last pause of each replica

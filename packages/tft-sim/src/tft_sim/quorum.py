@@ -6,17 +6,16 @@ Law of this file: report events to the core, and perform its orders, beside the 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
 from tft_coord.errors import StaleQuorumError
 from tft_sim.invariants import InvariantError
+from tft_sim.rank import Rank
+from tft_sim.recovery import Recovery
+from tft_sim.speaking import Speaking
 from tft_sim.waiting import Life, Refused, ReplicaLostError, Waiter, error_of
-
-if TYPE_CHECKING:
-    from tft_sim.trainer import Trainer
 
 
 class Quorum:
@@ -24,10 +23,13 @@ class Quorum:
 
     Args:
         trainer: the rank.
+        recovery, speaking: parts of it.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Rank, recovery: Recovery, speaking: Speaking) -> None:
         self._trainer = trainer
+        self._recovery = recovery
+        self._speaking = speaking
         self._known = Waiter()  # resolved when the plan has arrived and the group is built, or there is none
         self._known.resolve(None)
 
@@ -42,7 +44,7 @@ class Quorum:
         if trainer.tell(on.StartAsked()):
             return False
         yield self._known
-        trainer.tell(on.AttemptSettled(trainer.recovery.offers(trainer.plan)))
+        trainer.tell(on.AttemptSettled(self._recovery.offers(trainer.plan)))
         for effect in trainer.tell(on.StartReady(bool(trainer.unreached))):
             match effect:
                 case do.Pause(ms):
@@ -56,13 +58,13 @@ class Quorum:
             checkpoint_metadata=trainer.name,
             group_usable=trainer.group is not None,
             shrink_only=trainer.shrink_only,
-            poor_sources=tuple(sorted(trainer.recovery.poor_sources)),
+            poor_sources=tuple(sorted(self._recovery.poor_sources)),
             unreached=unreached,
         )
         asked = next((each for each in trainer.tell(started) if isinstance(each, do.Ask)), None)
-        trainer.speaking.note_begin(asked)
+        self._speaking.note_begin(asked)
         if asked is not None:
-            trainer.recovery.take_early()
+            self._recovery.take_early()
             self._known = trainer.spawn(self._negotiate(asked))
         return True
 
@@ -71,7 +73,7 @@ class Quorum:
         trainer, sound = self._trainer, self._trainer.weights
         if trainer.goes_astray_once and not trainer.torn:
             trainer.goes_astray_once = False
-            trainer.recovery.astray += 1
+            self._recovery.astray += 1
             trainer.mark("a state went astray")
             trainer.note("holds a state that went astray")
             trainer.weights = f"astray/{trainer.name}/{trainer.clock.now_ms}"

@@ -6,8 +6,7 @@ and what a failure means.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tft_coord.core.step import Stage
 from tft_coord.core.step import effects as do
@@ -15,10 +14,8 @@ from tft_coord.core.step import events as on
 from tft_coord.core.step.errors import HealingError
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, Unreached, Via
 from tft_sim.invariants import Held, Round
+from tft_sim.rank import Rank, Snapshot
 from tft_sim.waiting import Life, Refused, Waiter
-
-if TYPE_CHECKING:
-    from tft_sim.trainer import Trainer
 
 POLL_MS = 50
 HEAL_CHUNKS = 4
@@ -29,15 +26,6 @@ class StateLoadError(Exception):
     """An error raised by the user's function that loads a state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A rank's live state at a step boundary: the key under which it is offered, and the core's part of it."""
-
-    key: QuorumKey
-    held: Held
-    own: dict[str, Any]
-
-
 class Recovery:
     """The exchange of state, from one rank's side.
 
@@ -45,7 +33,7 @@ class Recovery:
         trainer: the rank.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Rank) -> None:
         self._trainer = trainer
         self.snapshot: Snapshot | None = None
         self.refuses: Plan | None = None  # plan whose state this rank could not give

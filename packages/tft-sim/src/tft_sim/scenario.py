@@ -17,12 +17,15 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.core.types import Member, Quorum, QuorumKey, Via
-from tft_sim.cluster import SHORT_TIMEOUTS, Chance, Cluster, ClusterConfig, Replica
+from tft_sim.cluster import Cluster
+from tft_sim.config import SHORT_TIMEOUTS, Chance, ClusterConfig
 from tft_sim.lighthouse_process import JOB, LEFT_OUT, STUCK
 from tft_sim.links import Link, both_ways
+from tft_sim.manager_process import Replica
 from tft_sim.network import Fate, Rule
 from tft_sim.process import Process
-from tft_sim.trainer import Trainer, TrainerSettings
+from tft_sim.rank import TrainerSettings
+from tft_sim.trainer import Trainer
 
 SEPARATOR = "----"
 MOST_MS = 120_000  # no `until` waits longer than this

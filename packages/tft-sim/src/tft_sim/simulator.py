@@ -18,14 +18,16 @@ from functools import partial
 
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.timeouts import Timeouts
-from tft_sim.cluster import Chance, Cluster, ClusterConfig, Replica
+from tft_sim.cluster import Cluster
+from tft_sim.config import Chance, ClusterConfig
 from tft_sim.invariants import InvariantError
 from tft_sim.lighthouse_process import JOB
 from tft_sim.link_faults import LinkFaults
+from tft_sim.manager_process import Replica
 from tft_sim.marks import Marks
 from tft_sim.network import Fate, Rule
 from tft_sim.process import Process, State
-from tft_sim.trainer import TrainerSettings
+from tft_sim.rank import TrainerSettings
 
 PAUSE_FIRST_MS = 5_000  # pause before an unreachable replica is tried again
 

@@ -6,17 +6,13 @@ whether the next round asks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
 from tft_sim.group import SimulatedGroup
 from tft_sim.invariants import Round
+from tft_sim.rank import Rank
 from tft_sim.waiting import Life, ReplicaLostError, Waiter
-
-if TYPE_CHECKING:
-    from tft_sim.trainer import Trainer
 
 LINGER_MS = 1_000  # a leaving rank keeps its process group for up to this time, for its last word
 
@@ -28,7 +24,7 @@ class Speaking:
         trainer: the rank.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Rank) -> None:
         self._trainer = trainer
         self._sent = Waiter()  # sum of the words of the round of the newest sent word
 

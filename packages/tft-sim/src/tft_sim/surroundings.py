@@ -5,35 +5,91 @@ Law of this file: what a trainer finds, over a cluster. Decisions belong elsewhe
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from tft_coord.core import events
 from tft_coord.core.step import effects as do
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
+from tft_sim.config import Chance, ClusterConfig
 from tft_sim.group import SimulatedGroup
 from tft_sim.invariants import Invariants, Round
+from tft_sim.links import Links
+from tft_sim.manager_process import Replica
 from tft_sim.marks import Marks
+from tft_sim.network import Network
 from tft_sim.process import State
-from tft_sim.recovery import Snapshot
+from tft_sim.rank import Rank, Snapshot
 from tft_sim.trainer import Trainer
 from tft_sim.waiting import Refused, Waiter
 
-if TYPE_CHECKING:
-    from tft_sim.cluster import Cluster, Replica
-
-
 LEAVE_TAKEN_WITHIN_MS = 1_000
+
+
+class Ends(Protocol):
+    """The watch over ends, as a rank reports to it."""
+
+    def asks(self, trainer: Rank, request: RankRequest) -> None: ...
+    def gave_up(self, replica: Replica, trainer: Rank, answer: Refused, deadline_ms: int) -> None: ...
+    def no_verdict(self, replica: Replica, trainer: Rank, since_ms: int) -> None: ...
+    def ended(self, replica: Replica, trainer: Rank, reason: str, answer: Refused) -> None: ...
+
+
+class Hangs(Protocol):
+    """The watch over hangs, as a rank reports to it."""
+
+    def begins(self, replica: Replica, trainer: Rank) -> None: ...
+
+
+class World(Protocol):
+    """The cluster, as the surroundings of a rank use it."""
+
+    @property
+    def clock(self) -> VirtualClock: ...
+    @property
+    def config(self) -> ClusterConfig: ...
+    @property
+    def chance(self) -> Chance: ...
+    @property
+    def timeouts(self) -> Timeouts: ...
+    @property
+    def marks(self) -> Marks: ...
+    @property
+    def network(self) -> Network: ...
+    @property
+    def links(self) -> Links: ...
+    @property
+    def replicas(self) -> Mapping[str, Replica]: ...
+    @property
+    def teller(self) -> Callable[[str, str], None]: ...
+    @property
+    def hangs(self) -> Hangs: ...
+    @property
+    def ends(self) -> Ends: ...
+    def call(
+        self,
+        trainer: Rank,
+        replica: Replica,
+        make: Callable[[int], events.RankAsked | events.RankVoted | events.RankLeft],
+        done: Callable[[Any], None],
+    ) -> int: ...
+    def group(
+        self, job: str, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str
+    ) -> SimulatedGroup: ...
+    def invariants_of(self, job: str) -> Invariants: ...
+    def kill_trainer(self, replica: Replica, rank: int, reason: str = ...) -> None: ...
+    def trainer_left(self, replica: Replica, trainer: Rank) -> None: ...
 
 
 @dataclass(slots=True)
 class Outside:
     """The surroundings of one replica's trainers."""
 
-    cluster: Cluster
+    cluster: World
     replica: Replica
     told: dict[int, object] = field(default_factory=dict)  # the manager server that has a rank's fingerprint
 
@@ -61,7 +117,7 @@ class Outside:
         self.marks.hit("a lease was judged by a slow clock")
         return now_ms - now_ms // 100
 
-    def ask(self, trainer: Trainer, request: RankRequest, deadline_ms: int) -> Waiter:
+    def ask(self, trainer: Rank, request: RankRequest, deadline_ms: int) -> Waiter:
         """Ask the manager server for a quorum.
 
         Returns: a waiter that resolves to a Plan, to a QuorumKey (unchanged), or to Refused. None: a new manager server
@@ -111,7 +167,7 @@ class Outside:
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def leave(self, trainer: Trainer, order: do.TellLeaving) -> Waiter:
+    def leave(self, trainer: Rank, order: do.TellLeaving) -> Waiter:
         """Leave the job. The waiter resolves when the manager server has recorded it, or to None."""
         waiter = Waiter()
 
@@ -123,17 +179,17 @@ class Outside:
         waiter.then(lambda _: timer.cancel())
         return waiter
 
-    def is_healed_from(self, trainer: Trainer) -> bool:
+    def is_healed_from(self, trainer: Rank) -> bool:
         return not self.replica.released
 
-    def say_late(self, trainer: Trainer, key: QuorumKey, step: int) -> None:
+    def say_late(self, trainer: Rank, key: QuorumKey, step: int) -> None:
         """Tell the manager server that a round waits for a member for longer than `join_timeout`."""
         manager = self.replica.manager
         if manager is not None:
             event = events.RankLate(trainer.rank, key, step)
             self.cluster.network.message(trainer, manager, lambda: manager.handle(event), lambda: None)
 
-    def vote(self, trainer: Trainer, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Waiter:
+    def vote(self, trainer: Rank, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Waiter:
         waiter = Waiter()
         since_ms = self.clock.now_ms
         deadline_ms = since_ms + self.timeouts.timeout_ms
@@ -178,14 +234,14 @@ class Outside:
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> SimulatedGroup:
         return self.cluster.group(self.replica.job, key, group_rank, members, store)
 
-    def is_unreachable(self, trainer: Trainer, replica_id: str) -> bool:
+    def is_unreachable(self, trainer: Rank, replica_id: str) -> bool:
         return self.cluster.links.is_bad(trainer.replica_id, replica_id, Via.STATE)
 
-    def is_silent(self, trainer: Trainer, replica_id: str) -> bool:
+    def is_silent(self, trainer: Rank, replica_id: str) -> bool:
         replicas = [each for each in self.cluster.replicas.values() if each.replica_id == replica_id and not each.ended]
         return any(each.trainers[trainer.rank].recovery.is_silent_source for each in replicas)
 
-    def _source(self, trainer: Trainer, replica_id: str) -> Trainer | None:
+    def _source(self, trainer: Rank, replica_id: str) -> Trainer | None:
         """Return the rank of that replica that this rank heals from, if it is reached."""
         for replica in self.cluster.replicas.values():
             if replica.replica_id == replica_id and not replica.ended:
@@ -194,12 +250,12 @@ class Outside:
                 return source if reached else None
         return None
 
-    def snapshot_of(self, trainer: Trainer, replica_id: str) -> Snapshot | None:
+    def snapshot_of(self, trainer: Rank, replica_id: str) -> Snapshot | None:
         """Return the snapshot that the replica serves to that rank, if it can be reached."""
         source = self._source(trainer, replica_id)
         return source.recovery.snapshot if source is not None else None
 
-    def is_refused(self, trainer: Trainer, replica_id: str, plan: Plan) -> bool:
+    def is_refused(self, trainer: Rank, replica_id: str, plan: Plan) -> bool:
         """Return whether the replica refuses to give that plan's state."""
         source = self._source(trainer, replica_id)
         refused = source.recovery.refuses if source is not None else None
@@ -209,7 +265,7 @@ class Outside:
             plan.lineage,
         )
 
-    def gather(self, trainer: Trainer, name: str, value: str) -> Waiter:
+    def gather(self, trainer: Rank, name: str, value: str) -> Waiter:
         """Contribute a value. The waiter resolves to the values of all ranks of this group, or to None on timeout."""
         given = self.replica.gathered.setdefault(name, {})
         given[trainer.rank] = value, Waiter()
@@ -219,32 +275,32 @@ class Outside:
                 self.clock.after(1, partial(waiter.resolve, values))
         return trainer.within(given[trainer.rank][1], self.timeouts.timeout_ms)
 
-    def received(self, trainer: Trainer, num_bytes: int) -> None:
+    def received(self, trainer: Rank, num_bytes: int) -> None:
         if self.replica.manager is not None:
             self.replica.manager.session.healed(num_bytes)
 
-    def step_ms(self, trainer: Trainer) -> int:
+    def step_ms(self, trainer: Rank) -> int:
         return self.cluster.chance.step_ms(self.replica.name)
 
-    def chunk_ms(self, trainer: Trainer) -> int:
+    def chunk_ms(self, trainer: Rank) -> int:
         return self.cluster.chance.chunk_ms(trainer.name)
 
-    def optimizer_raises(self, trainer: Trainer) -> bool:
+    def optimizer_raises(self, trainer: Rank) -> bool:
         return self.cluster.chance.optimizer_raises(self.replica.name)
 
-    def load_raises(self, trainer: Trainer) -> str:
+    def load_raises(self, trainer: Rank) -> str:
         """Return the error of a function that loads fetched state, or "" if it succeeds."""
         return self.cluster.chance.load_raises(trainer.name)
 
-    def take_raises(self, trainer: Trainer) -> bool:
+    def take_raises(self, trainer: Rank) -> bool:
         """Return whether a function that returns the user's state raises."""
         return self.cluster.chance.take_raises(trainer.name)
 
-    def overlaps(self, trainer: Trainer) -> bool:
+    def overlaps(self, trainer: Rank) -> bool:
         """Return whether the forward pass runs while the quorum request is pending."""
         return self.cluster.chance.overlaps(trainer.name)
 
-    def samples(self, trainer: Trainer) -> int:
+    def samples(self, trainer: Rank) -> int:
         """Return the number of samples that the replica has seen in this step."""
         return self.cluster.chance.samples(self.replica.name)
 
@@ -252,13 +308,13 @@ class Outside:
         """Return the time after which a member learns that a reduction is complete."""
         return self.cluster.chance.spread_ms()
 
-    def hangs(self, trainer: Trainer) -> None:
+    def hangs(self, trainer: Rank) -> None:
         self.cluster.hangs.begins(self.replica, trainer)
 
-    def note(self, trainer: Trainer, text: str) -> None:
+    def note(self, trainer: Rank, text: str) -> None:
         self.cluster.teller(trainer.name, text)
 
-    def ended(self, trainer: Trainer, reason: str, answer: Refused | None = None) -> None:
+    def ended(self, trainer: Rank, reason: str, answer: Refused | None = None) -> None:
         self.cluster.teller(trainer.name, f"ends: {reason}")
         trainer.phase = f"ended: {reason}"
         if trainer.left:

@@ -7,18 +7,36 @@ Law of this file: the messages of such a member, and their times.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from tft_coord.core import effects, events
 from tft_coord.core.types import Member, Quorum
+from tft_sim.clock import VirtualClock
+from tft_sim.lighthouse_process import LighthouseProcess
+from tft_sim.marks import Marks
+from tft_sim.network import Network
 from tft_sim.process import Process
-
-if TYPE_CHECKING:
-    from tft_sim.cluster import Cluster
 
 BEAT_MS = 100
 STEP_MS = 300
 PATIENCE_MS = 4_000
+
+
+class World(Protocol):
+    """The cluster, as a member of torchft sees it."""
+
+    @property
+    def clock(self) -> VirtualClock: ...
+    @property
+    def marks(self) -> Marks: ...
+    @property
+    def network(self) -> Network: ...
+    @property
+    def teller(self) -> Callable[[str, str], None]: ...
+    @property
+    def our_lighthouse(self) -> LighthouseProcess: ...
+    def end_process(self, process: Process) -> None: ...
 
 
 class TorchftProcess(Process):
@@ -30,7 +48,7 @@ class TorchftProcess(Process):
         step: the step that it has reached.
     """
 
-    def __init__(self, cluster: Cluster, name: str, step: int = 0) -> None:
+    def __init__(self, cluster: World, name: str, step: int = 0) -> None:
         super().__init__(name, cluster.clock)
         self.step = step
         self._cluster = cluster

@@ -10,106 +10,28 @@ Law of this file: one rank's events and effects, on the training thread and besi
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.standing import State as Stand
-from tft_coord.core.step import Effects, Phase, StepCore, StepSettings, StepStatus
+from tft_coord.core.step import Effects, Phase
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.stragglers import PaceKind, StragglerNotice
-from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews, Unreached, Verdict, Via
+from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews
 from tft_coord.errors import ReplicaGroupLostError
 from tft_sim.ending import Ending
-from tft_sim.group import SimulatedGroup
-from tft_sim.invariants import Contribution, Held, Reduced, Round
+from tft_sim.invariants import Contribution, Reduced
 from tft_sim.quorum import Quorum
+from tft_sim.rank import Rank, Surroundings, TrainerSettings
 from tft_sim.recovery import Recovery
 from tft_sim.speaking import Speaking
-from tft_sim.training_process import TrainingProcess
-from tft_sim.waiting import Life, Refused, ReplicaLostError, UserError, Waiter, answer_of
-
-if TYPE_CHECKING:
-    from tft_sim.surroundings import Outside
+from tft_sim.waiting import Life, ReplicaLostError, UserError, Waiter
 
 POLL_MS = 50
 ABORT_AFTER_MS = 50  # a reduction that has its data can end
 LEAVE_WITHIN_MS = 10_000  # a rank that was told to leave stays or serves for up to this time, for the others' sake
-# These effects run beside the training thread. The thread that reports an event performs them at once.
-_ASIDE = (
-    do.Fetch,
-    do.EndFetch,
-    do.RefuseState,
-    do.UsePlan,
-    do.ForgetPace,
-    do.BreakQuorum,
-    do.EndQuorum,
-    do.GoOn,
-    do.ReportLateLoss,
-    do.BreakAll,
-    do.AbortGroup,
-    do.RecordCommit,
-    do.ReportError,
-    do.ReportNoQuorum,
-    do.ReportGroupLost,
-    do.ReportAbandoned,
-    do.ReportTooFew,
-    do.ReportHealed,
-    do.ReportHealFailed,
-    do.HealAgain,
-    do.WarnLateState,
-    do.ReportLeft,
-)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """The settings of a job's trainers, equal for all of them.
-
-    Args:
-        use_async_quorum, init_sync, fixed_with_spares, min_replica_size: as in Member.
-        step: initial step. More than 0 means a state loaded from outside.
-        run: the run that the state was loaded from. Other runs have other weights.
-        num_fragments: number of model fragments that are synchronized now and then. 0: gradients are reduced in every
-            step.
-        most_in_flight: maximum number of concurrent syncs.
-        check_every: committed steps between two comparisons of the states. 0: none.
-        heals_divergence: a replica whose state differs recovers once before it stops.
-        weighted: means are weighted by the samples of each replica.
-        speaks: trainers exchange a word at the end of each round. The job's `lease_ms` limits how long they go on
-            without a request.
-    """
-
-    speaks: bool = False
-
-    use_async_quorum: bool = True
-    init_sync: bool = True
-    fixed_with_spares: bool = False
-    min_replica_size: int = 1
-    step: int = 0
-    run: str = ""
-    num_fragments: int = 0
-    most_in_flight: int = 1
-    check_every: int = 0
-    heals_divergence: bool = True
-    weighted: bool = False
-
-    def fingerprint(self, world_size: int) -> Fingerprint:
-        """Return the rank's fingerprint."""
-        return fingerprint_of(
-            {
-                "group world size": str(world_size),
-                "use_async_quorum": str(self.use_async_quorum),
-                "world_size_mode": "FIXED_WITH_SPARES" if self.fixed_with_spares else "DYNAMIC",
-                "min_replica_size": str(self.min_replica_size),
-                "init_sync": str(self.init_sync),
-                "fragments": f"{self.num_fragments}, syncs in flight {self.most_in_flight}",
-            }
-        )
-
-
-class Trainer(TrainingProcess):
+class Trainer(Rank):
     """One rank of a replica group.
 
     Args:
@@ -126,149 +48,16 @@ class Trainer(TrainingProcess):
         rank: int,
         world_size: int,
         settings: TrainerSettings,
-        outside: Outside,
+        outside: Surroundings,
         *,
         host: str = "",
     ) -> None:
-        self.core = StepCore(
-            StepSettings(
-                replica_id=replica_id,
-                rank=rank,
-                world_size=world_size,
-                job=job,
-                min_replica_size=settings.min_replica_size,
-                use_async_quorum=settings.use_async_quorum,
-                fixed_with_spares=settings.fixed_with_spares,
-                init_sync=settings.init_sync,
-                check_every=settings.check_every,
-                heals_divergence=settings.heals_divergence,
-                lease_ms=outside.timeouts.lease_ms if settings.speaks else None,
-                timeouts=outside.timeouts,
-            )
-        )
-        super().__init__(f"{host or replica_id}/{rank}", outside.clock, self.core, outside)
-        self.replica_id = replica_id
-        self.host = host or replica_id
-        self.rank = rank
-        self.world_size = world_size
-        self.settings = settings
-        self.outside = outside
+        super().__init__(job, replica_id, rank, world_size, settings, outside, host=host)
         self.recovery = Recovery(self)
         self.speaking = Speaking(self)
-        # A state loaded from outside doesn't know its lineage. A fresh trainer has its own random weights.
-        first = f"random/{self.name}" if settings.init_sync else f"seeded/{rank}"
-        self.weights = f"loaded{settings.run}/{rank}" if settings.step > 0 else first
-        if settings.step > 0:
-            self.core.handle(on.StateLoaded({"step": settings.step, "batches_committed": 0}), outside.own_ms())
-        self.unreached: dict[tuple[str, Via], Unreached] = {}  # bad links found since its last request
-        self.group: SimulatedGroup | None = None
-        self.group_since_ms = 0
-        self.num_reductions = 0  # number of reductions in this group
-        self.quorum = Quorum(self)
-        self.left_out = False  # left out as a straggler
-        self.fingerprint = settings.fingerprint(world_size)
-        # What a script may demand of the next step. Random faults use the first of these.
-        self.gives_up_after_ms: int | None = None
-        self.shrink_only = False
-        self.fails_once = False
-        self.tears_once = False
-        self.goes_astray_once = False  # its memory is wrong at the next comparison of states
-        self.breaks_off = False  # its strategy ends, and is entered again
-        self.ends_early = False  # its loop ends between two steps after a request to leave
-        self.save_once = False  # it saves its state in a durable checkpoint
-        self.saved: tuple[str, dict[str, int | str]] | None = None  # weights, and the core's part
-        self.loads_step: int | None = None
-        self.loads_inside = False  # the load happens inside a step
-        self.finishes_at: int | None = None  # the step that ends its training
-        self.late_ms = 0
-        self.share = 1.0  # its share of the batch
-
-    # --- what others see --------------------------------------------------------------------------------------------
-
-    @property
-    def status(self) -> StepStatus:
-        """Return the core's status of its step."""
-        return self.core.status
-
-    @property
-    def step(self) -> int:
-        """Return the number of its committed steps."""
-        return self.core.status.step
-
-    @property
-    def lineage(self) -> int | None:
-        """Return the lineage of its state. None: unknown."""
-        return self.core.status.lineage
-
-    @property
-    def live(self) -> bool:
-        """Return whether its state was committed or fetched in this job."""
-        return self.core.status.live
-
-    @property
-    def torn(self) -> bool:
-        """Return whether its state is incomplete."""
-        return self.core.status.torn
-
-    @property
-    def held(self) -> QuorumKey | None:
-        """Return the quorum that it was given last."""
-        return self.core.status.held
-
-    @property
-    def num_requests(self) -> int:
-        """Return the number of attempts that it has begun."""
-        return self.core.status.name.attempt
-
-    @property
-    def wishes_to_leave(self) -> bool:
-        """Return whether it was told to leave."""
-        return self.core.status.wishes
-
-    @property
-    def left(self) -> bool:
-        """Return whether it has left."""
-        return self.core.status.left
-
-    @property
-    def finished_step(self) -> int | None:
-        """Return the step that ended its training, or None while it trains."""
-        return self.step if self.finishes_at is not None and self.step >= self.finishes_at else None
-
-    @property
-    def state_held(self) -> Held:
-        """Return its state, for comparison."""
-        status = self.core.status
-        return Held(status.step, status.lineage, self.weights)
-
-    def _hangs_now(self) -> None:
-        self.outside.hangs(self)
-
-    def note(self, text: str) -> None:
-        """Report an event to the transcript."""
-        self.outside.note(self, text)
-
-    def mark(self, name: str) -> None:
-        """Hit a coverage mark."""
-        self.outside.marks.hit(name)
+        self.quorum = Quorum(self, self.recovery, self.speaking)
 
     # --- the mailbox ------------------------------------------------------------------------------------------------
-
-    def tell(self, event: on.Event) -> Effects:
-        """Report an event to the core, and perform the effects that run beside the training thread.
-
-        Returns: the other effects, in order.
-        """
-        effects = self.core.handle(event, self.outside.own_ms())
-        if not effects:
-            return effects
-        rest = []
-        for effect in effects:
-            if isinstance(effect, _ASIDE):
-                self._perform(effect)
-            else:
-                rest.append(effect)
-        return tuple(rest)
 
     def _perform(self, effect: do.Effect) -> None:
         match effect:
@@ -410,12 +199,6 @@ class Trainer(TrainingProcess):
         if not vanish:  # a host that is gone tells no process anything
             self.leave_group()
 
-    def leave_group(self) -> None:
-        """Abort the process group."""
-        group, self.group = self.group, None
-        if group is not None:
-            group.leave(self.replica_id)
-
     def _abort(self, key: QuorumKey) -> None:
         """End the work in that quorum. Work in another quorum goes on."""
         self.recovery.look()
@@ -426,20 +209,6 @@ class Trainer(TrainingProcess):
         # is not told.
         self.group.abort(self.replica_id)
         self.leave_group()
-
-    def note_unreached(self, group: SimulatedGroup) -> None:
-        """Keep the bad links found in that group, for the next request."""
-        for report in group.unreached_by(self.replica_id):
-            self.could_not_reach(report)
-
-    def could_not_reach(self, report: Unreached) -> None:
-        """Keep that report for the next request."""
-        if (report.replica_id, report.via) not in self.unreached:
-            self.mark(f"a member was not reached: {report.via.value}")
-            if report.why == "no word":
-                self.mark("a link lost the word of a round")
-            self.note(f"can't reach {report.replica_id} ({report.via.value})")
-            self.unreached[report.replica_id, report.via] = report
 
     # --- reductions -------------------------------------------------------------------------------------------------
 
@@ -506,7 +275,7 @@ class Trainer(TrainingProcess):
                 self.phase = "reduction"
                 yield result
         orders = orders or self.tell(on.ReductionsEnded(number))
-        end = Ending(self, number)
+        end = Ending(self, self.speaking, number)
         while True:
             concluded: do.Concluded | None = None
             asks: on.Event | None = None
@@ -549,30 +318,6 @@ class Trainer(TrainingProcess):
                 assert isinstance(order, do.SendWord)
                 self.speaking.send(order)
         yield from self.recovery.exchange()
-
-    def vote(self, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Life:
-        """Return the verdict. A rank without a verdict ends, unless it is the only rank of its group."""
-        self.phase = vote.purpose.value
-        verdict = yield self.outside.vote(self, vote, yes, leaving=leaving, stands=stands)
-        if isinstance(verdict, Verdict):
-            return verdict
-        if verdict.fatal:
-            yield from self.quit(f"vote: {verdict.code}", verdict)
-        # The manager server of a group of one rank died with the vote open, which counts as a no.
-        self.mark("an open vote was taken for a no")
-        self.note("takes its open vote for a no")
-        self.tell(on.ServerRestarted())
-        return Verdict(yes=False)
-
-    def raises(self, error: Exception) -> Life:
-        """End this process with an error that is raised in the training loop."""
-        answer = answer_of(error)
-        yield from self.quit(answer.code, answer)
-
-    def quit(self, reason: str, answer: Refused) -> Life:
-        """End this process."""
-        self.outside.ended(self, reason, answer)
-        yield Waiter()  # waits for ever
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 

@@ -6,20 +6,19 @@ Law of this file: the position of the training thread, its hangs and its time. T
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.step import StepCore
 from tft_coord.core.suspicion import WAITS_MS
 from tft_coord.core.types import Plan
+from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
-from tft_sim.pace_truth import OwnTime
+from tft_sim.marks import Marks
+from tft_sim.own_time import OwnTime
 from tft_sim.process import Process, State
 from tft_sim.stretches import Stretches
 from tft_sim.waiting import Life, Waiter
-
-if TYPE_CHECKING:
-    from tft_sim.surroundings import Outside
 
 OUTSIDE = ("start", "between steps", "compare")
 OWN = ("forward", "optimizer")
@@ -38,13 +37,15 @@ class TrainingProcess(Process):
         name: of the process.
         clock: of the simulation.
         core: its step core.
-        outside: receives hangs.
+        marks: are hit by its hangs.
+        timeouts: of the job.
     """
 
-    def __init__(self, name: str, clock: VirtualClock, core: StepCore, outside: Outside) -> None:
+    def __init__(self, name: str, clock: VirtualClock, core: StepCore, marks: Marks, timeouts: Timeouts) -> None:
         self._phase = "start"
         self._core = core
-        self._outside = outside
+        self._marks = marks
+        self._timeouts = timeouts
         self.says_long_wait: Callable[[], None] = lambda: None  # sends an extra message to its manager server
         self.phase_since_ms = clock.now_ms
         self.stopped_since_ms = 0  # start of the newest stop
@@ -119,7 +120,7 @@ class TrainingProcess(Process):
             phase=self.progress_phase,
             since_ms=self.clock.now_ms - self.phase_since_ms,
             excused=self.excused,
-            slowest_step_ms=self._outside.timeouts.slowest_step_ms,
+            slowest_step_ms=self._timeouts.slowest_step_ms,
             own_ms=self.own_time.median_ms,
         )
 
@@ -180,8 +181,7 @@ class TrainingProcess(Process):
         self.will_hang = None
         if self.phase != where:
             self.phase = where
-        marks = self._outside.marks
-        marks.hit(f"a trainer hung in its {where}")
+        self._marks.hit(f"a trainer hung in its {where}")
         self.note("hangs" if where == "forward" else f"hangs in its {where}")
         self._hang = Waiter()
         self._hangs_now()

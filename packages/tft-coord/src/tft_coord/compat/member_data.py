@@ -10,8 +10,8 @@ nothing is decided.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 from tft_coord.core.types import MAX_INT64, MAX_UINT64, POOR_SOURCES_MOST, Member, QuorumKey
 from tft_coord.errors import ProtocolError
@@ -23,7 +23,28 @@ MAX_COUNT: Final = 2**31 - 1
 MAX_MEMBERS: Final = 100_000
 MAX_NAME_BYTES: Final = 256
 
-_T = TypeVar("_T")
+_TORCHFTS: Final = {
+    "replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures",
+    "reconfigure_handles",
+}  # fmt: skip
+# A lighthouse of torchft recalls no member, answers no beat and looks for no lost links.
+_NOT_CARRIED: Final = {"unreached", "store_failed", "lease_ms"}
+_MOST: Final = {"session": MAX_UINT64, "lineage": MAX_UINT64, "min_replica_size": MAX_MEMBERS}
+_KINDS: Final = ("bool", "int", "int | None", "str", "tuple[str, ...]")
+
+
+def carried_by(member: type[Any]) -> dict[str, str]:
+    """Return the kind of each carried field of a member. Raises: TypeError: a field is of another kind."""
+    found = {field.name: str(field.type) for field in fields(member) if field.name not in _TORCHFTS | _NOT_CARRIED}
+    for name, kind in found.items():
+        if kind not in _KINDS:
+            raise TypeError(
+                f"{member.__name__}.{name} is of type {kind}, which JSON does not check; name it in _NOT_CARRIED"
+            )
+    return found
+
+
+_CARRIED: Final = carried_by(Member)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +77,7 @@ def with_ours(member: Member, aside: Aside) -> Member:
         "held": None if aside.held is None else [aside.held.quorum_id, aside.held.nonce],
         "list": aside.list_digest,
         "seen": aside.seen,
-        "session": member.session,
-        "lineage": member.lineage,
-        "live": member.live,
-        "torn": member.torn,
-        "needs_configure": member.needs_configure,
-        "failed_heals": member.failed_heals,
-        "poor_sources": list(member.poor_sources),
-        "init_sync": member.init_sync,
-        "allow_heal": member.allow_heal,
-        "use_async_quorum": member.use_async_quorum,
-        "fixed_with_spares": member.fixed_with_spares,
-        "min_replica_size": member.min_replica_size,
+        **{name: getattr(member, name) for name in _CARRIED},
     }
     users = _object(member.data)
     users.pop(KEY, None)  # the key is taken: such a text travels as a whole
@@ -109,18 +119,7 @@ def parted(member: Member) -> tuple[Member, Aside] | None:
     )
     whole = replace(
         member,
-        session=read.number("session", MAX_UINT64),
-        lineage=None if ours.get("lineage") is None else read.number("lineage", MAX_UINT64),
-        live=read.one("live", bool),
-        torn=read.one("torn", bool),
-        needs_configure=read.one("needs_configure", bool),
-        failed_heals=read.number("failed_heals", MAX_COUNT),
-        poor_sources=read.names("poor_sources", POOR_SOURCES_MOST),
-        init_sync=read.one("init_sync", bool),
-        allow_heal=read.one("allow_heal", bool),
-        use_async_quorum=read.one("use_async_quorum", bool),
-        fixed_with_spares=read.one("fixed_with_spares", bool),
-        min_replica_size=read.number("min_replica_size", MAX_MEMBERS),
+        **{name: read.of_kind(name, kind) for name, kind in _CARRIED.items()},
         data=read.text("data", read.one("data", str) if "data" in ours else _without_ours(users)),
         lease_ms=None,  # this lighthouse recalls no member and answers no beat: all ask in every step
     )
@@ -133,6 +132,16 @@ class _Reader:
     def __init__(self, replica_id: str, fields: dict[str, Any]) -> None:
         self._replica_id = replica_id
         self._fields = fields
+
+    def of_kind(self, name: str, kind: str) -> Any:
+        """Return a field of the member; `kind` is its annotation."""
+        if kind == "bool":
+            return self.one(name, bool)
+        if kind == "int":
+            return self.number(name, _MOST.get(name, MAX_COUNT))
+        if kind == "int | None":
+            return None if self._fields.get(name) is None else self.number(name, _MOST.get(name, MAX_COUNT))
+        return self.name(name) if kind == "str" else self.names(name, POOR_SOURCES_MOST)
 
     def one(self, name: str, *kinds: type) -> Any:
         """Return a field of one of these types."""

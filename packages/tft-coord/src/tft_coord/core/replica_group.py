@@ -16,12 +16,12 @@ from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
 from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
+from tft_coord.core.merge import merged as merged_fields
 from tft_coord.core.newest import NewestQuorum
 from tft_coord.core.progress import GroupProgress, Phase, Progress
 from tft_coord.core.stops import SAY_AGAIN_MS, StopWatch, stop_reason
 from tft_coord.core.stragglers import PaceKind, StragglerNotice, left_out_wait
 from tft_coord.core.types import (
-    POOR_SOURCES_MOST,
     UNREACHED_MOST,
     DrainComplete,
     KillOrder,
@@ -593,8 +593,7 @@ class ReplicaGroupCore:
     def _merge(self) -> tuple[Member, QuorumKey | None]:
         """Return the group's request, merged from the requests of its ranks, and the quorum that the group holds.
 
-        Steps must agree; the request takes the maximum of the failures, and shrink_only and the like if any rank sets
-        it.
+        The fields of `RankRequest` name the rules; the fields here depend on several of them.
         """
         requests = [self._asked[rank].request for rank in range(self._world_size)]
         first = requests[0]
@@ -606,34 +605,18 @@ class ReplicaGroupCore:
         holds = {request.held for request in requests}
         held = max((key for key in holds if key is not None), default=None)
         member = Member(
+            **merged_fields(requests),
             replica_id=self._replica_id,
             address=self._address,
             store_address=self._store_address,
-            step=min(request.step for request in requests),
             lineage=None if torn else first.lineage,
             world_size=self._world_size,
-            shrink_only=any(request.shrink_only for request in requests),
-            commit_failures=max(request.commit_failures for request in requests),
             needs_configure=len(holds) > 1 or any(request.needs_configure for request in requests),
-            live=all(request.live for request in requests),
             torn=torn,
-            failed_heals=max(request.failed_heals for request in requests),
-            poor_sources=tuple(sorted({name for request in requests for name in request.poor_sources}))[
-                :POOR_SOURCES_MOST
-            ],
-            init_sync=any(request.init_sync for request in requests),
-            allow_heal=all(request.allow_heal for request in requests),
-            use_async_quorum=first.use_async_quorum,
-            fixed_with_spares=first.fixed_with_spares,
-            min_replica_size=max(request.min_replica_size for request in requests),
-            data=first.data,
             reconfigure_handles=tuple(request.reconfigure_handle for request in requests)
             if any(request.reconfigure_handle for request in requests)
             else (),
             unreached=_all_unreached(requests),
-            lease_ms=None
-            if any(request.lease_ms is None for request in requests)
-            else min(request.lease_ms for request in requests if request.lease_ms is not None),
         )
         return member, held
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import enum
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Final
 
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.errors import ProtocolError
@@ -126,9 +127,9 @@ class Member:
     world_size: int = 1
     shrink_only: bool = False
     commit_failures: int = 0
-    needs_configure: bool = False
     live: bool = False
     torn: bool = False
+    needs_configure: bool = False
     failed_heals: int = 0
     poor_sources: tuple[str, ...] = ()
     init_sync: bool = True
@@ -342,38 +343,58 @@ class NewcomerAsks:
     replica_id: str
 
 
+class Merge(enum.Enum):
+    """The rule by which a field of the ranks' requests becomes the field of the same name in their group's member."""
+
+    FIRST = "first"  # rank 0's value: all ranks have the same setting
+    ANY = "any"  # True if it is so for one rank
+    ALL = "all"  # True if it is so for each rank
+    HIGHEST = "highest"
+    LOWEST = "lowest"  # None if it is None for one rank
+    UNION = "union"  # of names: sorted, POOR_SOURCES_MOST of them at most
+    BY_HAND = "by_hand"  # `GroupCore` decides, because the field depends on others
+
+
+MERGE: Final = "merge"  # the key of the rule in a field's metadata
+
+
+def _merged(rule: Merge, default: Any) -> Any:
+    return field(default=default, metadata={MERGE: rule})
+
+
 @dataclass(frozen=True, slots=True)
 class RankRequest:
     """One group rank's request to its manager server for the next quorum.
 
-    Fields are as in Member, of this rank alone. `held` is the key of the quorum that its process group is configured
-    for, or that it was last given. `checkpoint_metadata` says where its live state can be fetched. `attempt` counts
-    this rank's requests from 1, including those that failed or were never sent; 0: not said. A rank's first request
-    carries `fingerprint`, and so does the request after a change; empty: no change.
+    Fields are as in Member, of this rank alone. Each field that Member has too names the rule by which the group's
+    member gets it. `held` is the key of the quorum that its process group is configured for, or that it was last given.
+    `checkpoint_metadata` says where its live state can be fetched. `attempt` counts this rank's requests from 1,
+    including those that failed or were never sent; 0: not said. A rank's first request carries `fingerprint`, and so
+    does the request after a change; empty: no change.
     """
 
-    step: int
-    lineage: int | None = None
-    live: bool = False
-    torn: bool = False
+    step: int = field(metadata={MERGE: Merge.LOWEST})
+    lineage: int | None = _merged(Merge.BY_HAND, None)
+    live: bool = _merged(Merge.ALL, False)
+    torn: bool = _merged(Merge.BY_HAND, False)
     held: QuorumKey | None = None
     checkpoint_metadata: str = ""
-    commit_failures: int = 0
-    needs_configure: bool = False
-    failed_heals: int = 0
-    poor_sources: tuple[str, ...] = ()
-    shrink_only: bool = False
-    init_sync: bool = True
-    allow_heal: bool = True
-    use_async_quorum: bool = True
-    fixed_with_spares: bool = False
-    min_replica_size: int = 1
-    data: str = ""
+    commit_failures: int = _merged(Merge.HIGHEST, 0)
+    needs_configure: bool = _merged(Merge.BY_HAND, False)
+    failed_heals: int = _merged(Merge.HIGHEST, 0)
+    poor_sources: tuple[str, ...] = _merged(Merge.UNION, ())
+    shrink_only: bool = _merged(Merge.ANY, False)
+    init_sync: bool = _merged(Merge.ANY, True)
+    allow_heal: bool = _merged(Merge.ALL, True)
+    use_async_quorum: bool = _merged(Merge.FIRST, True)
+    fixed_with_spares: bool = _merged(Merge.FIRST, False)
+    min_replica_size: int = _merged(Merge.HIGHEST, 1)
+    data: str = _merged(Merge.FIRST, "")
     reconfigure_handle: str = ""
     attempt: int = 0
     fingerprint: Fingerprint = ()
-    unreached: tuple[Unreached, ...] = ()
-    lease_ms: int | None = None
+    unreached: tuple[Unreached, ...] = _merged(Merge.BY_HAND, ())
+    lease_ms: int | None = _merged(Merge.LOWEST, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,21 +436,23 @@ class Plan:
     replica_rank: int
     replica_world_size: int
     replica_ids: tuple[str, ...]
+    store_address: str
+    store_replica_id: str = ""
+    reconfigure_handles: tuple[str, ...] = ()
+    lease_ms: int | None = None
+    # The fields above stay as they are while the quorum stands. Those below belong to one round.
+    _: KW_ONLY
     step: int
     lineage: int
     heal: bool
     sources: tuple[Source, ...]
     recover_dst_replica_ranks: tuple[int, ...]
     serve: bool
-    store_address: str
     up_to_date: tuple[int, ...]
     participants: tuple[int, ...]
     participating_rank: int | None
     min_replica_size: int = 1
     commit_failures: int = 0
-    reconfigure_handles: tuple[str, ...] = field(default=())
-    store_replica_id: str = ""
-    lease_ms: int | None = None
 
     @property
     def num_participants(self) -> int:

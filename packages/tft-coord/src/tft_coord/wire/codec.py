@@ -49,20 +49,17 @@ from tft_coord.core.events import (
     RequestWithdrawn,
     StreamClosed,
 )
-from tft_coord.core.types import MAX_INT64, MAX_UINT64, Hello, Member, Quorum, QuorumKey
+from tft_coord.core.types import MAX_INT64, MAX_UINT64, Member, Quorum, QuorumKey
 from tft_coord.errors import ProtocolError
-from tft_coord.timeouts import LONGEST_MS
 from tft_coord.wire import coordination_pb2 as pb
-from tft_coord.wire import fields
+from tft_coord.wire import fields, table
 from tft_coord.wire.limits import (
-    MAX_DATA_BYTES,
     MAX_JOBS_DESCRIBED,
     MAX_MEMBERS,
     MAX_NAME_BYTES,
     MAX_SENTENCE_BYTES,
     MAX_UNASKED_BYTES,
     MAX_WARNINGS_DESCRIBED,
-    MAX_WORLD_SIZE,
 )
 from tft_coord.wire.packing import unpacked
 
@@ -89,7 +86,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
             same = said is not None and replace(said, step=member.step, lineage=member.lineage) == member
             asked = pb.QuorumRequest(
                 request=event.request,
-                member=_state_to_wire(member) if same else _member_to_wire(member),
+                member=_state_to_wire(member) if same else table.MEMBER.encode(member),
                 as_before=same,
                 held=fields.key_to_wire(event.held),
                 fingerprint=fields.fingerprint_to_wire(event.fingerprint),
@@ -98,26 +95,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
         case RequestWithdrawn():
             return pb.ToLighthouse(withdraw=pb.Withdraw(request=event.request)).SerializeToString()
         case HelloReceived():
-            hello = event.hello
-            greeting = pb.Hello(
-                job=hello.job,
-                replica_id=hello.replica_id,
-                session=hello.session,
-                address=hello.address,
-                replaces=hello.replaces,
-                ready=hello.ready,
-                held=fields.key_to_wire(hello.held),
-                lighthouse_started_ms=hello.lighthouse_started_ms,
-                cluster_id=hello.cluster_id,
-                left=hello.left,
-                num_answers=hello.num_answers,
-                pid=hello.pid,
-                answers_probes=hello.answers_probes,
-                tries_peers=hello.tries_peers,
-                lease_ms=hello.lease_ms,
-                unpacks=hello.unpacks,
-            )
-            return pb.ToLighthouse(hello=greeting).SerializeToString()
+            return pb.ToLighthouse(hello=table.HELLO.encode(event.hello)).SerializeToString()
         case QuorumReported():
             report = pb.QuorumReport(quorum=None if event.quorum is None else _quorum_to_wire(event.quorum))
             return pb.ToLighthouse(quorum_report=report).SerializeToString()
@@ -165,12 +143,12 @@ def decode_to_lighthouse(
             asked = message.quorum_request
             held = fields.key_from_wire(asked.held) if asked.HasField("held") else None
             fingerprint = fields.fingerprint_from_wire(asked.fingerprint)
-            member = _member_as_before(asked.member, said) if asked.as_before else _member_from_wire(asked.member)
+            member = _member_as_before(asked.member, said) if asked.as_before else table.MEMBER.decode(asked.member)
             return QuorumRequested(stream, asked.request, member, held, fingerprint)
         case "withdraw":
             return RequestWithdrawn(stream, message.withdraw.request)
         case "hello":
-            return HelloReceived(stream, _hello_from_wire(message.hello))
+            return HelloReceived(stream, table.HELLO.decode(message.hello))
         case "quorum_report":
             if not was_asked:
                 raise ProtocolError("a quorum is reported that was not asked for")
@@ -373,7 +351,7 @@ def decode_drain(call: int, data: bytes) -> DrainRequested:
 
 def encode_lighthouse_request(member: Member) -> bytes:
     """Encode a unary quorum request, with torchft's fields only."""
-    return pb.LighthouseQuorumRequest(requester=_member_to_wire(member, ours=False)).SerializeToString()
+    return pb.LighthouseQuorumRequest(requester=table.MEMBER.encode(member, ours=False)).SerializeToString()
 
 
 def decode_lighthouse_request(data: bytes) -> Member:
@@ -381,7 +359,7 @@ def decode_lighthouse_request(data: bytes) -> Member:
     message = fields.parse(pb.LighthouseQuorumRequest, data)
     if not message.HasField("requester"):
         raise ProtocolError("missing requester: a quorum request names the member that asks")
-    return _member_from_wire(message.requester)
+    return table.MEMBER.decode(message.requester)
 
 
 def encode_lighthouse_response(quorum: Quorum) -> bytes:
@@ -468,69 +446,6 @@ def decode_heartbeat(data: bytes) -> str:
     return fields.checked_name("replica_id", fields.parse(pb.LighthouseHeartbeatRequest, data).replica_id)
 
 
-def _member_to_wire(member: Member, *, ours: bool = True) -> pb.QuorumMember:
-    message = pb.QuorumMember(
-        replica_id=member.replica_id,
-        address=member.address,
-        store_address=member.store_address,
-        step=member.step,
-        world_size=member.world_size,
-        shrink_only=member.shrink_only,
-        data=member.data,
-        commit_failures=member.commit_failures,
-        reconfigure_handles=member.reconfigure_handles,
-    )
-    if ours:
-        message.session = member.session
-        if member.lineage is not None:
-            message.lineage = member.lineage
-        message.live = member.live
-        message.torn = member.torn
-        message.needs_configure = member.needs_configure
-        message.failed_heals = member.failed_heals
-        message.poor_sources.extend(member.poor_sources)
-        message.init_sync = member.init_sync
-        message.allow_heal = member.allow_heal
-        message.use_async_quorum = member.use_async_quorum
-        message.fixed_with_spares = member.fixed_with_spares
-        message.min_replica_size = member.min_replica_size
-        message.unreached.extend(fields.unreached_to_wire(member.unreached))
-        message.store_failed = member.store_failed
-        if member.lease_ms is not None:
-            message.lease_ms = member.lease_ms
-    return message
-
-
-def _member_from_wire(message: pb.QuorumMember) -> Member:
-    ours = message.min_replica_size > 0
-    return Member(
-        replica_id=fields.checked_name("replica_id", message.replica_id),
-        session=message.session,
-        address=fields.checked_address("address", message.address),
-        store_address=fields.checked_address("store_address", message.store_address),
-        step=fields.checked_count("step", message.step, MAX_INT64),
-        lineage=message.lineage if message.HasField("lineage") else None,
-        world_size=fields.checked_count("world_size", message.world_size, MAX_WORLD_SIZE),
-        shrink_only=message.shrink_only,
-        commit_failures=fields.checked_count("commit_failures", message.commit_failures),
-        needs_configure=message.needs_configure,
-        live=message.live,
-        torn=message.torn,
-        failed_heals=fields.checked_count("failed_heals", message.failed_heals),
-        poor_sources=fields.checked_poor_sources(message.poor_sources),
-        init_sync=message.init_sync if ours else True,
-        allow_heal=message.allow_heal if ours else True,
-        use_async_quorum=message.use_async_quorum if ours else True,
-        fixed_with_spares=message.fixed_with_spares,
-        min_replica_size=fields.checked_count("min_replica_size", message.min_replica_size, MAX_MEMBERS) if ours else 1,
-        data=fields.checked_text("data", message.data, MAX_DATA_BYTES),
-        reconfigure_handles=fields.checked_handles(message.reconfigure_handles),
-        unreached=fields.unreached_from_wire(message.unreached),
-        store_failed=message.store_failed,
-        lease_ms=fields.lease_from_wire(message),
-    )
-
-
 def _state_to_wire(member: Member) -> pb.QuorumMember:
     """Encode the fields that change from one step to the next."""
     return pb.QuorumMember(step=member.step, lineage=member.lineage)
@@ -546,7 +461,7 @@ def _member_as_before(message: pb.QuorumMember, said: Member | None) -> Member:
 def _quorum_to_wire(quorum: Quorum, *, ours: bool = True) -> pb.Quorum:
     message = pb.Quorum(
         quorum_id=quorum.key.quorum_id,
-        participants=[_member_to_wire(member, ours=ours) for member in quorum.members],
+        participants=[table.MEMBER.encode(member, ours=ours) for member in quorum.members],
         nonce=quorum.key.nonce if ours else 0,
     )
     message.created.seconds, milliseconds = divmod(quorum.created_ms, 1000)
@@ -559,29 +474,8 @@ def _quorum_from_wire(message: pb.Quorum) -> Quorum:
     nanos = fields.checked_count("created", message.created.nanos, 999_999_999)
     return Quorum(
         key=QuorumKey(message.quorum_id, message.nonce),
-        members=tuple(_member_from_wire(member) for member in fields.few("participants", message.participants)),
+        members=tuple(table.MEMBER.decode(member) for member in fields.few("participants", message.participants)),
         created_ms=seconds * 1000 + nanos // 1_000_000,
-    )
-
-
-def _hello_from_wire(message: pb.Hello) -> Hello:
-    return Hello(
-        job=fields.checked_name("job", message.job),
-        replica_id=fields.checked_name("replica_id", message.replica_id),
-        session=message.session,
-        address=fields.checked_address("address", message.address),
-        replaces=fields.checked_printable("replaces", message.replaces, MAX_NAME_BYTES),
-        ready=message.ready,
-        held=fields.key_from_wire(message.held) if message.HasField("held") else None,
-        lighthouse_started_ms=fields.checked_count("lighthouse_started_ms", message.lighthouse_started_ms, MAX_INT64),
-        cluster_id=fields.checked_printable("cluster_id", message.cluster_id, MAX_NAME_BYTES),
-        left=message.left,
-        num_answers=fields.checked_count("num_answers", message.num_answers, MAX_INT64),
-        pid=message.pid,
-        answers_probes=message.answers_probes,
-        tries_peers=message.tries_peers,
-        lease_ms=fields.checked_count("lease_ms", message.lease_ms, LONGEST_MS),
-        unpacks=message.unpacks,
     )
 
 

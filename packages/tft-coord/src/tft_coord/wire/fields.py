@@ -16,7 +16,6 @@ from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.stragglers import PaceKind, StragglerNotice
 from tft_coord.core.types import (
     MAX_INT64,
-    POOR_SOURCES_MOST,
     TRIED_MOST,
     UNREACHED_MOST,
     LossNotice,
@@ -28,7 +27,6 @@ from tft_coord.core.types import (
     Via,
 )
 from tft_coord.errors import ProtocolError
-from tft_coord.timeouts import LONGEST_MS
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire.limits import (
     ADDRESSES_MOST,
@@ -89,12 +87,6 @@ def quorum_news_from_wire(message: pb.QuorumNews) -> QuorumNews:
         checked_count("beat", message.beat, MAX_INT64),
         checked_count("age_ms", message.age_ms, MAX_INT64),
     )
-
-
-def lease_from_wire(message: pb.QuorumMember | pb.ManagerQuorumRequest | pb.ManagerQuorumResponse) -> int | None:
-    if not message.HasField("lease_ms"):
-        return None
-    return checked_count("lease_ms", message.lease_ms, LONGEST_MS)
 
 
 def fingerprint_to_wire(fingerprint: Fingerprint) -> list[pb.FingerprintPart]:
@@ -271,11 +263,11 @@ def checked_handles(handles: Collection[str]) -> tuple[str, ...]:
     return tuple(checked_text("reconfigure_handle", handle, MAX_METADATA_BYTES) for handle in handles)
 
 
-def checked_poor_sources(names: Collection[str]) -> tuple[str, ...]:
-    """Return replica ids, few of them. Raises: ProtocolError."""
-    if len(names) > POOR_SOURCES_MOST:
-        raise ProtocolError(f"poor_sources names {len(names)} replicas, above the limit of {POOR_SOURCES_MOST}")
-    return tuple(checked_name("poor_sources", name) for name in names)
+def checked_names(field: str, names: Collection[str], most: int) -> tuple[str, ...]:
+    """Return at most that many names. Raises: ProtocolError."""
+    if len(names) > most:
+        raise ProtocolError(f"{field} has {len(names)} names, above the limit of {most}")
+    return tuple(checked_name(field, name) for name in names)
 
 
 def checked_count(field: str, number: int, most: int = MAX_COUNT) -> int:

@@ -36,9 +36,8 @@ from tft_coord.core.types import (
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
-from tft_coord.wire import fields
+from tft_coord.wire import fields, table
 from tft_coord.wire.limits import (
-    MAX_DATA_BYTES,
     MAX_HEALED_BYTES,
     MAX_MEMBERS,
     MAX_METADATA_BYTES,
@@ -212,62 +211,12 @@ def decode_rank_request(data: bytes) -> Ask:
 
 
 def _ask_to_wire(ask: Ask) -> pb.ManagerQuorumRequest:
-    request = ask.request
-    return pb.ManagerQuorumRequest(
-        group_rank=ask.group_rank,
-        step=request.step,
-        checkpoint_metadata=request.checkpoint_metadata,
-        shrink_only=request.shrink_only,
-        init_sync=request.init_sync,
-        commit_failures=request.commit_failures,
-        reconfigure_handle=request.reconfigure_handle,
-        lineage=request.lineage,
-        live=request.live,
-        torn=request.torn,
-        needs_configure=request.needs_configure,
-        failed_heals=request.failed_heals,
-        poor_sources=request.poor_sources,
-        allow_heal=request.allow_heal,
-        use_async_quorum=request.use_async_quorum,
-        fixed_with_spares=request.fixed_with_spares,
-        min_replica_size=request.min_replica_size,
-        data=request.data,
-        held=fields.key_to_wire(request.held),
-        attempt=request.attempt,
-        fingerprint=fields.fingerprint_to_wire(request.fingerprint),
-        unreached=fields.unreached_to_wire(request.unreached),
-        lease_ms=request.lease_ms,
-    )
+    return table.RANK_REQUEST.encode(ask.request, group_rank=ask.group_rank)
 
 
 def _ask_from_wire(message: pb.ManagerQuorumRequest) -> Ask:
-    ours = message.min_replica_size > 0
     rank = fields.checked_count("group_rank", message.group_rank, MAX_WORLD_SIZE)
-    request = RankRequest(
-        step=fields.checked_count("step", message.step, MAX_INT64),
-        lineage=message.lineage if message.HasField("lineage") else None,
-        live=message.live,
-        torn=message.torn,
-        held=fields.key_from_wire(message.held) if message.HasField("held") else None,
-        checkpoint_metadata=fields.checked_text("checkpoint_metadata", message.checkpoint_metadata, MAX_METADATA_BYTES),
-        commit_failures=fields.checked_count("commit_failures", message.commit_failures),
-        needs_configure=message.needs_configure,
-        failed_heals=fields.checked_count("failed_heals", message.failed_heals),
-        poor_sources=fields.checked_poor_sources(message.poor_sources),
-        shrink_only=message.shrink_only,
-        init_sync=message.init_sync,
-        allow_heal=message.allow_heal if ours else True,
-        use_async_quorum=message.use_async_quorum if ours else True,
-        fixed_with_spares=message.fixed_with_spares,
-        min_replica_size=fields.checked_count("min_replica_size", message.min_replica_size, MAX_MEMBERS) if ours else 1,
-        data=fields.checked_text("data", message.data, MAX_DATA_BYTES),
-        reconfigure_handle=fields.checked_text("reconfigure_handle", message.reconfigure_handle, MAX_METADATA_BYTES),
-        attempt=fields.checked_count("attempt", message.attempt, MAX_INT64),
-        fingerprint=fields.fingerprint_from_wire(message.fingerprint),
-        unreached=fields.unreached_from_wire(message.unreached),
-        lease_ms=fields.lease_from_wire(message),
-    )
-    return Ask(rank, request)
+    return Ask(rank, table.RANK_REQUEST.decode(message))
 
 
 def encode_plan(plan: Plan) -> bytes:
@@ -287,33 +236,25 @@ def decode_plan(data: bytes) -> Plan | QuorumKey:
 
 def _plan_to_wire(plan: Plan) -> pb.ManagerQuorumResponse:
     first = plan.sources[0] if plan.sources else None
-    return pb.ManagerQuorumResponse(
+    return table.PLAN.encode(
+        plan,
         quorum_id=plan.key.quorum_id,
         nonce=plan.key.nonce,
         recover_src_manager_address=first.address if first else "",
         recover_src_replica_rank=first.replica_rank if first else None,
         recover_dst_replica_ranks=plan.recover_dst_replica_ranks,
-        store_address=plan.store_address,
-        store_replica_id=plan.store_replica_id,
-        max_step=plan.step,
         max_replica_rank=plan.participating_rank,
         max_world_size=len(plan.participants),
         replica_rank=plan.replica_rank,
         replica_world_size=plan.replica_world_size,
-        heal=plan.heal,
-        commit_failures=plan.commit_failures,
         replica_ids=plan.replica_ids,
         reconfigure_handles=plan.reconfigure_handles,
-        lineage=plan.lineage,
         sources=[
             pb.Source(replica_rank=source.replica_rank, replica_id=source.replica_id, address=source.address)
             for source in plan.sources
         ],
-        serve=plan.serve,
         up_to_date=plan.up_to_date,
         participants=plan.participants,
-        min_replica_size=plan.min_replica_size,
-        lease_ms=plan.lease_ms,
     )
 
 
@@ -330,15 +271,13 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
     rank = fields.checked_count("replica_rank", message.replica_rank, MAX_MEMBERS)
     if len(ids) != size or rank >= size:
         raise ProtocolError(f"a plan names {len(ids)} replicas of {size} and gives rank {rank}; the peer is broken")
-    return Plan(
+    return table.PLAN.decode(
+        message,
         key=key,
         replica_id=ids[rank],
         replica_rank=rank,
         replica_world_size=size,
         replica_ids=ids,
-        step=fields.checked_count("max_step", message.max_step, MAX_INT64),
-        lineage=message.lineage,
-        heal=message.heal,
         sources=tuple(
             Source(
                 fields.checked_rank("source", source.replica_rank, size),
@@ -350,9 +289,6 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
         recover_dst_replica_ranks=fields.checked_ranks(
             "recover_dst_replica_ranks", message.recover_dst_replica_ranks, size
         ),
-        serve=message.serve,
-        store_address=fields.checked_address("store_address", message.store_address),
-        store_replica_id=fields.checked_printable("store_replica_id", message.store_replica_id, MAX_NAME_BYTES),
         up_to_date=fields.checked_ranks("up_to_date", message.up_to_date, size),
         participants=fields.checked_ranks("participants", message.participants, size),
         participating_rank=(
@@ -360,13 +296,10 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
             if message.HasField("max_replica_rank")
             else None
         ),
-        min_replica_size=fields.checked_count("min_replica_size", message.min_replica_size, MAX_MEMBERS),
-        commit_failures=fields.checked_count("commit_failures", message.commit_failures),
         reconfigure_handles=tuple(
             fields.checked_text("reconfigure_handle", handle, MAX_METADATA_BYTES)
             for handle in fields.few("reconfigure_handles", message.reconfigure_handles)
         ),
-        lease_ms=fields.lease_from_wire(message),
     )
 
 

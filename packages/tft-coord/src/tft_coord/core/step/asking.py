@@ -5,7 +5,8 @@ Law of this file: the events from the wish to begin a step to a process group th
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Final, final
 
 from tft_coord.core.standing import GoOn, State
@@ -309,6 +310,9 @@ class Asking:
         return True
 
 
+_standing_fields: Final = attrgetter(*(field.name for field in fields(Plan) if not field.kw_only))
+
+
 def standing_plan(before: Plan, step: int, lineage: int, settings: StepSettings) -> Plan:
     """Return the plan of a standing quorum: every member is at this rank's step, and none heals.
 
@@ -321,26 +325,17 @@ def standing_plan(before: Plan, step: int, lineage: int, settings: StepSettings)
     everyone = before.up_to_date if len(before.up_to_date) == size else tuple(range(size))
     needed = settings.min_replica_size
     counted = everyone[:needed] if settings.fixed_with_spares else everyone
-    # `replace` looks up each field by its name, and this runs in every step.
     return Plan(
-        key=before.key,
-        replica_id=before.replica_id,
-        replica_rank=place,
-        replica_world_size=size,
-        replica_ids=before.replica_ids,
+        *_standing_fields(before),  # `replace` looks up each field by its name, and this runs in every step
         step=step,
         lineage=lineage,
         heal=False,
         sources=(),
         recover_dst_replica_ranks=(),
         serve=False,
-        store_address=before.store_address,
         up_to_date=everyone,
         participants=counted,
         participating_rank=place if place < len(counted) else None,
         min_replica_size=needed,
         commit_failures=0,
-        reconfigure_handles=before.reconfigure_handles,
-        store_replica_id=before.store_replica_id,
-        lease_ms=before.lease_ms,
     )

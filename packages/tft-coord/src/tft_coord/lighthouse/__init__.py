@@ -1,0 +1,85 @@
+"""The parts of a lighthouse server, for `tft-lighthouse` and for a lighthouse of your own.
+
+- The cores: `ProtocolRouter` and the cores of each kind of job, their `events` and `effects`, and the values in them.
+- The wire: `codec`, `packing`, the `services` and the limits of names and members.
+- The transport: `Server`, `Outbox`, `LoopShare`, addresses, and `grpc` itself, which this project imports in one place.
+- The process: the secret, the loggers, and the limit of open files.
+
+Law of this folder: exported names of other modules, and nothing else.
+"""
+
+from __future__ import annotations
+
+from tft_coord.compat.router import TORCHFT_JOB, ProtocolRouter
+from tft_coord.compat.rule import TorchftCore
+from tft_coord.compat.views import DescribedJob, LighthouseDescription
+from tft_coord.core import effects, events
+from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
+from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.types import Quorum, QuorumNews, Refusal
+from tft_coord.descriptors import raise_limit
+from tft_coord.logs import configure_process, logger_for_people
+from tft_coord.rpc import grpc
+from tft_coord.security import (
+    HOW_TO_SERVE_OTHERS,
+    bind_without_secret,
+    check_host_without_secret,
+    check_token,
+    read_insecure,
+    read_token,
+)
+from tft_coord.transport.address import check_host, interface_of, join_host_port, peer_address
+from tft_coord.transport.loop import LoopShare
+from tft_coord.transport.outbox import Outbox
+from tft_coord.transport.server import Server
+from tft_coord.transport.settings import fail, server_options
+from tft_coord.wire import codec, packing, services
+from tft_coord.wire.limits import MAX_MEMBERS, MAX_NAME_BYTES
+from tft_coord.wire.services import Context
+
+__all__ = [
+    "HOW_TO_SERVE_OTHERS",
+    "MAX_MEMBERS",
+    "MAX_NAME_BYTES",
+    "TORCHFT_JOB",
+    "Context",
+    "DescribedJob",
+    "JobEnded",
+    "JobFailed",
+    "LighthouseConfig",
+    "LighthouseCore",
+    "LighthouseDescription",
+    "LoopShare",
+    "Outbox",
+    "PaceChanged",
+    "ProtocolRouter",
+    "Quorum",
+    "QuorumFormed",
+    "QuorumNews",
+    "Refusal",
+    "ReplicaLeft",
+    "ReplicaLost",
+    "Server",
+    "TorchftCore",
+    "WaitNoticed",
+    "bind_without_secret",
+    "check_host",
+    "check_host_without_secret",
+    "check_token",
+    "codec",
+    "configure_process",
+    "effects",
+    "events",
+    "fail",
+    "grpc",
+    "interface_of",
+    "join_host_port",
+    "logger_for_people",
+    "packing",
+    "peer_address",
+    "raise_limit",
+    "read_insecure",
+    "read_token",
+    "server_options",
+    "services",
+]
