@@ -132,6 +132,20 @@ def test_one_that_passes_ends_what_was_overruled() -> None:
     assert list(trials.failed()) == ["n"]
 
 
+def test_an_overrule_is_ended_for_those_named_and_can_be_made_again() -> None:
+    """Where a quorum fits without a newcomer by now, it stays out; where none does, it is in as before."""
+    trials = Trials()
+    trials.look([replica("n"), replica("o", 2)], MEMBERS, LIVING, 0)
+    trials.answered("n", 1, [missed("a")], 100)
+    trials.answered("o", 2, [missed("a")], 100)
+    trials.overrule()
+    assert trials.is_any_overruled
+    assert trials.heed(["n", "another"]) == ["n"]
+    assert list(trials.failed()) == ["n"]
+    trials.overrule_again(["n"])
+    assert trials.failed() == {}
+
+
 def test_of_many_members_a_few_are_tried() -> None:
     many = {f"m{number:02}": member(f"m{number:02}") for number in range(40)}
     living = {name: replica(name) for name in many}

@@ -163,6 +163,8 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
         123_647,
         154_090,
         201_179,
+        206_083,
+        148_582,
     ],
 )
 def test_standing_quorums_with_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:

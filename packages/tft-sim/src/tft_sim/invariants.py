@@ -374,13 +374,16 @@ class Attendance:
         """Forget the request on that stream: it was answered or withdrawn, or its stream ended."""
         self._asking = {replica_id: asked for replica_id, asked in self._asking.items() if asked != stream}
 
+    def drop_presumed(self) -> None:
+        """Forget the replicas that are only presumed to live, because another quorum became the newest."""
+        self._sessions = {name: session for name, session in self._sessions.items() if name not in self._presumed}
+        self._ready -= self._presumed  # only the older quorum showed that these had ever asked
+        self._presumed.clear()
+
     def reported(self, quorum: Quorum) -> None:
         """Take over the newest quorum from before this life: presume its members to live, and those of an older one no
         more."""
-        for replica_id in self._presumed:
-            self._sessions.pop(replica_id, None)
-            self._ready.discard(replica_id)  # only the older quorum showed that this replica had ever asked
-        self._presumed.clear()
+        self.drop_presumed()
         for member in quorum.members:
             name = member.replica_id
             if name in self._gone:
@@ -700,6 +703,7 @@ class Attendances:
         match order:
             case effects.QuorumFormed():
                 self.of(order.job).formed(order.quorum, order.previous, now_ms)
+                self.of(order.job).drop_presumed()
             case effects.ReplicaLost():
                 dead = order.reason.startswith(("its manager server reports", "replaced by"))
                 broke = order.reason.startswith("its stream broke")

@@ -326,7 +326,7 @@ class Reach:
 
     def counts(self, now_ms: int) -> bool:
         """Return whether any report or trial keeps a replica out now."""
-        return self.trials.keep_out or bool(self.bad_links(now_ms))
+        return self.trials.keep_out or self.trials.is_any_overruled or bool(self.bad_links(now_ms))
 
     def bad_links(self, now_ms: int) -> Mapping[str, set[str]]:
         """Return the bad links that count now, by each end."""
@@ -344,7 +344,7 @@ class Reach:
         if holders and holders <= tried:
             return Kept(waits=f"the trial of {_names(holders)}, which alone has the newest state")
         peers = {name: peer for name, peer in peers.items() if name not in tried}
-        plan = self._plan(peers, now_ms)
+        plan = self._plan_anew(peers, now_ms)
         late = self._late_ends(plan.around, peers, now_ms)
         if late:
             return Kept(waits=f"the report of {_names(late)}, {BOTH_ENDS_MS} ms at most: {self.said(late, now_ms)}")
@@ -383,7 +383,7 @@ class Reach:
         if holders and holders <= tried:
             return None
         peers = {name: peer for name, peer in peers.items() if name not in tried}
-        out = self._plan(peers, now_ms).out
+        out = self._plan_anew(peers, now_ms).out
         return None if out is None else out | tried
 
     def formed(self, out: frozenset[str]) -> frozenset[str]:
@@ -531,6 +531,15 @@ class Reach:
                     found.setdefault(name, set()).add(other)
                     found.setdefault(other, set()).add(name)
         return found
+
+    def _plan_anew(self, peers: Mapping[str, Peer], now_ms: int) -> _Plan:
+        """Plan without the newcomers that were let in despite a failed trial, if a quorum fits without them by now."""
+        overruled = self.trials.heed([name for name, peer in peers.items() if peer.asked])
+        plan = self._plan(peers, now_ms)
+        if plan.out is None and overruled:
+            self.trials.overrule_again(overruled)
+            plan = self._plan(peers, now_ms)
+        return plan
 
     def _plan(self, peers: Mapping[str, Peer], now_ms: int) -> _Plan:
         """Decide which of these are left out, or reuse an earlier result if nothing has changed since."""

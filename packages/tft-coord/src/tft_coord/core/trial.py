@@ -138,6 +138,11 @@ class Trials:
         """Return whether a newcomer has failed its trial, or is in its first one."""
         return any(trial.keeps_out or trial.is_first for trial in self._trials.values())
 
+    @property
+    def is_any_overruled(self) -> bool:
+        """Return whether a newcomer was let in despite a failed trial."""
+        return any(trial.is_overruled for trial in self._trials.values())
+
     def again_in_ms(self, replica_id: str, now_ms: int) -> int:
         """Return the time until the next trial of a newcomer that failed; 0: it runs."""
         trial = self._trials.get(replica_id)
@@ -148,6 +153,20 @@ class Trials:
         one may fit then."""
         for trial in self._trials.values():
             trial.is_over = trial.is_overruled = True
+
+    def heed(self, names: Collection[str]) -> list[str]:
+        """End the overrule of these newcomers. Returns: those of them that were let in by it."""
+        overruled = [name for name, trial in self._trials.items() if trial.is_overruled and name in names]
+        self._set_overruled(overruled, False)
+        return overruled
+
+    def overrule_again(self, names: Iterable[str]) -> None:
+        """Undo `heed`, because still no quorum fits without these newcomers."""
+        self._set_overruled(names, True)
+
+    def _set_overruled(self, names: Iterable[str], value: bool) -> None:
+        for name in names:
+            self._trials[name].is_overruled = value
 
     def _end(self, trial: _Trial, unreached: dict[str, str], now_ms: int) -> None:
         trial.is_over, trial.unreached = True, unreached
