@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -564,6 +565,24 @@ def test_who_waits_is_never_lost(beats: list[tuple[str, Phase, int, bool]]) -> N
             said = newest[one]
             assert (said.phase, said.excused) == (OWN, False)
             assert said.since_ms >= LIMIT_MS
+
+
+@pytest.mark.parametrize(
+    ("keeps_pace", "of_others", "is_hung"),
+    [(True, 5, True), (True, 4, False), (False, 5, False)],
+    ids=["two steps behind", "one step behind", "it heals, or is in no quorum"],
+)
+def test_an_excused_step_that_the_others_have_left_behind_excuses_nothing(
+    keeps_pace: bool, of_others: int, is_hung: bool
+) -> None:
+    """Where the quorum stands, a trainer that holds the interpreter's lock has last reported an earlier step."""
+    watch = HangWatch(TIMEOUTS)
+    watch.heard("b", replace(word(REDUCING), step=of_others), 0, keeps_pace=True)
+    watch.heard("a", replace(word(OWN, LIMIT_MS, excused=True), step=3), 0, keeps_pace=keeps_pace)
+    assert (watch.hung(0) is not None) == is_hung
+    watch.begin_round()
+    watch.heard("a", replace(word(OWN, LIMIT_MS, excused=True), step=3), 0, keeps_pace=True)
+    assert watch.hung(0) is None
 
 
 def test_nothing_is_kept_of_who_is_gone() -> None:

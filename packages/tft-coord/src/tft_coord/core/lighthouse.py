@@ -584,7 +584,7 @@ class Job:
                 replica.where = (event.progress, now_ms) if event.progress is not None else None
                 replica.has_healed = replica.has_healed or self._has_healed(replica, event.progress)
                 progress = event.progress if replica.left is None else None
-                self.hangs.heard(replica.replica_id, progress, now_ms)
+                self.hangs.heard(replica.replica_id, progress, now_ms, keeps_pace=self._keeps_pace(replica))
                 self.stragglers.heard(replica.replica_id, progress)
                 self._hear_of_wait(replica, event.waits, now_ms)
                 out += self._answer_beat(replica, event)
@@ -892,10 +892,10 @@ class Job:
         return out + [effects.NotifyLoss(stream, notice) for notice in self._losses_in(hello.held)]
 
     def _judge(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        out: list[effects.LighthouseEffect] = []
-        for lost in self.liveness.judge(now_ms):
-            out += self._told_lost(lost)
-        return out
+        return [order for lost in self.liveness.judge(now_ms) for order in self._told_lost(lost)]
+
+    def _keeps_pace(self, replica: Replica) -> bool:
+        return replica.replica_id in self._members and replica.healing_since_ms is None
 
     def _judge_hung(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Declare a hung trainer's replica lost. Where all replicas wait for one another, break the quorum without a
@@ -1828,6 +1828,7 @@ class Job:
         assert self.previous is not None
         self._living.given(self.previous, before)
         self.liveness.remember(self._living.remember_ms)
+        self.hangs.begin_round()
         self._healthy_before = None
         self._broken = None
         self._newest_step = max(member.step for member in self._members.values())

@@ -274,14 +274,31 @@ class HangWatch:
         self._patience_ms = timeouts.heartbeat_timeout_ms
         self._hung: dict[str, tuple[Progress, int]] = {}  # with the time of the report
         self._stuck: dict[str, int] = {}  # replica id -> the step in which it is stuck
+        self._furthest = 0  # the highest step that a member of the newest quorum has reported in it
         self._lost_ms: int | None = None
 
-    def heard(self, replica_id: str, progress: Progress | None, now_ms: int) -> None:
-        """Record a replica's newest beat; None: the replica has done something since."""
+    def begin_round(self) -> None:
+        """Forget how far the members came, because another quorum became the newest."""
+        self._furthest = 0
+
+    def heard(self, replica_id: str, progress: Progress | None, now_ms: int, *, keeps_pace: bool = False) -> None:
+        """Record a replica's newest beat.
+
+        Args:
+            replica_id: of the replica.
+            progress: the report; None: the replica has done something since.
+            now_ms: the time.
+            keeps_pace: it is a member of the newest quorum and does not heal. Members commit together, so a member
+                that reports an excused step, two steps behind another, has ended that step: only its report is old.
+        """
         self._hung.pop(replica_id, None)
         self._stuck.pop(replica_id, None)
         if progress is None:
             return
+        if keeps_pace and not progress.excused:
+            self._furthest = max(self._furthest, progress.step)
+        elif keeps_pace and progress.step + 2 <= self._furthest:
+            progress = replace(progress, excused=False)
         if progress.is_hung:
             self._hung[replica_id] = progress, now_ms
         elif progress.is_stuck:
