@@ -12,6 +12,7 @@ import tft_algos.errors
 import tft_ckpt.errors
 import tft_coord.errors
 import tft_pg.errors
+from tft_algos.testing import plan_of
 from tft_coord.errors import RefusedError
 
 WHOLE = "replica_1:0f3a9c1d-1234-4abc-8def-0123456789ab"
@@ -49,7 +50,7 @@ def test_every_error_says_short_ids_and_keeps_whole_ones(kind: type[Exception]) 
 
 def test_the_records_for_machines_have_whole_ids(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "tft_errors")
-    rig = rigs()
+    rig = rigs(plan_of(7))
     rig.manager.start_quorum()
     rig.manager.report_error(tft_coord.errors.UnreachableError(SAYS))
     (record,) = [record for record in caplog.records if record.name == "tft_errors"]
