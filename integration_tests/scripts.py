@@ -1,5 +1,7 @@
 """A script as a user starts it, but in a process of the forkserver, which has imported torch already.
 
+Each script runs under the watch of `unpickles.py`: the process ends when anything in it is unpickled by name.
+
 Law of this file: starting scripts and reading their output. The tests hold the expected output.
 """
 
@@ -19,9 +21,11 @@ from typing import Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from integration_tests.conftest import Spawn
+from integration_tests.conftest import ROOT, Spawn
+from integration_tests.unpickles import watch
 
 SECRET: Final = "made-by-openssl-rand"  # of a job of examples, which run as the documentation says
+WATCHED: Final = str(ROOT / "integration_tests" / "unpickles.py")  # before a script: it runs under the watch
 SECONDS_TO_END: Final = 120  # on a machine that is busy
 
 
@@ -32,6 +36,7 @@ def run_script(script: Path, words: Sequence[str], environment: Mapping[str, str
     output.close()
     os.environ.update(environment)
     sys.argv = [str(script), *words]
+    watch()
     runpy.run_path(str(script), run_name="__main__")
 
 

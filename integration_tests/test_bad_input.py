@@ -76,6 +76,7 @@ MODULES: Final = {
 }
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     ("command", "words", "says"),
     [
@@ -128,6 +129,7 @@ def ended(process: ForkServerProcess, within_s: float) -> int | None:
     return process.exitcode
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     ("environment", "words", "says"),
     [
@@ -184,6 +186,7 @@ def test_a_training_script_without_its_store_or_its_port_says_so_and_exits_with_
             assert says in sentence_of(stderr.read_text())
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("words", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["silence", "another protocol"])
 def test_a_stranger_at_the_port_of_the_store_is_no_reason_to_hang(spawn: Spawn, tmp_path: Path, words: bytes) -> None:
     stderr = tmp_path / "stderr"
@@ -224,6 +227,7 @@ class Rank:
     says: str
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     "ranks",
     [
@@ -288,6 +292,7 @@ def in_order(store: TCPStore, ranks: list[Rank]) -> Iterator[tuple[int, Rank]]:
             store.wait([f"tft/default//0/holder_of_rank/{rank.rank}"], LATE)
 
 
+@pytest.mark.in_parts
 def test_an_unreachable_lighthouse_is_said_soon_and_again_at_the_deadline(spawn: Spawn, tmp_path: Path) -> None:
     assert ended(spawn(run_rank, {"RANK": "0", "WORLD_SIZE": "1"}, tmp_path / "stderr"), LONG_S) == 0
     text = (tmp_path / "stderr").read_text()
@@ -501,6 +506,7 @@ def test_nothing_does_for_minutes(port: str, tmp_path: Path) -> None:
         assert fuzz(port, server, honest, seed=seed, seconds=SOAK_S) > 1_000
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("port", SCRIPTS)
 def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
     member = pb.QuorumMember(replica_id="a", step=-1, world_size=2**63 - 1)

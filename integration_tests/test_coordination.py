@@ -343,6 +343,7 @@ def test_a_rank_that_is_killed_ends_its_group(
         zero.client.close()
 
 
+@pytest.mark.in_parts
 def test_a_rank_that_holds_the_interpreter_lock_is_not_taken_for_dead(
     lighthouse: LighthouseServer,
     log: Recorded,

@@ -130,6 +130,7 @@ def network(cluster: Hosts, spawn: Spawn) -> Iterator[Network]:
             cluster.mend(name)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("victim_name", ["a", "c"])  # the first by name is the others' source, and has their store
 def test_a_cable_is_cut_while_all_train(network: Network, victim_name: str, record_property: Record) -> None:
     trainers = {name: network.start(name) for name in GROUPS}
@@ -143,6 +144,7 @@ def test_a_cable_is_cut_while_all_train(network: Network, victim_name: str, reco
     network.job.finish([trainer for trainer in network.job.trainers if not trainer.ended])
 
 
+@pytest.mark.in_parts
 def test_a_cable_is_cut_while_the_others_wait_in_a_reduction(network: Network, record_property: Record) -> None:
     trainers = {name: network.start(name) for name in GROUPS}
     train_together(network.job, list(trainers.values()), 3)
@@ -178,6 +180,7 @@ def job(spawn: Spawn) -> Iterator[Job]:
         yield Job(spawn, lighthouse)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("whole", [True, False], ids=["the whole group", "its trainer alone"])
 def test_a_group_is_stopped_and_continued(job: Job, whole: bool, record_property: Record) -> None:
     trainers = {name: job.start(name, **SETTINGS) for name in GROUPS}
@@ -196,6 +199,7 @@ def test_a_group_is_stopped_and_continued(job: Job, whole: bool, record_property
 # --- killed processes ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.in_parts(always=["rank 0"])
 @pytest.mark.parametrize("killed", ["rank 0", "rank 1", "manager server"])
 def test_a_death_ends_every_survivors_reduction(job: Job, killed: str, record_property: Record) -> None:
     """Rank 0 of the struck group hangs, so rank 0 of the other group waits in its reduction for a live partner."""

@@ -109,6 +109,7 @@ def lighthouse() -> Iterator[str]:
         yield str(server.address)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     ("kind", "reports"), [("buckets", True), ("find unused", True), ("pure", True), ("buckets", False)]
 )

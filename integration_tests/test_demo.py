@@ -57,6 +57,7 @@ def nothing_of_it_is_left() -> bool:
     return not alive
 
 
+@pytest.mark.in_parts
 def test_a_short_run_kills_heals_and_reports(launch: Launch, tmp_path: Path) -> None:
     out = tmp_path / "demo"
     another_job = {
@@ -90,6 +91,7 @@ def test_a_short_run_kills_heals_and_reports(launch: Launch, tmp_path: Path) -> 
     assert nothing_of_it_is_left()
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     ("signals", "exit_code"),
     [([signal.SIGINT], 130), ([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGTERM], 143)],
@@ -109,6 +111,7 @@ def test_a_signal_to_the_whole_group_leaves_nothing_behind(
     assert nothing_of_it_is_left()
 
 
+@pytest.mark.in_parts
 def test_ctrl_c_while_the_processes_start_is_one_line(launch: Launch, tmp_path: Path) -> None:
     process = launch([TFT, "demo", "--out", tmp_path / "demo"])
     supervisor = psutil.Process(process.pid)
@@ -123,6 +126,7 @@ def test_ctrl_c_while_the_processes_start_is_one_line(launch: Launch, tmp_path: 
     assert nothing_of_it_is_left()
 
 
+@pytest.mark.in_parts
 def test_kill_9_of_the_command_itself_leaves_nothing_behind(launch: Launch, tmp_path: Path) -> None:
     process = launch([TFT, "demo", "--out", tmp_path / "demo"])
     read_until(process, "commits step 1, its first", within_s=100)
@@ -167,6 +171,7 @@ def run(body: Callable[[ReplicaTask, Link], None], out: Path, *, steps: int) -> 
     return run_demo(settings, console=Console(file=output), body=f"{__name__}:{body.__name__}"), output.getvalue()
 
 
+@pytest.mark.in_parts
 def test_a_replica_that_fails_is_reported_with_its_error(tmp_path: Path) -> None:
     exit_code, output = run(train_and_fail, tmp_path / "demo", steps=100)
     assert exit_code == 1
@@ -177,6 +182,7 @@ def test_a_replica_that_fails_is_reported_with_its_error(tmp_path: Path) -> None
     assert nothing_of_it_is_left()
 
 
+@pytest.mark.in_parts
 def test_a_replica_that_lost_the_last_step_heals_before_anybody_leaves(tmp_path: Path) -> None:
     exit_code, output = run(lose_the_last_step, tmp_path / "demo", steps=40)
     assert "replica 1 discards the step after 39: the vote was no" in output

@@ -255,6 +255,7 @@ def supervise_for_ever(out: Path, told: Connection) -> None:
     ).run()
 
 
+@pytest.mark.in_parts
 def test_replicas_end_when_their_supervisor_is_killed(tmp_path: Path, spawn: Spawn, kill: Kill) -> None:
     import multiprocessing
 

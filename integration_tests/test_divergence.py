@@ -186,6 +186,7 @@ def assert_equal_digests(replicas: list[Replica], steps: range) -> None:
         assert len({replica.digests[step] for replica in replicas}) == 1, f"step {step}"
 
 
+@pytest.mark.in_parts(always=["bit"])
 @pytest.mark.parametrize("spoil", ["lr", "bit"])
 def test_who_has_gone_astray_is_named_with_what_differs_and_healed(run: Run, spoil: str) -> None:
     replicas = run(*({"name": name, "spoil": spoil if name == "b" else ""} for name in "abc"), min_replicas=3)
@@ -208,6 +209,7 @@ def test_who_has_gone_astray_is_named_with_what_differs_and_healed(run: Run, spo
     assert (first.errors, last.errors) == ([], [])
 
 
+@pytest.mark.in_parts
 def test_a_newcomer_that_kept_its_own_learning_rate_is_named_and_stopped(run: Run) -> None:
     """The first check after the healing finds what the load function leaves out. At the second check the newcomer
     ends."""
@@ -234,6 +236,7 @@ def test_a_newcomer_that_kept_its_own_learning_rate_is_named_and_stopped(run: Ru
     assert (first.errors, second.errors) == ([], [])
 
 
+@pytest.mark.in_parts
 def test_a_group_of_two_ranks_is_compared_and_healed_whole(run: Run) -> None:
     stores = {name: TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for name in "ab"}
     replicas = run(

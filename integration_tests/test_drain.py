@@ -20,7 +20,8 @@ import pytest
 
 from integration_tests.conftest import ROOT, Launch, Spawn
 from integration_tests.pages import blocks
-from integration_tests.scripts import wait_for
+from integration_tests.scripts import WATCHED, wait_for
+from integration_tests.unpickles import watch
 from tft_coord import LighthouseClient
 from tft_lighthouse import LighthouseServer
 
@@ -76,6 +77,7 @@ def run(script: Path, words: list[str], environment: dict[str, str], output: Pat
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.argv = [str(script), *words]
+    watch()
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -114,6 +116,7 @@ class Pair:
             time.sleep(0.05)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(("name", "index"), documented())
 def test_a_drained_loop_of_the_documentation_ends_with_exit_code_0(
     name: str, index: int, spawn: Spawn, lighthouse: LighthouseServer, tmp_path: Path
@@ -130,6 +133,7 @@ def test_a_drained_loop_of_the_documentation_ends_with_exit_code_0(
     Pair(spawn, lighthouse, tmp_path, re.sub(r"\W", "_", f"{name}{index}")).drained(script, [])
 
 
+@pytest.mark.in_parts(always=["train_ddp"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_drained_example_ends_with_exit_code_0(
     name: str, spawn: Spawn, lighthouse: LighthouseServer, tmp_path: Path
@@ -138,9 +142,10 @@ def test_a_drained_example_ends_with_exit_code_0(
     Pair(spawn, lighthouse, tmp_path, name.replace(" ", "_")).drained(lambda _: ROOT / "examples" / script, words)
 
 
+@pytest.mark.in_parts
 def test_torchrun_starts_a_drained_group_no_more(launch: Launch, lighthouse: LighthouseServer, tmp_path: Path) -> None:
     environment = {"TFT_LIGHTHOUSE": lighthouse.address, "TFT_JOB_ID": "torchrun", "REPLICA_GROUP_ID": "0"}
-    command = [*TORCHRUN, "--max_restarts=3", ROOT / "examples/train_ddp.py", "1000000"]
+    command = [*TORCHRUN, "--max_restarts=3", WATCHED, ROOT / "examples/train_ddp.py", "1000000"]
     group = launch(command, env=environment, cwd=tmp_path)
     wait_for(r"step \d+ participants 1 loss", group)
     with LighthouseClient(lighthouse.address, SOON) as operator:

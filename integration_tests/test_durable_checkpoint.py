@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from integration_tests.conftest import Kill, Launch, Spawn
-from integration_tests.scripts import SECRET
+from integration_tests.scripts import SECRET, WATCHED
 from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.durable import REMOVING, WRITING, DurableCheckpoint
 from tft_algos.errors import DurableCheckpointError
@@ -166,6 +166,7 @@ def write_and_die(directory: Path, stride: int, connection: Connection) -> None:
             return
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(spawn: Spawn, tmp_path: Path, stride: int) -> None:
     ours, theirs = multiprocessing.connection.Pipe()
@@ -435,6 +436,7 @@ def jobs(spawn: Spawn) -> Iterator[Jobs]:
     made.close()
 
 
+@pytest.mark.in_parts
 def test_two_groups_end_three_go_on_and_then_one(jobs: Jobs, tmp_path: Path) -> None:
     """Groups that see the directory resume without healing. A group that does not see it heals from them."""
     jobs.lighthouse(2)
@@ -480,6 +482,7 @@ def test_when_the_elected_writer_dies_another_is_elected(jobs: Jobs, tmp_path: P
         assert again.commits[step] == second.commits[step], f"step {step}"
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
 def test_a_sharded_group_goes_on_with_another_number_of_ranks(
     jobs: Jobs, tmp_path: Path, before: int, after: int
@@ -510,9 +513,10 @@ def printed(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(120)  # seven processes import torch one after the other
 def test_the_example_resumes_what_it_saved_under_torchrun_too(launch: Launch, tmp_path: Path) -> None:
-    alone = [sys.executable, str(EXAMPLE), "--every", "10"]
+    alone = [sys.executable, WATCHED, str(EXAMPLE), "--every", "10"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *alone[1:]]
     with lighthouse_of_one() as environment:
         output = printed(launch([*alone, "20"], env=environment, cwd=tmp_path))
@@ -524,6 +528,7 @@ def test_the_example_resumes_what_it_saved_under_torchrun_too(launch: Launch, tm
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-20", "step-30"]
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(60)
 def test_a_replica_group_of_no_number_is_refused_in_one_sentence(launch: Launch, tmp_path: Path) -> None:
     process = launch([sys.executable, str(EXAMPLE)], env={"REPLICA_GROUP_ID": "x"}, cwd=tmp_path)

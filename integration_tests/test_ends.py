@@ -140,6 +140,7 @@ def nobody_is_left(caplog: pytest.LogCaptureFixture) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.in_parts(always=["without shutdown", "by SIGTERM"])
 @pytest.mark.parametrize("name", QUIET)
 def test_a_script_ends_quietly(name: str, script: Start, caplog: pytest.LogCaptureFixture) -> None:
     code, exit_code = QUIET[name]
@@ -148,6 +149,7 @@ def test_a_script_ends_quietly(name: str, script: Start, caplog: pytest.LogCaptu
         nobody_is_left(caplog)
 
 
+@pytest.mark.in_parts(always=["by an exception in the middle of a step"])
 @pytest.mark.parametrize("name", LOUD)
 def test_a_script_that_fails_says_that_alone(name: str, script: Start, caplog: pytest.LogCaptureFixture) -> None:
     code, exit_code, says = LOUD[name]
@@ -158,6 +160,7 @@ def test_a_script_that_fails_says_that_alone(name: str, script: Start, caplog: p
         nobody_is_left(caplog)
 
 
+@pytest.mark.in_parts
 def test_a_manager_server_that_is_killed_while_it_starts_is_replaced(script: Start) -> None:
     kills = "import psutil\nmake()\nfor child in psutil.Process().children(): child.kill()\ntrain(); manager.shutdown()"
     lines = ended(script("killed", kills), 0)

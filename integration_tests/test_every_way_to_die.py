@@ -216,6 +216,7 @@ def must_notice(fault: Fault) -> bool:
     return fault.place in (Place.CONFIGURE, Place.REDUCTION)
 
 
+@pytest.mark.in_parts(always=["one-Place.REDUCTION", "one-Place.SERVING"])
 @pytest.mark.parametrize("place", list(Place))
 def test_killed(cluster: Cluster, place: Place) -> None:
     rank = cluster.rank_for(place)
@@ -230,6 +231,7 @@ def test_killed(cluster: Cluster, place: Place) -> None:
         assert trainer is cluster.victim[rank] or "ReplicaGroupLostError" in trainer.events[-1].text
 
 
+@pytest.mark.in_parts(always=["one-Place.BACKWARD", "one-Place.VOTE"])
 @pytest.mark.parametrize("place", list(Place))
 def test_hangs(cluster: Cluster, place: Place) -> None:
     rank = cluster.rank_for(place)
@@ -241,6 +243,7 @@ def test_hangs(cluster: Cluster, place: Place) -> None:
         cluster.survivors_noticed()
 
 
+@pytest.mark.in_parts(always=[f"one-{place}-Action.FAIL" for place in Place])
 @pytest.mark.parametrize("action", [Action.FAIL, Action.RAISE])
 @pytest.mark.parametrize("place", list(Place))
 def test_raises_or_fails(cluster: Cluster, place: Place, action: Action) -> None:
@@ -261,6 +264,7 @@ def test_raises_or_fails(cluster: Cluster, place: Place, action: Action) -> None
         assert trainer.events[-1].text.startswith(expected), trainer.events[-1].text
 
 
+@pytest.mark.in_parts(always=["one"])
 def test_stopped(cluster: Cluster) -> None:
     rank = cluster.rank_for(Place.REDUCTION)
     fault = Fault(action=Action.STOP, place=Place.REDUCTION, replica=VICTIM, rank=rank)

@@ -85,6 +85,7 @@ class FarDoor:
                     return
 
 
+@pytest.mark.in_parts
 def test_a_lighthouse_that_takes_longer_than_heartbeat_timeout_to_connect_is_reached() -> None:
     """Field report D8: each attempt was given up at heartbeat_timeout, and repeated for ever."""
     timeouts = Timeouts(heartbeat_timeout_ms=HEARTBEAT_MS, beat_interval_ms=200)
@@ -100,6 +101,7 @@ def test_a_lighthouse_that_takes_longer_than_heartbeat_timeout_to_connect_is_rea
         assert door.num_connections >= 2, "the first attempt was given up"
 
 
+@pytest.mark.in_parts
 def test_a_lighthouse_whose_answers_take_longer_than_heartbeat_timeout_serves_and_is_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

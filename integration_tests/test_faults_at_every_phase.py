@@ -109,6 +109,7 @@ def test_the_spread_has_every_place_and_every_action() -> None:
     assert {blow.action for blow in blows} == set(Action)
 
 
+@pytest.mark.in_parts(always=["two"])
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("size", CLUSTERS)
 def test_a_spread_of_faults(spawn: Spawn, size: str) -> None:

@@ -95,12 +95,14 @@ def test_the_spread_has_every_phase_and_every_action() -> None:
     assert {blow.action for blow in blows} == {Action.FAIL, Action.KILL, Action.HANG}
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_spread_of_faults(spawn: Spawn, kind: str) -> None:
     strike_all(spawn, kind, SPREAD[kind])
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(150)
 def test_ranks_die_where_groups_of_two_have_two_syncs_in_flight(spawn: Spawn) -> None:
     """A group is restarted and heals whole. The other one goes on, both ranks alike."""

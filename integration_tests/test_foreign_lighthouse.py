@@ -36,6 +36,7 @@ def together(*trainers: Trainer) -> Callable[[], bool]:
     return lambda: all(trainer.committed_with(len(trainers)) for trainer in trainers)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(180)
 def test_a_job_of_ours_trains_heals_and_outlives_a_restart_on_torchfts_lighthouse(
     lighthouse: LighthouseProgram, spawn: Spawn, kill: Kill

@@ -85,6 +85,7 @@ def check_that_the_death_is_known(job: Job, survivor: Trainer, victim: Trainer, 
     assert alone_s - killed_s < NEWS_S, alone_s - killed_s
 
 
+@pytest.mark.in_parts(always=["http"])
 @pytest.mark.parametrize("over_group", [False, True], ids=["http", "group"])
 def test_a_trainer_forks_in_every_phase_of_a_step(job: Job, kill: Kill, over_group: bool) -> None:
     a = job.start("a", faults=forks_at("a", Place.SERVING), forks=FORKS, over_group=over_group)
@@ -105,6 +106,7 @@ def test_a_trainer_forks_in_every_phase_of_a_step(job: Job, kill: Kill, over_gro
     job.finish([a, again])
 
 
+@pytest.mark.in_parts
 def test_the_death_of_a_rank_with_children_ends_its_group(job: Job, kill: Kill) -> None:
     """Only the rank's stream to the manager server shows its end, because it is another process's child."""
     of_a, of_b = Launcher(job, "a"), Launcher(job, "b")
@@ -303,6 +305,7 @@ def test_no_more_is_passed_over_than_what_python_says_of_a_lost_asker(ends: str,
     assert without_lost_askers(done.stderr) == besides
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_loop_with_workers_and_a_kill_now_and_then(check_epochs: Check, persistent: bool) -> None:
     check_epochs(epochs=8, every=4, persistent=persistent)

@@ -231,6 +231,7 @@ def start_managed(
     return places
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     ("shape", "hook_first"),
     [((2, 1), True), ((2, 2), False)],
@@ -311,6 +312,7 @@ def compare_gradients(place: Place, connection: Connection, shape: tuple[int, in
     connection.send(Event("end"))
 
 
+@pytest.mark.in_parts(always=["4 shards"])
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=["4 shards", "2 shards and tensor parallel"])
 def test_the_gradient_is_the_mean_over_shards_and_participants(processes: Processes, shape: tuple[int, int]) -> None:
     processes.finish(processes.start(compare_gradients, shape, shape=(4, 1), replicas=(0,)))

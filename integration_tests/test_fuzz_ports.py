@@ -334,6 +334,7 @@ def test_a_method_that_is_no_text_ends_no_listening(port: str, tmp_path: Path) -
         assert psutil.Process(server.pid).num_threads() <= threads + 4
 
 
+@pytest.mark.in_parts
 def test_a_call_that_ends_as_it_is_answered_is_no_news(tmp_path: Path) -> None:
     """The call's deadline passes at that moment, and grpc logs a traceback for it."""
     with PORTS["lighthouse"](tmp_path) as (server, served):
@@ -347,6 +348,7 @@ def test_a_call_that_ends_as_it_is_answered_is_no_news(tmp_path: Path) -> None:
         server.check(served, "calls that ended as they were answered")
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("target", TARGETS)
 def test_damaged_connections_hurt_nobody(target: str, tmp_path: Path) -> None:
     assert fuzz(target, tmp_path, seed=1, seconds=FUZZ_S) >= 3 * AT_ONCE

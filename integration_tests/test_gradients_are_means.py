@@ -151,6 +151,7 @@ def run(spawn: Spawn, lighthouse: str, case: Case) -> list[list[tuple[str, Any]]
 HALF, BRAIN = torch.float16, torch.bfloat16
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     "case",
     [
@@ -172,6 +173,7 @@ def test_each_gradient_is_the_mean_of_one_process(spawn: Spawn, lighthouse: str,
         assert max(error for what, error in heard[:-1]) < 4 * torch.finfo(case.dtype).eps
 
 
+@pytest.mark.in_parts
 def test_buckets_of_another_layout_are_refused_by_name_before_the_first_reduction(
     spawn: Spawn, lighthouse: str
 ) -> None:

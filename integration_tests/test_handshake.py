@@ -21,6 +21,7 @@ def job(spawn: Spawn) -> Iterator[Job]:
         yield Job(spawn, lighthouse)
 
 
+@pytest.mark.in_parts(always=["parameters"])
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -47,6 +48,7 @@ def test_who_differs_is_refused_and_nobody_waits_for_it(job: Job, other: dict[st
     job.finish([first, third])
 
 
+@pytest.mark.in_parts
 def test_ranks_of_one_group_that_differ_are_refused(job: Job) -> None:
     launcher = Launcher(job, "a")
     ranks = launcher.start_each([{"fingerprint": {"data": "v3"}}, {"fingerprint": {"data": "v4"}}])

@@ -42,6 +42,7 @@ def sleeping(place: Place, name: str) -> Fault:
     return Fault(action=Action.HANG, place=place, replica=name, hang_for=timedelta(seconds=HANG_S))
 
 
+@pytest.mark.in_parts(always=["it sleeps in its forward-Place.FORWARD"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("how", "where"),
@@ -68,6 +69,7 @@ def test_the_others_go_on_and_it_comes_back(job: Job, how: str, where: Place | N
     job.finish()
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(120)
 def test_a_first_step_may_take_any_time(job: Job) -> None:
     """The first step may compile. The others wait for it, as long as their reductions allow."""

@@ -208,6 +208,7 @@ ALL_WAYS: Final = [
 ]
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("way", IN_CI, ids=str)
 def test_a_killed_group_heals_bit_equal(spawn: Spawn, way: Way) -> None:
     with training_together(spawn, groups=2, ranks=2, trainer=train, details=way) as cluster:

@@ -112,6 +112,7 @@ def passed(forkserver: ForkServerContext) -> Iterator[tuple[set[str], str]]:
         yield processes.passed(places), failure
 
 
+@pytest.mark.in_parts(fixture="passed")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_replica_group_alone_is_plain_fsdp2_bit_for_bit(passed: tuple[set[str], str], name: str) -> None:
     names, failure = passed

@@ -189,6 +189,7 @@ def processes(spawn: Spawn) -> Iterator[Processes]:
         yield processes
 
 
+@pytest.mark.in_parts
 def test_replica_groups_of_stages_train_as_without_fault_tolerance_and_one_goes_on_when_the_other_dies(
     processes: Processes,
 ) -> None:

@@ -481,6 +481,7 @@ def passed(forkserver: ForkServerContext) -> Iterator[tuple[set[str], str]]:
         yield processes.passed(places), failure
 
 
+@pytest.mark.in_parts(fixture="passed")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_each_way_is_torchs_hybrid_sharding_bit_for_bit(passed: tuple[set[str], str], name: str) -> None:
     names, failure = passed

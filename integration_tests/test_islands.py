@@ -237,6 +237,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
 MESH: Final = Way(sharded=True, fragments=2, delay=7, alpha=0.4, is_followed=True, islands=2, sync_every=12)
 
 
+@pytest.mark.in_parts(always=["local SGD, sharded"])
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("sizes", "way"),
@@ -316,6 +317,7 @@ def has_struck(trainer: Trainer, fault: Fault) -> bool:
     return any(event.kind == "struck" and event.text == fault.describe() for event in trainer.events)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("sizes", "way"),
@@ -341,6 +343,7 @@ def test_islands_of_different_sizes_are_killed_and_heal_equal(spawn: Spawn, size
         check_equal(cluster)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(150)
 def test_where_the_source_dies_as_it_serves_an_island_heals_from_another(spawn: Spawn) -> None:
     way = Way(sharded=True, fragments=2)
@@ -357,6 +360,7 @@ def test_where_the_source_dies_as_it_serves_an_island_heals_from_another(spawn: 
         cluster.finish()
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(150)
 def test_where_rank_zero_can_not_fetch_all_ranks_wait_for_the_next_quorum(spawn: Spawn) -> None:
     way = Way(sharded=True)

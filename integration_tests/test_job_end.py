@@ -108,6 +108,7 @@ def last_step(written: str) -> int:
     return int([line for line in written.splitlines() if line.startswith("step")][-1].split()[1])
 
 
+@pytest.mark.in_parts
 def test_a_late_evaluator_learns_that_the_job_is_over_and_trains_no_second_end(job: Job) -> None:
     late, *finishers = (job.start(name, replicas=3) for name in ("b", "a", "c"))
     late.wait_for("evaluates")
@@ -131,6 +132,7 @@ def test_a_late_evaluator_learns_that_the_job_is_over_and_trains_no_second_end(j
     assert "step 1 of 1" in again.ended() + other.ended()
 
 
+@pytest.mark.in_parts
 def test_a_replica_that_was_killed_and_is_started_after_the_end_trains_no_second_one(job: Job) -> None:
     killed, *finishers = (job.start(name, replicas=3) for name in ("b", "a", "c"))
     killed.wait_for("evaluates")
@@ -150,6 +152,7 @@ def test_replicas_that_finish_together_are_not_lost(job: Job) -> None:
     assert not any("lost replica" in each for each in job.log())
 
 
+@pytest.mark.in_parts
 def test_the_next_manager_of_the_same_script_begins_a_new_run(job: Job) -> None:
     """A sweep does this, or finetuning after pretraining. The first replica waits for no replica that still saves."""
     scripts = [job.start(name, replicas=2, runs=3) for name in ("a", "c")]
@@ -157,6 +160,7 @@ def test_the_next_manager_of_the_same_script_begins_a_new_run(job: Job) -> None:
         assert script.ended().count("run ended") == 3
 
 
+@pytest.mark.in_parts
 def test_groups_of_two_ranks_finish_without_a_word(
     spawn: Spawn, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_sigterm_to_one_of_three_costs_the_others_no_step_and_no_waiting(job: Jo
     job.finish(trainers[:2])
 
 
+@pytest.mark.in_parts
 def test_a_group_of_two_leaves_whole_when_one_rank_hears_of_it(job: Job) -> None:
     launchers = [Launcher(job, name) for name in ("a", "b")]
     first, second = (launcher.start(**OPTIONS) for launcher in launchers)
@@ -87,6 +88,7 @@ def test_a_group_of_two_leaves_whole_when_one_rank_hears_of_it(job: Job) -> None
     job.finish(first)
 
 
+@pytest.mark.in_parts
 def test_a_drained_replica_leaves_and_says_who_asked(job: Job, lighthouse: LighthouseServer) -> None:
     trainers = [job.start(name, **OPTIONS) for name in ("a", "b")]
     train_together(job, trainers, 2)
@@ -99,6 +101,7 @@ def test_a_drained_replica_leaves_and_says_who_asked(job: Job, lighthouse: Light
     job.finish(trainers[:1])
 
 
+@pytest.mark.in_parts
 def test_the_only_source_leaves_when_the_newcomer_has_its_state(job: Job) -> None:
     source = job.start("a", **OPTIONS)
     job.until(lambda: source.step >= 20, "the first trains alone")
@@ -112,6 +115,7 @@ def test_the_only_source_leaves_when_the_newcomer_has_its_state(job: Job) -> Non
     job.finish([newcomer])
 
 
+@pytest.mark.in_parts
 def test_a_kill_ends_every_process_of_the_group_with_exit_code_one(job: Job) -> None:
     launcher = Launcher(job, "a")
     ranks = launcher.start(**OPTIONS)
@@ -126,6 +130,7 @@ def test_a_kill_ends_every_process_of_the_group_with_exit_code_one(job: Job) -> 
     server.wait(SOON.total_seconds())
 
 
+@pytest.mark.in_parts
 def test_while_the_lighthouse_is_away_who_leaves_waits_no_longer_than_its_deadline(
     job: Job, lighthouse: LighthouseServer
 ) -> None:

@@ -59,6 +59,7 @@ def go_on(job: Job, *trainers: Trainer) -> None:
     )
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("num_kills", [5, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(1_200)])])
 def test_a_lighthouse_that_is_killed_again_and_again_ends_no_trainer(
     new_lighthouse: NewLighthouse, spawn: Spawn, kill: Kill, num_kills: int
@@ -102,6 +103,7 @@ def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: N
     assert NEW_QUORUM.findall(stranger.said) == []
 
 
+@pytest.mark.in_parts
 def test_one_that_was_started_first_stands_in_when_the_newer_one_is_gone(
     new_lighthouse: NewLighthouse, spawn: Spawn
 ) -> None:
@@ -116,6 +118,7 @@ def test_one_that_was_started_first_stands_in_when_the_newer_one_is_gone(
     assert all(trainer.of_kind("failed") == [] for trainer in trainers), job.story()
 
 
+@pytest.mark.in_parts
 def test_halves_of_a_job_on_two_lighthouses_of_the_cluster_come_together_on_the_newer(
     new_lighthouse: NewLighthouse, spawn: Spawn
 ) -> None:

@@ -58,6 +58,7 @@ def until_back_to(process: psutil.Process, descriptors: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.in_parts
 def test_replicas_that_come_and_die_leave_no_memory_no_thread_and_no_descriptor(tmp_path: Path) -> None:
     with a_lighthouse(tmp_path) as server:
         process = psutil.Process(server.pid)

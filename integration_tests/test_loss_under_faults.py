@@ -39,6 +39,7 @@ def train(spawn: Spawn, settings: Settings, *, groups: int, kills: bool) -> tupl
     return losses[0], killed
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(180)
 def test_a_short_run_with_kills_reaches_the_loss_of_the_same_run_without(spawn: Spawn) -> None:
     without, _ = train(spawn, SHORT, groups=3, kills=False)

@@ -115,6 +115,7 @@ OF_BOTH: Final = both(5.5, 4.0, 2**40 + 3, 2**40, 2.75)
 OF_A: Final = both(1.5, 1.5, 2**40, 2**40, 1.5)
 
 
+@pytest.mark.in_parts
 def test_one_has_an_error_so_nobody_commits_and_both_reduce_nothing(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
     a, b = start(job, spawn, lighthouse, "a"), start(job, spawn, lighthouse, "b")
@@ -129,6 +130,7 @@ def test_one_has_an_error_so_nobody_commits_and_both_reduce_nothing(spawn: Spawn
     assert all(all(each.worked) for each in told_by(a) + told_by(b) if each.number != FAILS_AT)
 
 
+@pytest.mark.in_parts
 def test_who_dies_after_the_verdict_costs_the_others_no_step(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
     a, _ = start(job, spawn, lighthouse, "a"), start(job, spawn, lighthouse, "b", dies=True)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import pytest
 
-from integration_tests.conftest import ROOT, Launch
-from integration_tests.scripts import SECRET
+from integration_tests.conftest import ROOT, Spawn
+from integration_tests.scripts import SECRET, Script
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "custom_strategy.py"
@@ -27,11 +24,9 @@ def lighthouse() -> Iterator[LighthouseServer]:
         yield server
 
 
-def commits(process: subprocess.Popen[str]) -> dict[int, tuple[bool, int, str]]:
+def commits(script: Script) -> dict[int, tuple[bool, int, str]]:
     """Return by step: whether the replica's own gradient counted, participants, digest."""
-    output, _ = process.communicate(timeout=55)
-    assert process.returncode == 0, output
-    lines = re.findall(r"^step (\d+) (counted|late) of (\d+), (\w+)$", output, re.MULTILINE)
+    lines = re.findall(r"^step (\d+) (counted|late) of (\d+), (\w+)$", script.ended(), re.MULTILINE)
     return {int(step): (how == "counted", int(members), digest) for step, how, members, digest in lines}
 
 
@@ -39,16 +34,14 @@ def test_it_is_short_enough_to_copy() -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) < 120
 
 
-def test_the_mean_is_over_the_first_two_of_three(launch: Launch, lighthouse: LighthouseServer, tmp_path: Path) -> None:
-    processes = [
-        launch(
-            [sys.executable, str(EXAMPLE), str(STEPS), "--replica", str(replica), "--piece_s", str(piece_s)],
-            env={"TFT_LIGHTHOUSE": str(lighthouse.address), "TFT_TOKEN": SECRET},
-            cwd=tmp_path,
-        )
+@pytest.mark.in_parts
+def test_the_mean_is_over_the_first_two_of_three(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    job = {"TFT_LIGHTHOUSE": str(lighthouse.address), "TFT_TOKEN": SECRET}
+    scripts = [
+        Script(spawn, EXAMPLE, [str(STEPS), "--replica", str(replica), "--piece_s", str(piece_s)], job)
         for replica, piece_s in enumerate((0.0, 0.0, PIECE_S))
     ]
-    told = [commits(process) for process in processes]
+    told = [commits(script) for script in scripts]
     slow = told[2]
     assert sorted(slow) == list(range(1, STEPS + 1))
     for step in slow:

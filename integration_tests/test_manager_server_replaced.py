@@ -33,6 +33,7 @@ def manager_server(trainer: Trainer) -> psutil.Process:
     raise AssertionError("no manager server runs")
 
 
+@pytest.mark.in_parts
 def test_a_manager_server_that_is_stopped_for_good_is_replaced(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     """Field report D6: the trainer waited until the server was resumed."""
     job = Job(spawn, lighthouse)
@@ -46,6 +47,7 @@ def test_a_manager_server_that_is_stopped_for_good_is_replaced(spawn: Spawn, lig
     job.finish()
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.25, 0.4])
 def test_a_manager_server_that_is_killed_while_it_starts_is_replaced(
     spawn: Spawn, lighthouse: LighthouseServer, after_s: float

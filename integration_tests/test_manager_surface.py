@@ -124,6 +124,7 @@ def new_puppet(spawn: Spawn) -> Iterator[NewPuppet]:
             puppet.end()
 
 
+@pytest.mark.in_parts
 def test_a_newcomer_waits_while_the_others_only_shrink(new_puppet: NewPuppet) -> None:
     old = [new_puppet(name) for name in ("a", "b")]
     assert step(old) == [True, True]
@@ -158,6 +159,7 @@ def test_a_newcomer_waits_while_the_others_only_shrink(new_puppet: NewPuppet) ->
     assert len(set(all_call(everybody, "current_step"))) == 1
 
 
+@pytest.mark.in_parts
 def test_a_reduction_that_takes_too_long_ends_for_all_and_the_next_step_commits(new_puppet: NewPuppet) -> None:
     both = [new_puppet(name) for name in ("a", "b")]
     assert step(both) == [True, True]

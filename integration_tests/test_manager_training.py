@@ -46,6 +46,7 @@ def together(*trainers: Trainer) -> Callable[[], bool]:
     return lambda: all(trainer.committed_with(len(trainers)) for trainer in trainers)
 
 
+@pytest.mark.in_parts
 def test_two_replicas_with_other_weights_agree_from_the_first_step_on(new_job: NewJob, use_async_quorum: bool) -> None:
     job = new_job(min_replicas=2)
     trainers = [job.start(name, use_async_quorum=use_async_quorum) for name in ("a", "b")]
@@ -55,6 +56,7 @@ def test_two_replicas_with_other_weights_agree_from_the_first_step_on(new_job: N
     assert all(trainer.of_kind("failed") == [] for trainer in trainers)
 
 
+@pytest.mark.in_parts
 def test_a_newcomer_heals_and_its_snapshot_is_not_torn_by_the_sources_optimizer(
     new_job: NewJob, use_async_quorum: bool
 ) -> None:
@@ -86,6 +88,7 @@ def test_a_killed_replica_comes_back_and_heals_while_the_survivors_go_on(new_job
     assert again.of_kind("healed")
 
 
+@pytest.mark.in_parts
 def test_a_step_that_one_replica_lost_is_committed_by_nobody(new_job: NewJob) -> None:
     job = new_job(min_replicas=2)
     lucky, unlucky = job.start("a"), job.start("b", fail_at=10)
@@ -98,6 +101,7 @@ def test_a_step_that_one_replica_lost_is_committed_by_nobody(new_job: NewJob) ->
     assert lucky.commits[11].digest == unlucky.commits[11].digest
 
 
+@pytest.mark.in_parts
 def test_a_spare_steps_in_when_a_participant_dies(new_job: NewJob, kill: Kill) -> None:
     job = new_job()
     trainers = [
@@ -113,6 +117,7 @@ def test_a_spare_steps_in_when_a_participant_dies(new_job: NewJob, kill: Kill) -
     assert counts == {2}
 
 
+@pytest.mark.in_parts
 def test_after_failed_quorums_a_replica_trains_when_there_is_one(new_job: NewJob) -> None:
     job = new_job(min_replicas=2)
     first = job.start("a", quorum_timeout=timedelta(milliseconds=200))
@@ -122,6 +127,7 @@ def test_after_failed_quorums_a_replica_trains_when_there_is_one(new_job: NewJob
     job.finish()
 
 
+@pytest.mark.in_parts
 def test_a_group_of_one_goes_on_when_its_manager_server_dies(new_job: NewJob) -> None:
     job = new_job()
     first, second = job.start("a"), job.start("b")
@@ -141,6 +147,7 @@ def test_a_group_of_one_goes_on_when_its_manager_server_dies(new_job: NewJob) ->
     job.finish()
 
 
+@pytest.mark.in_parts
 def test_two_runs_at_the_same_time_share_no_port(new_job: NewJob) -> None:
     jobs = [new_job(min_replicas=2) for _ in range(2)]
     for job in jobs:

@@ -98,6 +98,7 @@ class Ranks:
             assert process.exitcode == 0
 
 
+@pytest.mark.in_parts
 def test_fault_3_a_vote_that_timed_out_does_not_poison_the_next_one(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     ranks = Ranks(spawn, lighthouse)
     step = 0
@@ -111,6 +112,7 @@ def test_fault_3_a_vote_that_timed_out_does_not_poison_the_next_one(spawn: Spawn
     ranks.end()
 
 
+@pytest.mark.in_parts
 def test_a_no_of_one_rank_is_that_of_both_and_of_one_step(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     ranks = Ranks(spawn, lighthouse, votes_no_at=1)
     told = []

@@ -136,6 +136,7 @@ def check_gradients(trainers: list[Trainer]) -> set[tuple[str, ...]]:
     return seen
 
 
+@pytest.mark.in_parts
 def test_unequal_batches_give_the_gradient_of_one_process_also_while_one_heals(
     spawn: Spawn, lighthouse: LighthouseServer
 ) -> None:
@@ -149,6 +150,7 @@ def test_unequal_batches_give_the_gradient_of_one_process_also_while_one_heals(
     assert all(trainer.of_kind("failed") == [] for trainer in trainers)
 
 
+@pytest.mark.in_parts
 def test_a_spare_weighs_nothing(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
     settings = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}

@@ -61,6 +61,7 @@ def needs_hosts() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.in_parts
 @pytest.mark.usefixtures("needs_hosts")
 @pytest.mark.timeout(180)
 def test_a_few_faults(forkserver: ForkServerContext, record_testsuite_property: Record) -> None:

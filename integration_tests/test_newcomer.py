@@ -42,6 +42,7 @@ def train_and_tell(spec: Spec, connection: Connection) -> None:
         tell(Event("end"))
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(150)
 def test_a_newcomer_takes_what_was_taken_when_it_asked(spawn: Spawn) -> None:
     with LighthouseServer(min_replicas=2) as lighthouse:

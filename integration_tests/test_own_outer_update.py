@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import pytest
 
-from integration_tests.conftest import ROOT, Launch
-from integration_tests.scripts import SECRET
+from integration_tests.conftest import ROOT, Spawn
+from integration_tests.scripts import SECRET, Script
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "own_outer_update.py"
@@ -25,11 +22,9 @@ def lighthouse() -> Iterator[LighthouseServer]:
         yield server
 
 
-def syncs(process: subprocess.Popen[str]) -> tuple[dict[int, str], list[float]]:
+def syncs(script: Script) -> tuple[dict[int, str], list[float]]:
     """Return the digest by sync, and the losses."""
-    output, _ = process.communicate(timeout=55)
-    assert process.returncode == 0, output
-    lines = re.findall(r"^sync (\d+) of \d+, (\w+), loss ([\d.]+)$", output, re.MULTILINE)
+    lines = re.findall(r"^sync (\d+) of \d+, (\w+), loss ([\d.]+)$", script.ended(), re.MULTILINE)
     return {int(sync): digest for sync, digest, _ in lines}, [float(loss) for _, _, loss in lines]
 
 
@@ -37,18 +32,11 @@ def test_it_is_short_enough_to_copy() -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) < 100
 
 
-def test_replicas_end_with_the_same_weights_and_momentum(
-    launch: Launch, lighthouse: LighthouseServer, tmp_path: Path
-) -> None:
-    processes = [
-        launch(
-            [sys.executable, str(EXAMPLE), str(SYNCS), "--replica", str(replica)],
-            env={"TFT_LIGHTHOUSE": str(lighthouse.address), "TFT_TOKEN": SECRET},
-            cwd=tmp_path,
-        )
-        for replica in range(2)
-    ]
-    (first, losses), (second, _) = (syncs(process) for process in processes)
+@pytest.mark.in_parts
+def test_replicas_end_with_the_same_weights_and_momentum(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    job = {"TFT_LIGHTHOUSE": str(lighthouse.address), "TFT_TOKEN": SECRET}
+    scripts = [Script(spawn, EXAMPLE, [str(SYNCS), "--replica", str(replica)], job) for replica in range(2)]
+    (first, losses), (second, _) = (syncs(script) for script in scripts)
     common = first.keys() & second.keys()
     assert SYNCS in common
     assert len(common) >= SYNCS - 2

@@ -66,6 +66,7 @@ def test_what_runs_on_a_lighthouse_s_machine_carries_no_simulator(package: str, 
         assert "tft-sim" not in " ".join(metadata_of(wheel).get_all("Requires-Dist", []))
 
 
+@pytest.mark.in_parts(always=["tft-coord"])
 @pytest.mark.parametrize("package", PACKAGES)
 def test_an_import_starts_nothing_and_brings_torch_only_where_it_is_declared(package: str) -> None:
     program = "\n".join(

@@ -95,6 +95,7 @@ CASES: Final[Sequence[tuple[str, tuple[str, ...]]]] = (
 )
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("sends", [True, False], ids=["what it sends", "what it is sent"])
 @pytest.mark.timeout(600)
 def test_who_can_not_be_reached_is_left_out_and_comes_back(
@@ -123,6 +124,7 @@ def test_who_can_not_be_reached_is_left_out_and_comes_back(
     job.finish()
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("other", ["a", "b"])  # a has the store
 def test_a_newcomer_that_can_not_be_reached_stops_nobody_for_long(
     cluster: Hosts, job: Job, other: str, record_property: Record
@@ -154,6 +156,7 @@ def test_a_newcomer_that_can_not_be_reached_stops_nobody_for_long(
     job.finish()
 
 
+@pytest.mark.in_parts
 def test_a_dead_store_whose_group_lives_costs_a_round(spawn: Spawn, record_property: Record) -> None:
     """torchrun's agent was killed, and its workers train on. The next change of members needs a store."""
     with LighthouseServer("127.0.0.1:0", join_timeout_ms=1_000, min_replicas=2) as lighthouse:

@@ -35,6 +35,7 @@ FEATURES: Final = 256
 MESSAGES_BEFORE_DEATH: Final = 6
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_transport_passes_over_a_group_that_is_configured_again(name: str) -> None:
     with Bench(lambda: ProcessGroupGloo(TIMEOUT)) as bench:
@@ -152,6 +153,7 @@ def lighthouse() -> Iterator[LighthouseServer]:
         yield server
 
 
+@pytest.mark.in_parts(always=["synchronous"])
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["asynchronous", "synchronous"])
 def test_a_killed_replica_heals_over_the_process_group(
     spawn: Spawn, lighthouse: LighthouseServer, kill: Kill, use_async_quorum: bool
@@ -169,6 +171,7 @@ def test_a_killed_replica_heals_over_the_process_group(
     job.finish([*survivors, newcomer])
 
 
+@pytest.mark.in_parts
 def test_a_source_killed_while_it_sends_is_replaced_by_another(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
     # The first by name is the source of the healing one.
@@ -184,6 +187,7 @@ def test_a_source_killed_while_it_sends_is_replaced_by_another(spawn: Spawn, lig
     job.finish([other, newcomer])
 
 
+@pytest.mark.in_parts
 def test_who_heals_is_told_that_the_sources_state_dict_raised(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
     source, other = (start(job, lighthouse, name) for name in ("a", "b"))

@@ -6,7 +6,6 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Final
 
 import pytest
 
-from integration_tests.conftest import Kill, Launch, Spawn
+from integration_tests.conftest import Spawn
 from integration_tests.pages import blocks, pattern_of
-from integration_tests.scripts import wait_for
+from integration_tests.scripts import Script
 from tft_lighthouse import LighthouseServer
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -56,10 +55,11 @@ def examples() -> list[tuple[Path, int]]:
     return [(readme, index) for readme in READMES for index, _ in enumerate(blocks(readme, "python"))]
 
 
+@pytest.mark.in_parts(always=["README.md-0"])
 @pytest.mark.timeout(150)  # transformers takes seconds to import, and much longer on a busy machine
 @pytest.mark.parametrize(
     ("readme", "index"),
-    [pytest.param(readme, index, id=f"{readme.parent.name}-{readme.stem}-{index}") for readme, index in examples()],
+    [pytest.param(readme, index, id=f"{readme.relative_to(ROOT)}-{index}") for readme, index in examples()],
 )
 def test_a_python_block_runs_as_printed(
     readme: Path, index: int, lighthouse_address: str, tmp_path: Path, spawn: Spawn
@@ -93,26 +93,26 @@ def shown(readme: Path) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-def test_the_first_steps_of_the_readme_show_what_it_says(
-    launch: Launch, kill: Kill, lighthouse_address: str, tmp_path: Path
-) -> None:
+def test_the_first_steps_of_the_readme_show_what_it_says(spawn: Spawn, lighthouse_address: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks(ROOT / "README.md", "python")[0], encoding="utf-8")
     together, alone, healing, healed, again = shown(ROOT / "README.md")
 
-    def shell(replica: int) -> subprocess.Popen[str]:
+    def shell(replica: int) -> Script:
         job = {"TFT_LIGHTHOUSE": lighthouse_address, "TFT_JOB_ID": "first steps", NAME: str(replica)}
-        return launch([sys.executable, "train.py", "100000000"], env=job, cwd=tmp_path)
+        return Script(spawn, tmp_path / "train.py", ["100000000"], job)
 
     first = shell(0)
-    wait_for(alone, first)
+    first.wait_for(alone)
     second = shell(1)
-    wait_for(together, second)
-    wait_for(together, first)
-    kill(second.pid)
-    wait_for(alone, first)
+    second.wait_for(together)
+    first.wait_for(together)
+    second.kill()
+    first.wait_for(alone)
     second = shell(1)
     for line in (healing, healed, again):
-        wait_for(line, second)
+        second.wait_for(line)
+    for script in (first, second):
+        script.kill()
 
 
 def test_the_first_block_of_the_readme_is_the_two_commands() -> None:

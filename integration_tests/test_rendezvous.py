@@ -46,6 +46,7 @@ def stall_s(job: Job, others: list[Trainer]) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("victim", ["a", "z"], ids=["which hosts the store", "which does not"])
 def test_one_that_dies_there(job: Job, victim: str) -> None:
     struck, others = three_in_step(job, victim)
@@ -55,6 +56,7 @@ def test_one_that_dies_there(job: Job, victim: str) -> None:
     job.finish(others)
 
 
+@pytest.mark.in_parts
 def test_one_that_fails_there_and_lives(job: Job) -> None:
     struck, others = three_in_step(job, "z")
     strike(job, struck, Action.FAIL)
@@ -64,6 +66,7 @@ def test_one_that_fails_there_and_lives(job: Job) -> None:
     job.finish()
 
 
+@pytest.mark.in_parts
 def test_a_newcomer_that_fails_there(job: Job) -> None:
     """Its source serves at the end of its step, and waits in that rendezvous, so the newcomer must not wait for it."""
     others = [job.start(name, timeout=timedelta(hours=1), batch_s=0.01) for name in ("m", "n")]

@@ -88,6 +88,7 @@ def longest_without_a_commit(trainers: Sequence[Trainer], from_s: float, to_s: f
     return longest_s
 
 
+@pytest.mark.in_parts(always=["trainer"])
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("which", [of_trainer, of_group, of_manager_server], ids=["trainer", "group", "manager_server"])
 def test_whoever_is_stopped_is_lost_soon_and_comes_back(
@@ -105,6 +106,7 @@ def test_whoever_is_stopped_is_lost_soon_and_comes_back(
     job.finish()
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(120)
 def test_a_stopped_rank_of_a_larger_group_comes_back(job: Job) -> None:
     launchers = [Launcher(job, name) for name in ("a", "b")]  # each keeps its group's store
@@ -119,6 +121,7 @@ def test_a_stopped_rank_of_a_larger_group_comes_back(job: Job) -> None:
     job.finish()
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(120)
 def test_one_replica_alone_goes_on_when_its_trainer_does(spawn: Spawn) -> None:
     """Its streams have broken meanwhile, because grpc's pings were not answered for longer than heartbeat_timeout."""

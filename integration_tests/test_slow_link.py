@@ -11,6 +11,7 @@ from benchmarks import slow_link
 from integration_tests.hosts import why_not
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(300)
 def test_on_a_slow_cable_streaming_diloco_computes_where_ddp_waits() -> None:
     reason = why_not(limited=True)

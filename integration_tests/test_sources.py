@@ -127,6 +127,7 @@ def start(job: Job, lighthouse: LighthouseServer, name: str, fault: str = "") ->
     return job.add(name, train, Spec(str(lighthouse.address), name, fault))
 
 
+@pytest.mark.in_parts
 def test_a_source_that_can_not_offer_its_state_says_so_and_the_next_quorum_heals(
     spawn: Spawn, lighthouse: LighthouseServer
 ) -> None:
@@ -141,6 +142,7 @@ def test_a_source_that_can_not_offer_its_state_says_so_and_the_next_quorum_heals
     job.finish()
 
 
+@pytest.mark.in_parts
 def test_a_source_without_memory_for_a_second_copy_heals_a_newcomer(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     """The source waits for the newcomer in its step, before it writes to its state."""
     job = Job(spawn, lighthouse)
@@ -153,6 +155,7 @@ def test_a_source_without_memory_for_a_second_copy_heals_a_newcomer(spawn: Spawn
     job.finish()
 
 
+@pytest.mark.in_parts
 def test_a_source_that_gives_nothing_and_says_nothing_does_not_wait_for_who_heals(
     spawn: Spawn, lighthouse: LighthouseServer
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_source_that_gives_nothing_and_says_nothing_does_not_wait_for_who_heal
     newcomer.process.kill()
 
 
+@pytest.mark.in_parts
 def test_a_source_that_accepts_and_sends_nothing_costs_a_second_and_is_asked_last_from_then_on(
     spawn: Spawn, lighthouse: LighthouseServer
 ) -> None:

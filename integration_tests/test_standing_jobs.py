@@ -132,6 +132,7 @@ def percentile(values: list[float], share: float) -> float:
 SOAK: Final = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("away_s", [5.0, pytest.param(30.0, marks=SOAK)])
 def test_a_lighthouse_that_is_killed_costs_four_replicas_no_step(new_job: NewJob, away_s: float) -> None:
     it = new_job()
@@ -166,6 +167,7 @@ def spread_of(gaps: list[float]) -> tuple[float, float, float]:
     return statistics.median(gaps), percentile(gaps, 0.99), max(gaps)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(("lease_s", "away_s"), [(4.0, 7.0), pytest.param(DEFAULT_LEASE_S, 300.0, marks=SOAK)])
 def test_rounds_end_with_the_lease_and_go_on_with_the_lighthouse(
     new_job: NewJob, lease_s: float, away_s: float
@@ -191,6 +193,7 @@ def test_rounds_end_with_the_lease_and_go_on_with_the_lighthouse(
     it.job.finish()
 
 
+@pytest.mark.in_parts
 def test_a_replica_dies_and_another_joins_while_the_lighthouse_is_stopped(new_job: NewJob, kill: Kill) -> None:
     it = new_job(names="abc")
     failed = it.num_failed

@@ -157,6 +157,7 @@ def test_rounds_ask_nobody_until_a_newcomer_does(stack: ExitStack) -> None:
     assert job.num_asked == [2, 2]
 
 
+@pytest.mark.in_parts
 def test_a_lighthouse_that_is_started_anew_costs_no_round(stack: ExitStack) -> None:
     lighthouse = lighthouse_at("127.0.0.1:0")
     address = lighthouse.address()

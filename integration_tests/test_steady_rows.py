@@ -23,6 +23,7 @@ class Socket:
         pass
 
 
+@pytest.mark.in_parts
 def test_steady_steps_send_only_beats() -> None:
     found = steady_steps.count_messages(steps=50)
     assert found.steps >= 50
@@ -30,6 +31,7 @@ def test_steady_steps_send_only_beats() -> None:
     assert set(found.kinds) <= steady_steps.BEATS
 
 
+@pytest.mark.in_parts
 def test_no_step_is_lost_while_the_lighthouse_is_away() -> None:
     found = steady_steps.take_away(2.0)
     assert found.lost == 0

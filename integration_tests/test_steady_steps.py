@@ -207,6 +207,7 @@ def test_a_thousand_steady_steps_send_the_lighthouse_nothing_but_beats(
     same_steps(replicas)
 
 
+@pytest.mark.in_parts
 def test_a_lighthouse_that_is_away_costs_no_step_and_no_line(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     replicas = job.stand("ab", pause_s=0.01)
     failed = [each.num_failed for each in replicas]
@@ -234,6 +235,7 @@ def test_a_lighthouse_that_is_away_costs_no_step_and_no_line(job: Job, caplog: p
     same_steps(replicas)
 
 
+@pytest.mark.in_parts
 def test_a_newcomer_is_in_within_two_rounds_and_no_round_fails(job: Job) -> None:
     old = job.stand("ab", pause_s=0.02)
     failed = [each.num_failed for each in old]
@@ -250,6 +252,7 @@ def test_a_newcomer_is_in_within_two_rounds_and_no_round_fails(job: Job) -> None
     same_steps([*old, newcomer])
 
 
+@pytest.mark.in_parts
 def test_an_error_in_one_replica_is_a_step_that_nobody_commits(job: Job) -> None:
     replicas = job.stand("abc", pause_s=0.005)
     failed_at: list[int] = []
@@ -268,6 +271,7 @@ def test_an_error_in_one_replica_is_a_step_that_nobody_commits(job: Job) -> None
     same_steps(replicas)
 
 
+@pytest.mark.in_parts
 def test_a_replica_that_leaves_costs_the_others_no_step(job: Job) -> None:
     replicas = job.stand("abc", pause_s=0.005)
     before = [each.num_failed for each in replicas]
@@ -281,6 +285,7 @@ def test_a_replica_that_leaves_costs_the_others_no_step(job: Job) -> None:
     same_steps(replicas[:2])
 
 
+@pytest.mark.in_parts
 def test_a_state_that_is_loaded_by_hand_breaks_the_quorum_and_loses_no_update(job: Job) -> None:
     replicas = job.stand("ab", pause_s=0.005)
     one = replicas[0]
@@ -290,6 +295,7 @@ def test_a_state_that_is_loaded_by_hand_breaks_the_quorum_and_loses_no_update(jo
     same_steps(replicas)
 
 
+@pytest.mark.in_parts
 def test_groups_of_two_ranks_stand_and_commit_or_not_together(job: Job) -> None:
     stores = [TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in "ab"]
     ranks = [
@@ -309,6 +315,7 @@ def test_groups_of_two_ranks_stand_and_commit_or_not_together(job: Job) -> None:
     same_steps(ranks)
 
 
+@pytest.mark.in_parts
 def test_a_lease_of_zero_asks_in_every_step(job: Job) -> None:
     replicas = [job.replica(name, lease=timedelta()).start() for name in "ab"]
     for each in replicas:
@@ -320,6 +327,7 @@ def test_a_lease_of_zero_asks_in_every_step(job: Job) -> None:
         assert len(each.requests) - requests >= each.step - step - 2
 
 
+@pytest.mark.in_parts
 def test_a_replica_that_asks_in_every_step_makes_all_do_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def lease(config: ResolvedConfig, group: ProcessGroupLike, coordinator: Coordinator) -> int | None:
         return None if config.replica_id == "b" else lease_of(config, group, coordinator)

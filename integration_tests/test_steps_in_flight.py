@@ -173,6 +173,7 @@ def test_an_error_of_one_step_in_flight_fails_those_after_it_on_every_member(fli
     assert second.commits[step].digest == first.commits[step].digest
 
 
+@pytest.mark.in_parts
 def test_who_leaves_costs_the_others_what_is_in_flight_and_no_more(flight: Flight) -> None:
     job = flight.job
     stay, leave = [flight.start(name) for name in ("a", "b")], flight.start("c", leaves=True)
@@ -187,6 +188,7 @@ def test_who_leaves_costs_the_others_what_is_in_flight_and_no_more(flight: Fligh
     assert [len(trainer.of_kind("healed")) for trainer in stay] == healed
 
 
+@pytest.mark.in_parts
 def test_groups_of_two_vote_on_each_step_in_its_order(flight: Flight, kill: Kill) -> None:
     job = flight.job
     launchers = [Launcher(cast(Job, flight), name) for name in ("a", "b")]

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 
 import psutil
+import pytest
 
 from integration_tests.conftest import Spawn
 from integration_tests.training import Job
@@ -14,6 +15,7 @@ from tft_lighthouse import LighthouseServer
 HEARTBEAT_MS = 1_000
 
 
+@pytest.mark.in_parts
 def test_a_short_heartbeat_timeout_shortens_what_a_stopped_trainer_costs(spawn: Spawn) -> None:
     """Field report D12: with a shorter heartbeat_timeout in the lighthouse alone, a stop cost 6 s as before.
 

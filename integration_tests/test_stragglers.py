@@ -145,6 +145,7 @@ def end(job: Job) -> None:
         trainer.process.join(10)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(180)
 def test_the_others_train_on_at_their_own_pace_and_it_is_back_when_it_keeps_up(start: Start) -> None:
     job = start(StragglerAction.LEAVE_OUT)
@@ -166,6 +167,7 @@ def test_the_others_train_on_at_their_own_pace_and_it_is_back_when_it_keeps_up(s
     end(job)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(180)
 def test_a_step_that_takes_far_too_long_is_not_waited_for(start: Start) -> None:
     job = start(StragglerAction.LEAVE_OUT)
@@ -180,6 +182,7 @@ def test_a_step_that_takes_far_too_long_is_not_waited_for(start: Start) -> None:
     end(job)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(180)
 def test_it_takes_a_smaller_share_and_the_whole_again(start: Start) -> None:
     job = start(StragglerAction.SHRINK)
@@ -195,6 +198,7 @@ def test_it_takes_a_smaller_share_and_the_whole_again(start: Start) -> None:
     end(job)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(180)
 def test_by_default_it_is_warned_of(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     job = start(StragglerAction.WARN)

@@ -55,6 +55,7 @@ def a_manager_server(folder: Path) -> Iterator[tuple[Watched, Callable[[], objec
         yield server, honest
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("port", [a_lighthouse, a_manager_server])
 def test_calls_of_eight_megabytes_cost_no_memory(port: Port, tmp_path: Path) -> None:
     """They once cost as much memory as they announced, for good."""
@@ -71,6 +72,7 @@ def test_calls_of_eight_megabytes_cost_no_memory(port: Port, tmp_path: Path) -> 
         server.check(honest, f"{CALLS} calls of 8 MiB")
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("port", [a_lighthouse, a_manager_server])
 def test_a_flood_of_refused_calls_takes_little_of_a_core(port: Port, tmp_path: Path) -> None:
     with port(tmp_path) as (server, honest), grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -84,6 +86,7 @@ def test_a_flood_of_refused_calls_takes_little_of_a_core(port: Port, tmp_path: P
         assert refused < 1_000  # it would be thousands a second if each were answered at once
 
 
+@pytest.mark.in_parts
 def test_crowds_at_a_state_port_keep_nobody_out(tmp_path: Path) -> None:
     """The limit is 512 open files, at which the server once stood still."""
     command = state_server_program(SECRET, "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))")

@@ -273,6 +273,7 @@ def story(request: pytest.FixtureRequest, forkserver: ForkServerContext) -> Iter
             cluster.close()
 
 
+@pytest.mark.in_parts(fixture="story")
 def test_equal_steps_are_equal_states(story: Story) -> None:
     assert story.cluster.check_digests() > 10
     for trainer in story.trainers():
@@ -280,6 +281,7 @@ def test_equal_steps_are_equal_states(story: Story) -> None:
             assert json.loads(event.text)["counted"] == step
 
 
+@pytest.mark.in_parts(fixture="story")
 def test_groups_heal_whole_from_step_0_on_with_collectives_in_their_state_functions(story: Story) -> None:
     healed = {
         (name, start): [
@@ -295,6 +297,7 @@ def test_groups_heal_whole_from_step_0_on_with_collectives_in_their_state_functi
     assert len(healed["b", 1][0]) == 1
 
 
+@pytest.mark.in_parts(fixture="story")
 def test_the_state_is_taken_on_the_training_thread_at_a_step_boundary(story: Story) -> None:
     where = {
         kind: {event.text for trainer in story.trainers() for event in trainer.events if event.kind == kind}
@@ -305,6 +308,7 @@ def test_the_state_is_taken_on_the_training_thread_at_a_step_boundary(story: Sto
     assert {"MainThread, vote"} <= where["taken"] <= {"MainThread, vote", "MainThread, after the vote"}
 
 
+@pytest.mark.in_parts(fixture="story")
 def test_a_newcomer_has_the_learning_rate_of_the_others(story: Story) -> None:
     for told in story.commits("a") + story.commits("b") + story.commits("b", start=1):
         for step, facts in told.items():
@@ -313,6 +317,7 @@ def test_a_newcomer_has_the_learning_rate_of_the_others(story: Story) -> None:
     assert first > story.back_at, "it was healed to where the others were"
 
 
+@pytest.mark.in_parts(fixture="story")
 def test_survivors_go_on_without_waiting_for_a_heartbeat_time_out(story: Story) -> None:
     for told in story.commits("a"):
         at = [told[step]["at"] for step in sorted(told) if story.killed_at <= step <= story.back_at]
@@ -320,6 +325,7 @@ def test_survivors_go_on_without_waiting_for_a_heartbeat_time_out(story: Story) 
         assert max(after - before for before, after in itertools.pairwise(at)) < WELL_BELOW_S
 
 
+@pytest.mark.in_parts(fixture="story")
 def test_a_replica_that_has_not_asked_yet_is_not_waited_for(story: Story) -> None:
     """Group b's manager server ran while group a committed all these steps alone."""
     for told in story.commits("a"):
@@ -329,6 +335,7 @@ def test_a_replica_that_has_not_asked_yet_is_not_waited_for(story: Story) -> Non
         assert max(after - before for before, after in itertools.pairwise(at)) < WELL_BELOW_S
 
 
+@pytest.mark.in_parts(fixture="story")
 def test_losses_and_token_counts_are_reduced_after_the_vote(story: Story) -> None:
     of_both = {"loss": [sum(LOSS.values()), max(LOSS.values())], "tokens": [sum(TOKENS.values()), max(TOKENS.values())]}
     of_a = {"loss": [LOSS["a"]] * 2, "tokens": [TOKENS["a"]] * 2}

@@ -84,6 +84,7 @@ def until(condition: Callable[[], bool], what: str, *peers: Peer) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(180)
 def test_a_job_of_torchfts_trains_loses_one_and_heals_it(
     start: Start, lighthouse: LighthouseServer, spawn: Spawn

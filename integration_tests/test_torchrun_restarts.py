@@ -50,6 +50,7 @@ def ended(groups: list[subprocess.Popen[str]]) -> Iterator[None]:
             group.communicate(timeout=END_S)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(120)
 def test_a_restarted_group_of_two_ranks_heals_and_trains_on(launch: Launch, kill: Kill, tmp_path: Path) -> None:
     late = tmp_path / "late.py"

@@ -9,8 +9,8 @@ from typing import Final
 
 import pytest
 
-from integration_tests.conftest import ROOT, Kill, Launch
-from integration_tests.scripts import SECRET, wait_for
+from integration_tests.conftest import ROOT, Launch, Spawn
+from integration_tests.scripts import SECRET, WATCHED, Script, Shells
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "train_ddp.py"
@@ -33,31 +33,29 @@ def test_it_is_short_enough_to_copy() -> None:
 
 
 @pytest.mark.parametrize("lighthouse", [1], indirect=True)
-def test_both_shells_show_reconfiguration_and_live_recovery(
-    launch: Launch, kill: Kill, lighthouse: LighthouseServer, tmp_path: Path
-) -> None:
-    command = [sys.executable, str(EXAMPLE), "1000000"]
-    first = launch(command, env=shell(0, lighthouse), cwd=tmp_path)
-    wait_for(r"step 100 participants 1 loss \d", first)
-    second = launch(command, env=shell(1, lighthouse, "TORCHFT_LIGHTHOUSE"), cwd=tmp_path)
-    wait_for(r"\[replica_1:\S+/0 - step 0\] healing from replica_0:\S+ to step \d+", second)
-    wait_for(r"healed from replica_0:\S+ to step \d+: \d+ bytes", second)
-    wait_for(r"participants 2 loss", second)
-    wait_for(r"serving step \d+ to \['replica_1:", first)
-    wait_for(r"participants 2 loss", first)
-    kill(second.pid)
-    wait_for(r"reconfigured: quorum \S+, rank 0 of 1, 1 participants", first)
-    wait_for(r"participants 1 loss", first)
+def test_both_shells_show_reconfiguration_and_live_recovery(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    first = Script(spawn, EXAMPLE, ["1000000"], shell(0, lighthouse))
+    first.wait_for(r"step 100 participants 1 loss \d")
+    second = Script(spawn, EXAMPLE, ["1000000"], shell(1, lighthouse, "TORCHFT_LIGHTHOUSE"))
+    second.wait_for(r"\[replica_1:\S+/0 - step 0\] healing from replica_0:\S+ to step \d+")
+    second.wait_for(r"healed from replica_0:\S+ to step \d+: \d+ bytes")
+    second.wait_for(r"participants 2 loss")
+    first.wait_for(r"serving step \d+ to \['replica_1:")
+    first.wait_for(r"participants 2 loss")
+    second.kill()
+    first.wait_for(r"reconfigured: quorum \S+, rank 0 of 1, 1 participants")
+    first.wait_for(r"participants 1 loss")
+    first.kill()
 
 
 @pytest.mark.parametrize("lighthouse", [2], indirect=True)
 def test_under_torchrun_gradients_are_averaged_inside_the_group_and_across(
-    launch: Launch, lighthouse: LighthouseServer, tmp_path: Path
+    launch: Launch, spawn: Spawn, lighthouse: LighthouseServer, tmp_path: Path
 ) -> None:
-    shells = [
-        launch([*TORCHRUN, str(EXAMPLE), "200"], env=shell(replica, lighthouse), cwd=tmp_path) for replica in range(2)
-    ]
-    for process in shells:
-        output, _ = process.communicate(timeout=55)
-        assert process.returncode == 0, output
-        assert output.count("step 200 participants 2") == 2, output
+    torchrun = launch([*TORCHRUN, WATCHED, str(EXAMPLE), "200"], env=shell(0, lighthouse), cwd=tmp_path)
+    with Shells(spawn, EXAMPLE, shell(1, lighthouse)) as shells:  # with the environment that torchrun gives them
+        outputs = [script.ended() for script in shells.start(1, ["200"], ranks=2)]
+        output, _ = torchrun.communicate(timeout=55)
+    assert torchrun.returncode == 0, output
+    assert output.count("step 200 participants 2") == 2, output
+    assert ["step 200 participants 2" in each for each in outputs] == [True, True], outputs

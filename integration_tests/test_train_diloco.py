@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from typing import Final
 
 import pytest
 
-from integration_tests.conftest import ROOT, Kill, Launch, Spawn
-from integration_tests.scripts import SECRET, Shells, refused, wait_for
+from integration_tests.conftest import ROOT, Spawn
+from integration_tests.scripts import SECRET, Shells, refused
 from tft_lighthouse import LighthouseServer
 
 EXAMPLE: Final = ROOT / "examples" / "train_diloco.py"
@@ -39,23 +38,25 @@ def test_it_is_short_enough_to_copy() -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 95
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("lighthouse", [1], indirect=True)
 def test_a_streaming_shell_that_is_killed_and_started_again_adopts_the_global_weights(
-    launch: Launch, kill: Kill, lighthouse: LighthouseServer
+    spawn: Spawn, lighthouse: LighthouseServer
 ) -> None:
-    command = [sys.executable, str(EXAMPLE), "1000000"]
-    first = launch(command, env=shell(0, lighthouse, streaming=True))
-    at_first = float(wait_for(r"synchronization 5 participants 1 loss (\S+)", first)[1])
-    second = launch(command, env=shell(1, lighthouse, streaming=True))
-    wait_for(r"\[replica_1:\S+/0 - step 0\] healing from replica_0:\S+ to step \d+", second)
-    wait_for(r"healed from replica_0:\S+ to step \d+: \d+ bytes", second)
-    at_last = float(wait_for(r"participants 2 loss (\S+)", second)[1])
-    assert at_last < at_first
-    wait_for(r"participants 2 loss", first)
-    kill(second.pid)
-    wait_for(r"participants 1 loss", first)
+    with Shells(spawn, EXAMPLE, shell(0, lighthouse, streaming=True)) as shells:
+        (first,) = shells.start(0, ["1000000"])
+        at_first = float(first.wait_for(r"synchronization 5 participants 1 loss (\S+)")[1])
+        (second,) = shells.start(1, ["1000000"])
+        second.wait_for(r"\[replica_1:\S+/0 - step 0\] healing from replica_0:\S+ to step \d+")
+        second.wait_for(r"healed from replica_0:\S+ to step \d+: \d+ bytes")
+        at_last = float(second.wait_for(r"participants 2 loss (\S+)")[1])
+        assert at_last < at_first
+        first.wait_for(r"participants 2 loss")
+        second.kill()
+        first.wait_for(r"participants 1 loss")
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("lighthouse", [2], indirect=True)
 def test_groups_of_two_processes_learn_together(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     with Shells(spawn, EXAMPLE, shell(0, lighthouse, streaming=False)) as shells:

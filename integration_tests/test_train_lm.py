@@ -16,7 +16,7 @@ import torch
 
 from examples.train_lm import FaultTolerance, Settings, read_settings
 from integration_tests.conftest import ROOT, Kill, Launch, Spawn
-from integration_tests.scripts import SECONDS_TO_END, SECRET, Shells, refused, wait_for
+from integration_tests.scripts import SECONDS_TO_END, SECRET, WATCHED, Shells, refused, wait_for
 from tft_algos import ConfigError
 from tft_lighthouse import LighthouseServer
 
@@ -58,6 +58,7 @@ def test_it_is_short_enough_to_read() -> None:
     assert len(EXAMPLE.read_text(encoding="utf-8").splitlines()) <= 460
 
 
+@pytest.mark.in_parts(always=["every step-1"])
 @pytest.mark.parametrize("lighthouse", [1], indirect=True)
 @pytest.mark.parametrize("words", [[], STREAMING], ids=["every step", "Streaming DiLoCo"])
 def test_a_shell_that_is_killed_and_started_again_heals_and_the_loss_falls(
@@ -77,6 +78,7 @@ def test_a_shell_that_is_killed_and_started_again_heals_and_the_loss_falls(
     assert at_last < at_first - 0.5
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("lighthouse", [1], indirect=True)
 def test_a_group_with_another_model_is_refused_and_harms_nobody(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     """The refusal comes before its first reduction, which would end a process that receives more bytes than
@@ -92,12 +94,13 @@ def test_a_group_with_another_model_is_refused_and_harms_nobody(spawn: Spawn, li
         first.wait_for(rf"step {step + 20} participants 1 loss")
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("lighthouse", [2], indirect=True)
 def test_torchrun_starts_a_killed_process_again_and_both_groups_end_with_the_same_loss(
     launch: Launch, kill: Kill, lighthouse: LighthouseServer
 ) -> None:
     """min_replicas is two, so that the remaining group waits for the other."""
-    command = [sys.executable, *TORCHRUN, str(EXAMPLE), "--steps=60", *SMALL]
+    command = [sys.executable, *TORCHRUN, WATCHED, str(EXAMPLE), "--steps=60", *SMALL]
     shells = [launch(command, env=shell(replica, lighthouse)) for replica in range(2)]
     wait_for(r"step 20 participants 2 loss", shells[1])
     kill(psutil.Process(shells[1].pid).children()[1].pid)
@@ -132,6 +135,7 @@ fragment_update_alpha = 0.1
 """
 
 
+@pytest.mark.in_parts(always=["Streaming DiLoCo-2"])
 @pytest.mark.parametrize("lighthouse", [2], indirect=True)
 @pytest.mark.parametrize(
     ("words", "ranks", "last"),

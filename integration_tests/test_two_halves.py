@@ -70,6 +70,7 @@ def train_half(name: str, lighthouses: str, connection: Connection) -> None:
     connection.send(Event("end"))
 
 
+@pytest.mark.in_parts
 def test_two_halves_that_each_commit_step_1001_end_with_one_state(spawn: Spawn) -> None:
     settings: dict[str, Any] = {"join_timeout_ms": 2_000, "cluster_id": "two-halves"}
     with LighthouseServer("localhost:0", **settings) as older, LighthouseServer("localhost:0", **settings) as newer:

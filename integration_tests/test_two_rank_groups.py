@@ -17,6 +17,7 @@ def job(spawn: Spawn) -> Iterator[Job]:
         yield Job(spawn, lighthouse)
 
 
+@pytest.mark.in_parts
 def test_a_group_of_two_joins_heals_whole_dies_and_comes_back_to_the_same_store(job: Job, kill: Kill) -> None:
     launchers = [Launcher(job, name) for name in ("a", "b")]
     first = launchers[0].start()
@@ -36,6 +37,7 @@ def test_a_group_of_two_joins_heals_whole_dies_and_comes_back_to_the_same_store(
     assert [len(trainer.of_kind("healed")) for trainer in again] == [1, 1]
 
 
+@pytest.mark.in_parts
 def test_a_group_of_two_whose_manager_server_died_is_lost_and_says_so(job: Job) -> None:
     launcher = Launcher(job, "a")
     ranks = launcher.start()

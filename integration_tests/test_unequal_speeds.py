@@ -139,12 +139,14 @@ def end(job: Job, trainers: tuple[Trainer, ...]) -> None:
         trainer.process.join(10)
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(90)
 def test_with_half_the_steps_it_costs_the_other_next_to_nothing(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     taken = cost(spawn, lighthouse, syncs=SYNCS, share=2)
     assert taken < MOST, f"{taken:.1%} of a round"
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(90)
 def test_with_as_many_steps_it_costs_the_other_half_of_its_time(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     taken = cost(spawn, lighthouse, syncs=3, share=1)

@@ -91,6 +91,7 @@ def commit(both: list[Manager]) -> None:
         assert list(threads.map(Manager.should_commit, both)) == [True, True]
 
 
+@pytest.mark.in_parts
 def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCaptureFixture, said: Said) -> None:
     """The other one may evaluate. Before, neither side logged anything, and the error named no replica."""
     with (
@@ -154,6 +155,7 @@ def test_a_reduction_that_waits_names_who_is_not_in_it(caplog: pytest.LogCapture
     assert re.search(rf"job default: waiting for \d s: step 1: waits for {who}", caplog.text)
 
 
+@pytest.mark.in_parts
 def test_two_lives_of_one_name_are_warned_of_on_all_sides(
     caplog: pytest.LogCaptureFixture, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +197,7 @@ def test_the_manager_server_logs_with_the_time_and_short_ids() -> None:
     assert re.match(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {words}", line), line
 
 
+@pytest.mark.in_parts
 def test_a_manager_server_that_starts_slowly_is_said(
     caplog: pytest.LogCaptureFixture, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:

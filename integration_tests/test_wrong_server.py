@@ -263,6 +263,7 @@ def replica(lighthouse_addr: str, name: str, *, quorum_timeout_s: float) -> Mana
     )
 
 
+@pytest.mark.in_parts
 def test_a_newcomer_gets_in_although_its_connections_take_long() -> None:
     """Its connection was given up after a second and restarted for ever, while the others trained on."""
     with LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=100) as lighthouse:

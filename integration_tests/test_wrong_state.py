@@ -141,6 +141,7 @@ def end_of(job: Job, trainer: Trainer) -> str:
     return trainer.ended.text
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -160,6 +161,7 @@ def test_wrong_state_ends_a_replica_before_its_second_step(
     assert alone.step == (1 if wrong == "nothing" else 0), "state may be registered when the first step is over"
 
 
+@pytest.mark.in_parts
 def test_a_forgotten_optimizer_is_named_once(spawn: Spawn, lighthouse: LighthouseServer) -> None:
     job = Job(spawn, lighthouse)
     alone = start(job, lighthouse, "a", "optimizer")
@@ -171,6 +173,7 @@ def test_a_forgotten_optimizer_is_named_once(spawn: Spawn, lighthouse: Lighthous
     assert "AdamW.exp_avg of Linear.weight" in logs[0]
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["asynchronous", "synchronous"])
 def test_a_load_function_that_raises_ends_its_process_and_disturbs_the_healthy_no_further(
     spawn: Spawn, lighthouse: LighthouseServer, use_async_quorum: bool
@@ -192,6 +195,7 @@ def test_a_load_function_that_raises_ends_its_process_and_disturbs_the_healthy_n
     assert len(healthy.of_kind("quorum")) <= 4, healthy.of_kind("quorum")
 
 
+@pytest.mark.in_parts
 def test_moments_that_torch_casts_are_those_of_the_source_after_a_recovery(
     spawn: Spawn, lighthouse: LighthouseServer
 ) -> None:

@@ -78,6 +78,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[dict[int, str], dict[int, str
     return together, alone, end.group()
 
 
+@pytest.mark.in_parts
 @pytest.mark.timeout(300)  # on a busy machine, or some 15 s on an idle one
 @pytest.mark.parametrize("program", ["huggingface_trainer", "accelerate_loop", "lightning_trainer", "plain_loop"])
 def test_one_of_two_is_killed_started_again_and_goes_on_with_the_others_state(

@@ -74,6 +74,7 @@ def huggingface_trainer(manager: Manager, folder: Path, *, dataset: Any = None, 
     )
 
 
+@pytest.mark.in_parts
 def test_huggingface_counts_no_discarded_step(tmp_path: Path) -> None:
     with replica() as manager:
         huggingface_counts(manager, tmp_path)
@@ -217,6 +218,7 @@ def test_lightning_refuses(
         assert manager.strategy.attempt == 0
 
 
+@pytest.mark.in_parts
 def test_the_strategy_is_also_one_of_the_other_distribution_of_lightning() -> None:
     program = "\n".join(
         [

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 _FORKS = """
 import os, signal, sys, time
 import torch
@@ -60,9 +62,11 @@ def run(what: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.in_parts
 def test_a_child_that_ends_as_a_program_does_keeps_no_port_of_the_store() -> None:
     assert run("end") == ["held 0", "child 7", "parent SIGUSR1", "value"]
 
 
+@pytest.mark.in_parts
 def test_a_signal_means_to_a_child_what_it_meant_before_the_manager() -> None:
     assert run("signal") == ["held 0", "True", f"child {-signal.SIGTERM}", "parent SIGUSR1", "value"]

@@ -210,6 +210,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("loop", [steps, syncs])
 def test_a_storm_loses_no_step_and_hangs_nobody(quiet: None, yields: Any, loop: Any, seed: int) -> None:

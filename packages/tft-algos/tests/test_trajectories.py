@@ -180,6 +180,7 @@ REST_OF_THE_GRID = [
 ]
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(("num_fragments", "delay", "alpha", "one_outer", "buckets"), [*GRID, *REST_OF_THE_GRID])
 def test_diloco_of_two_is_the_reference_to_the_last_bit(
     replicas: Replicas, num_fragments: int, delay: int, alpha: float, one_outer: bool, buckets: bool
@@ -199,6 +200,7 @@ def test_diloco_of_two_is_the_reference_to_the_last_bit(
     check_to_the_last_bit(found, expected(recipe, 2, 24))
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64], ids=str)
 @pytest.mark.parametrize(
     ("num_fragments", "delay", "alpha", "buckets"), [(1, 3, 0.4, False), (2, 7, 0.4, True), (4, 2, 1.0, True)]
@@ -228,6 +230,7 @@ def test_local_sgd_of_two_is_the_reference_to_the_last_bit(replicas: Replicas, s
     check_to_the_last_bit(replicas.train(recipe, 2, 10), expected(recipe, 2, 10))
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("num_replicas", [3, 5])
 @pytest.mark.parametrize(
     ("algorithm", "num_fragments", "delay", "alpha", "one_outer", "buckets"),

@@ -185,6 +185,7 @@ thread.join(20)
 """
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("does", ["connects", "secures", "listens"])
 def test_a_child_keeps_no_socket_that_was_made_a_moment_before_the_fork(does: str) -> None:
     done = subprocess.run([sys.executable, "-c", _OPENS, does], capture_output=True, text=True, timeout=50)

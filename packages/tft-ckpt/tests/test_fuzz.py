@@ -193,6 +193,7 @@ def survive(seed: int, num_connections: int, seconds: float) -> None:
         server.refuse(KEY, "x")
 
 
+@pytest.mark.in_parts
 def test_nonsense_for_seconds(caplog: pytest.LogCaptureFixture) -> None:
     survive(seed=1, num_connections=300, seconds=8.0)
     warnings = [record for record in caplog.records if record.name == "tft_ckpt.transfer.requests"]

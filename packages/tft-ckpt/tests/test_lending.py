@@ -325,6 +325,7 @@ def cgroup() -> Iterator[Path]:
         folder.rmdir()
 
 
+@pytest.mark.in_parts
 def test_a_source_that_has_no_room_for_a_copy_serves_and_lives(cgroup: Path) -> None:
     code = TRAINER.replace("STATE_BYTES", str(STATE_BYTES)).replace("OPTIMIZER_BYTES", str(OPTIMIZER_BYTES))
     trainer = subprocess.Popen(

@@ -159,6 +159,7 @@ def test_the_next_lead_s_plain_data_counts_and_the_bytes_that_agree_stay(stack: 
         assert set(report.by_source) == {proxy.url, second.metadata()}
 
 
+@pytest.mark.in_parts
 def test_a_source_that_hangs_costs_a_second_wherever_it_hangs(stack: ExitStack) -> None:
     """Field report D3: a newcomer asked a hole alone for a minute, and the job ran at 4 %."""
     good = source(stack)
@@ -190,6 +191,7 @@ def test_who_hung_is_asked_last_the_next_time_and_forgiven_when_it_gives(stack: 
     assert receiver.poor_sources() == {}
 
 
+@pytest.mark.in_parts
 def test_a_pause_of_all_sources_ends_nothing(stack: ExitStack) -> None:
     """Each of them is silent for longer than a source may be while there are others."""
     first, second, receiver = source(stack), source(stack), newcomer(stack)
@@ -241,6 +243,7 @@ def test_newcomers_whose_source_is_gone_do_not_wait_for_each_other(stack: ExitSt
         assert proxy.url in str(error)
 
 
+@pytest.mark.in_parts
 def test_a_newcomer_that_damages_what_it_relays_is_left_alone(stack: ExitStack) -> None:
     """It advertises a proxy that flips a bit in every answer."""
     origin = source(stack, bytes_per_s=RATE / 4)

@@ -494,6 +494,7 @@ def check_soak(num_rounds: int, seed: int) -> Tally:
     return tally
 
 
+@pytest.mark.in_parts
 def test_a_hundred_rounds_touch_nothing_else_and_leave_nothing() -> None:
     check_soak(100, seed=20)
 
@@ -647,6 +648,7 @@ def check_reconfigurations(num_reconfigurations: int) -> None:
         )
 
 
+@pytest.mark.in_parts
 def test_sixty_reconfigurations_of_four_processes_leave_nothing() -> None:
     check_reconfigurations(60)
 

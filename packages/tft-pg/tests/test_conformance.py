@@ -60,18 +60,21 @@ def test_every_group(subject: Subject, check: _Check) -> None:
     check(subject)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_wrapper_over_gloo(wrapper: _Wrapper) -> None:
     for check in SHORT:
         check(Subject(partial(wrapped, wrapper), (1, 2), lacks=GLOO_LACKS))
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(("outer", "inner"), STACKS)
 def test_every_stack_of_two_wrappers_over_dummy(outer: _Wrapper, inner: _Wrapper) -> None:
     make = partial(stacked, outer, inner, ProcessGroupDummy)
     check_process_group(make, world_sizes=(1,), ready=True, meets_peers=False)
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(("outer", "inner"), STACKS)
 def test_every_stack_of_two_wrappers_over_gloo(outer: _Wrapper, inner: _Wrapper) -> None:
     for check in STACKED:

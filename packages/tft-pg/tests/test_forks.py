@@ -248,6 +248,7 @@ def test_a_forked_child_holds_no_connection_and_no_port(pair: Callable[..., Pair
     assert [tcp_sockets_of(child) for child in found.children] == [set()] * len(found.children)
 
 
+@pytest.mark.in_parts
 def test_a_fork_waits_while_a_listener_has_no_name() -> None:
     let_go_in_child(group := ProcessGroupGloo())  # the hooks are there when anything of ours is
     order: list[str] = []

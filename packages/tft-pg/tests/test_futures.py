@@ -347,6 +347,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize(
     ("stuck", "sentence"),
     [
@@ -436,6 +437,7 @@ timer().cancel(pending)
 """
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("watched", [True, False], ids=["with a watchdog", "without"])
 def test_a_process_that_was_forked_has_a_timer_of_its_own_and_its_parent_is_still_watched(watched: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in futures.WATCHDOG_ENVS}

@@ -343,6 +343,7 @@ def stopped_store() -> Iterator[Callable[[], int]]:
         process.kill()
 
 
+@pytest.mark.in_parts
 def test_a_store_that_is_stopped(bench: Bench, stopped_store: Callable[[], int]) -> None:
     """torch's client would wait for ever, whatever its time-out."""
     group, port = bench.make(), stopped_store()
@@ -780,6 +781,7 @@ def resources() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.in_parts
 def test_a_hundred_configures_and_aborts_leave_nothing_and_touch_nothing_else(bench: Bench) -> None:
     groups = bench.configured(2)
     place = parse_store_addr(bench.fresh_address())

@@ -97,6 +97,7 @@ def fitted(check: Callable[..., None]) -> Callable[[Subject], None]:
     return partial(check, rows=("allreduce",)) if check.__name__ == "every_death_at_every_point" else check
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance_of_nccl_over_the_fake(check: Callable[..., None]) -> None:
     # Which types can be combined with which reductions is decided in the fake's Gloo, in a group of any size.

@@ -135,6 +135,7 @@ def test_a_store_that_starts_late_is_found() -> None:
     assert client.under("a").get("key") == b"1"
 
 
+@pytest.mark.in_parts
 def test_each_try_of_a_connection_may_take_longer_than_the_one_before(
     server: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -306,6 +306,7 @@ def test_a_store_that_swallows_connections_costs_seconds(bench: Bench, hole: int
     assert bound_s(group, Phase.STORE) == 2 * SHORTEST_S[Phase.STORE]
 
 
+@pytest.mark.in_parts
 def test_a_stopped_store_costs_seconds_whether_it_is_new_or_known(bench: Bench) -> None:
     group = bench.make()
     with serving(_STORE) as (port, pid):
@@ -360,6 +361,7 @@ def test_a_stopped_store_holds_no_attempt_up_by_the_question_of_its_examiner() -
     assert not harmed.is_set()  # what was built stays
 
 
+@pytest.mark.in_parts
 def test_a_store_that_stops_while_a_late_group_asks_it_costs_seconds(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

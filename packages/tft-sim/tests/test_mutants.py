@@ -1297,6 +1297,7 @@ def is_run_anyway(seed: int, config: SimulationConfig) -> bool:
     return seed < 1_000 and config == SimulationConfig()
 
 
+@pytest.mark.in_parts
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.mistake.__name__)
 def test_a_mistake_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     right = inspect.getattr_static(mutant.target, mutant.name)
