@@ -48,6 +48,7 @@ from tft_algos.manager.step.own_time import OwnTime
 from tft_algos.manager.step.progress import StepProgress
 from tft_algos.manager.step.straggling import Straggling
 from tft_algos.manager.step.waits import WaitWatch
+from tft_algos.manager.variables import warn_of_misspelt
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.step import StepSettings
 from tft_coord.core.step import events as on
@@ -126,6 +127,7 @@ def resolve(config: ManagerConfig, group: ProcessGroupLike, coordinator: object,
     if not callable(coordinator):
         check_part("coordinator", coordinator, *COORDINATOR_METHODS)
     check_part("clock", clock, "monotonic", "wait", "after")
+    warn_of_misspelt(os.environ)
     resolved = from_environment(config, os.environ, own_host=own_host)
     check_transport(resolved)
     return resolved

@@ -1,0 +1,44 @@
+"""The environment variables of a trainer, to find a misspelt one.
+
+Law of this file: names and one warning. The modules that use a variable read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["KNOWN", "warn_of_misspelt"]
+
+_log = logging.getLogger("tft_algos.manager")
+
+KNOWN: Final = frozenset(
+    {
+        "TFT_HEARTBEAT_TIMEOUT_SEC",
+        "TFT_INSECURE",
+        "TFT_JOB_ID",
+        "TFT_LEASE_SEC",
+        "TFT_LIGHTHOUSE",
+        "TFT_RANK0_SYNCHRONIZATION_ONLY",
+        "TFT_SLOWEST_STEP_SEC",
+        "TFT_TLS_CA",
+        "TFT_TLS_CERT",
+        "TFT_TLS_CLIENT_AUTH",
+        "TFT_TLS_KEY",
+        "TFT_TOKEN",
+        "TFT_TOKEN_FILE",
+        "TFT_USE_BUCKETIZATION",
+        "TFT_WATCHDOG_TIMEOUT_SEC",
+    }
+)
+_AS_NEAR: Final = 0.8  # of difflib's ratio; a name that is further away is the user's own
+
+
+def warn_of_misspelt(environ: Mapping[str, str]) -> None:
+    """Log a warning for each variable whose name is nearly that of one of these, and which is therefore ignored."""
+    for name in sorted(environ):
+        if name.startswith("TFT_") and name not in KNOWN:
+            for nearest in difflib.get_close_matches(name, sorted(KNOWN), n=1, cutoff=_AS_NEAR):
+                _log.warning("the environment variable %s is ignored; the nearest variable is %s", name, nearest)
