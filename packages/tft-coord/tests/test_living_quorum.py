@@ -291,6 +291,18 @@ class TestMembersThatDoNotCome:
         assert set(told_so) == {"a", "b", "c"}
         assert told_so["a"] == "waits for c for longer than join_timeout"
 
+    def test_the_notice_of_a_late_round_is_about_the_member_that_waits(self) -> None:
+        table = Table()
+        key = table.together("a", "b", "c")
+        for name in "bc":
+            table.beat(name)
+        table.beat("a", Phase.OUTSIDE)
+        table.give(events.LateReported(2, key, 6))
+        notices = [order.notice for order in table.pass_ms(100) if isinstance(order, effects.NotifyLoss)]
+        assert {(each.replica_id, each.reason) for each in notices} == {
+            ("b", "waits for a for longer than join_timeout")
+        }
+
     def test_the_others_go_on_without_it_a_moment_later(self) -> None:
         table = Table()
         key = table.together("a", "b", "c")

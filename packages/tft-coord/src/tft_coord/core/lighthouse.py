@@ -851,7 +851,7 @@ class Job:
             return []
         self._living.goes_on_without_the_late(now_ms)
         self._more = 0
-        return self._break_for_all(f"waits for {_listed(late[1])} for longer than join_timeout")
+        return self._break_for_all(f"waits for {_listed(late[1])} for longer than join_timeout", late[0])
 
     def _has_moved_on(self) -> bool:
         """Return whether the members have committed steps since the newest quorum was given, which only beats
@@ -1049,9 +1049,9 @@ class Job:
             return []
         return self._break_quorum(replica_id, known.session, known.lost)
 
-    def _break_for_all(self, reason: str) -> list[effects.LighthouseEffect]:
-        """Break the newest quorum for all members without a loss; the member that the notice names is told too."""
-        first = next(iter(self._members.values()))
+    def _break_for_all(self, reason: str, who: str = "") -> list[effects.LighthouseEffect]:
+        """Break the newest quorum for all members without a loss. The reason is about `who`, or about any member."""
+        first = self._members.get(who) or next(iter(self._members.values()))
         out = self._break_quorum(first.replica_id, first.session, reason, lives=True)
         named, notice = self.liveness.replicas.get(first.replica_id), self._losses.get(first.replica_id)
         if named is not None and named.stream is not None and notice is not None:
