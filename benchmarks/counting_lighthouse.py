@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from typing import Any
 
-from benchmarks.step_worker import tell
+from benchmarks.step_worker import report
 from tft_coord.compat.router import ProtocolRouter
 from tft_lighthouse import LighthouseServer
 
@@ -26,9 +26,9 @@ def main() -> None:
     for name in ("handle", "handle_unary"):
         setattr(ProtocolRouter, name, _counted(getattr(ProtocolRouter, name), heard))
     with LighthouseServer("127.0.0.1:0", min_replicas=arguments.min_replicas) as lighthouse:
-        tell(address=str(lighthouse.address))
+        report(address=str(lighthouse.address))
         for _ in sys.stdin:
-            tell(heard=heard.copy())
+            report(heard=heard.copy())
 
 
 def _counted(handle: Any, heard: Counter[str]) -> Any:

@@ -60,9 +60,9 @@ def _wait_for(replica: Worker, participants: int, *, steady: bool, after_s: floa
     """
     deadline_s = time.monotonic() + PATIENCE_S
     while True:
-        told = replica.told(deadline_s - time.monotonic())
-        if told["at_s"] >= after_s and (told["participants"], told["steady"]) == (participants, steady):
-            return float(told["at_s"])
+        report = replica.receive(deadline_s - time.monotonic())
+        if report["at_s"] >= after_s and (report["participants"], report["steady"]) == (participants, steady):
+            return float(report["at_s"])
 
 
 def _turn(system: str, victim: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from benchmarks.step_worker import one_layer, tell
+from benchmarks.step_worker import one_layer, report
 
 STEADY_STEPS = 50
 
@@ -39,10 +39,10 @@ def main() -> None:
         step = manager.current_step()
         if manager.num_participants() != participants:
             participants, steps_together = manager.num_participants(), 0
-            tell(participants=participants, steady=False, at_s=time.time())
+            report(participants=participants, steady=False, at_s=time.time())
         steps_together += 1
         if participants == arguments.members and steps_together == STEADY_STEPS:
-            tell(participants=participants, steady=True, at_s=time.time())
+            report(participants=participants, steady=True, at_s=time.time())
 
 
 if __name__ == "__main__":

@@ -120,7 +120,9 @@ def our_rounds(port: int, number: int, rounds: int) -> tuple[list[float], list[i
                 times_s.append(took_s)
                 byte_counts.append(clients.bytes_so_far - bytes_before)
                 if not all(isinstance(answer, effects.AnswerUnchanged) for answer in answers):
-                    raise RuntimeError(f"the lighthouse gave a whole quorum where nothing had changed: {answers[0]}")
+                    raise RuntimeError(
+                        f"the lighthouse sent a whole quorum, although nothing had changed: {answers[0]}"
+                    )
             if isinstance(answers[0], effects.AnswerQuorum):
                 held = answers[0].quorum.key
     return times_s, byte_counts
@@ -244,7 +246,7 @@ def _heartbeats_per_s(port: int, seconds: int) -> float:
     rate = re.search(r"finished in .*?, ([\d.]+) req/s", done.stdout)
     failed = re.search(r"(\d+) failed", done.stdout)
     if rate is None or failed is None or int(failed[1]):
-        raise RuntimeError(f"h2load says: {done.stdout}")
+        raise RuntimeError(f"h2load failed: {done.stdout}")
     return float(rate[1])
 
 
@@ -265,7 +267,7 @@ def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
         took_s = time.perf_counter() - began
         after = server.cpu_times()
         # a loss would be reported on a stream
-        told = sum(connection.answers for connection in clients.connections) - number
+        num_unasked = sum(connection.answers for connection in clients.connections) - number
     cores = (after.user + after.system - before.user - before.system) / took_s
     streams = number * CORE_BAR / cores
     return Row(
@@ -276,7 +278,7 @@ def measure_streams(seconds: float, number: int = STREAMS_BAR) -> Row:
         other=f"{number} cost {cores:.2f} of a core",
         ratio=cores / CORE_BAR,
         bar=f">= {STREAMS_BAR}, none lost",
-        met=streams >= STREAMS_BAR and not told,
+        met=streams >= STREAMS_BAR and not num_unasked,
     )
 
 
@@ -290,6 +292,6 @@ def _beat(clients: Swarm, words: Sequence[bytes], seconds: float) -> None:
             lap, which = divmod(index, number)
             connection = clients.connections[which]
             # A manager server's channel pings after half of heartbeat_timeout, which is less frequent than this.
-            connection.say(words[which] + connection.ping() if lap % 2 else words[which])
+            connection.send(words[which] + connection.ping() if lap % 2 else words[which])
         beaten = due
         clients.hear_for(0.01)

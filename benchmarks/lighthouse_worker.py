@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks.step_worker import SECRET, tell
+from benchmarks.step_worker import SECRET, report
 from tft_lighthouse import LighthouseServer
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     with LighthouseServer(
         bind, hostname=arguments.hostname, min_replicas=arguments.min_replicas, token=SECRET
     ) as lighthouse:
-        tell(address=str(lighthouse.address))
+        report(address=str(lighthouse.address))
         sys.stdin.read()
 
 

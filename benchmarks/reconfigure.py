@@ -22,16 +22,20 @@ WARM_UPS = 3
 
 def measure(turns: int, configures: int) -> Row:
     """Return the row. Each size runs in each system, `turns` times."""
-    living: dict[str, dict[int, list[float]]] = {system: {size: [] for size in SIZES} for system in ("torchft", "tft")}
-    bereft: dict[str, dict[int, list[float]]] = {system: {size: [] for size in SIZES} for system in ("torchft", "tft")}
+    configure_ms: dict[str, dict[int, list[float]]] = {
+        system: {size: [] for size in SIZES} for system in ("torchft", "tft")
+    }
+    reconfigure_ms: dict[str, dict[int, list[float]]] = {
+        system: {size: [] for size in SIZES} for system in ("torchft", "tft")
+    }
     for _ in range(turns):
         for size in SIZES:
-            for system in living:
+            for system in configure_ms:
                 times_ms, after_death_ms = _turn(system, size, configures)
-                living[system][size].append(statistics.median(times_ms))
-                bereft[system][size].append(after_death_ms)
-    ours = [statistics.median(found["tft"][size]) for found in (living, bereft) for size in SIZES]
-    theirs = [statistics.median(found["torchft"][size]) for found in (living, bereft) for size in SIZES]
+                configure_ms[system][size].append(statistics.median(times_ms))
+                reconfigure_ms[system][size].append(after_death_ms)
+    ours = [statistics.median(found["tft"][size]) for found in (configure_ms, reconfigure_ms) for size in SIZES]
+    theirs = [statistics.median(found["torchft"][size]) for found in (configure_ms, reconfigure_ms) for size in SIZES]
     worst = max(mine / other for mine, other in zip(ours, theirs, strict=True))
     return Row(
         name="P15",
@@ -52,7 +56,7 @@ def _figures(times_ms: Sequence[float]) -> str:
 
 
 def _order(member: Worker, address: str, rank: int, world_size: int) -> None:
-    member.tell({"address": address, "rank": rank, "world_size": world_size})
+    member.send({"address": address, "rank": rank, "world_size": world_size})
 
 
 def _turn(system: str, size: int, configures: int) -> tuple[list[float], float]:
@@ -63,7 +67,7 @@ def _turn(system: str, size: int, configures: int) -> tuple[list[float], float]:
     def configure(number: int, together: Sequence[Worker]) -> float:
         for rank, member in enumerate(together):
             _order(member, f"127.0.0.1:{store.port}/quorum/{number}", rank, len(together))
-        return max(float(member.told()["took_ms"]) for member in together)
+        return max(float(member.receive()["took_ms"]) for member in together)
 
     try:
         members += [Worker(system, "benchmarks.reconfigure_worker") for _ in range(size)]

@@ -114,11 +114,11 @@ class _Replica:
         time."""
         deadline_s = time.monotonic() + PATIENCE_S
         while [each["participants"] for each in self.commits[-times:]] != [participants] * times:
-            told = self.worker.told(deadline_s - time.monotonic())
-            if told["kind"] == "commit":
-                self.commits.append(told)
+            report = self.worker.receive(deadline_s - time.monotonic())
+            if report["kind"] == "commit":
+                self.commits.append(report)
             else:
-                self.constructed_s = told["at_s"]
+                self.constructed_s = report["at_s"]
 
     def gaps_s(self, after_s: float, until_s: float) -> list[float]:
         """Return the times between its commits in that interval, the commit before it included."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_worker import WRAPPERS, batch_of, make_model, tell
+from benchmarks.step_worker import WRAPPERS, batch_of, make_model, report
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
     manager.register_state_dict_fn("training", load, take)
     data = batch_of(arguments)
-    tell(kind="constructed", at_s=time.time())
+    report(kind="constructed", at_s=time.time())
     step = 0
     while True:
         optimizer.zero_grad()
@@ -49,7 +49,7 @@ def main() -> None:
         optimizer.step()
         if manager.current_step() > step:
             step = manager.current_step()
-            tell(kind="commit", step=step, participants=manager.num_participants(), at_s=time.time())
+            report(kind="commit", step=step, participants=manager.num_participants(), at_s=time.time())
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def compile_sources() -> None:
     root = Path(__file__).resolve().parent.parent
     for tree in ("packages", "benchmarks", "examples", "integration_tests"):
         if not compileall.compile_dir(root / tree, quiet=1):
-            raise RuntimeError(f"{root / tree} can't be compiled; the lines above say why")
+            raise RuntimeError(f"{root / tree} can't be compiled; the error is above")
 
 
 @final

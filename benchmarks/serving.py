@@ -105,7 +105,7 @@ def _start(stack: ExitStack, system: str, mib: int, num_readers: int) -> _Proces
         worker = Worker(system, "benchmarks.serving_worker", ["--role", role, "--mib", str(mib)])
         stack.callback(worker.end)
         workers.append(worker)
-        worker.told(PATIENCE_S)
+        worker.receive(PATIENCE_S)
     return _Processes(workers[0], workers[1], workers[2:])
 
 
@@ -127,14 +127,14 @@ def _warm(trainer: Worker) -> float:
     """Let the trainer offer a state without readers, and train until its checksums exist. Returns: time of the
     offer."""
     first_s = _offer(trainer, 1)[0]
-    trainer.tell({"do": "train", "steps": SLOW_STEPS})
-    trainer.told(PATIENCE_S)
+    trainer.send({"do": "train", "steps": SLOW_STEPS})
+    trainer.receive(PATIENCE_S)
     return first_s
 
 
 def _offer(trainer: Worker, step: int) -> tuple[float, str]:
-    trainer.tell({"do": "offer", "step": step})
-    answer = trainer.told(PATIENCE_S)
+    trainer.send({"do": "offer", "step": step})
+    answer = trainer.receive(PATIENCE_S)
     return float(answer["seconds"]), str(answer["metadata"])
 
 
@@ -145,18 +145,18 @@ def _read(processes: _Processes, step: int, bytes_per_s: float | None, steps: in
     """
     offered_s, metadata = _offer(processes.trainer, step)
     for reader in processes.readers:
-        reader.tell({"step": step, "metadata": metadata, "bytes_per_s": bytes_per_s})
+        reader.send({"step": step, "metadata": metadata, "bytes_per_s": bytes_per_s})
     for reader in processes.readers:
-        reader.told(PATIENCE_S)
+        reader.receive(PATIENCE_S)
     trainers = (processes.trainer, processes.bystander)
     for trainer in trainers:
-        trainer.tell({"do": "train"} if steps is None else {"do": "train", "steps": steps})
-    lost: list[float] = [] if steps is None else [trainer.told(PATIENCE_S)["lost_s"] for trainer in trainers]
+        trainer.send({"do": "train"} if steps is None else {"do": "train", "steps": steps})
+    lost: list[float] = [] if steps is None else [trainer.receive(PATIENCE_S)["lost_s"] for trainer in trainers]
     for reader in processes.readers:
-        if not reader.told(PATIENCE_S)["right"]:
-            raise RuntimeError("a state arrived that was not sent")
+        if not reader.receive(PATIENCE_S)["right"]:
+            raise RuntimeError("the received state differs from the sent state")
     if steps is None:
         for trainer in trainers:
-            trainer.tell({"do": "stop"})
-        lost = [trainer.told(PATIENCE_S)["lost_s"] for trainer in trainers]
+            trainer.send({"do": "stop"})
+        lost = [trainer.receive(PATIENCE_S)["lost_s"] for trainer in trainers]
     return offered_s + max(0.0, lost[0] - max(0.0, lost[1]))

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from benchmarks.step_worker import tell
+from benchmarks.step_worker import report
 from benchmarks.transfer_worker import make_state
 
 TIMEOUT = timedelta(seconds=120)
@@ -84,28 +84,28 @@ def _step(transport: Any, state: dict[str, torch.Tensor]) -> float:
 def _trainer(transport: Any, mib: int, orders: queue.SimpleQueue[dict[str, Any] | None]) -> None:
     state = make_state(mib)
     alone_s = statistics.median(_step(transport, state) for _ in range(ALONE_STEPS))
-    tell(alone_s=alone_s)
+    report(alone_s=alone_s)
     while (order := orders.get()) is not None:
         if order["do"] == "offer":
             transport.disallow_checkpoint()  # the peer's lock would be taken twice
             begun = time.perf_counter()
             transport.send_checkpoint([1], order["step"], state, TIMEOUT)
-            tell(seconds=time.perf_counter() - begun, metadata=transport.metadata())
+            report(seconds=time.perf_counter() - begun, metadata=transport.metadata())
         elif order["do"] == "train":
             took: list[float] = []
             while len(took) < order.get("steps", sys.maxsize) and orders.empty():
                 took.append(_step(transport, state))
-            tell(lost_s=sum(took) - alone_s * len(took), steps=len(took), longest_s=max(took, default=0.0))
+            report(lost_s=sum(took) - alone_s * len(took), steps=len(took), longest_s=max(took, default=0.0))
 
 
 def _reader(transport: Any, orders: queue.SimpleQueue[dict[str, Any] | None]) -> None:
-    tell(ready=True)
+    report(ready=True)
     while (order := orders.get()) is not None:
         with _link(order["metadata"], order["bytes_per_s"]) as metadata:
-            tell(begun=True)
+            report(begun=True)
             begun = time.perf_counter()
             got = transport.recv_checkpoint(0, metadata, order["step"], TIMEOUT)
-            tell(seconds=time.perf_counter() - begun, right=got["tensor_3"][17].item() == 3.0)
+            report(seconds=time.perf_counter() - begun, right=got["tensor_3"][17].item() == 3.0)
         del got
 
 

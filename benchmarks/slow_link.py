@@ -58,7 +58,7 @@ class Islands:
     def __init__(self, cluster: Hosts, workers: list[Worker]) -> None:
         self._cluster = cluster
         self._workers = workers
-        ready = [worker.told(WITHIN_S) for worker in workers]
+        ready = [worker.receive(WITHIN_S) for worker in workers]
         self.gradient_bytes: int = ready[0]["gradient_bytes"]
 
     def train(self, way: str, steps: int) -> float:
@@ -71,8 +71,8 @@ class Islands:
 
     def _all(self, order: dict[str, Any]) -> list[float]:
         for worker in self._workers:
-            worker.tell(order)
-        return [worker.told(WITHIN_S)["answer"] for worker in self._workers]
+            worker.send(order)
+        return [worker.receive(WITHIN_S)["answer"] for worker in self._workers]
 
     @contextmanager
     def limited(self, mbit_per_s: float) -> Iterator[None]:
@@ -97,14 +97,14 @@ def islands(steps: int) -> Iterator[Islands]:
             stack.callback(worker.end)
             return worker
 
-        address = start(LIGHTHOUSE, "lighthouse_worker", min_replicas=len(NAMES)).told(WITHIN_S)["address"]
+        address = start(LIGHTHOUSE, "lighthouse_worker", min_replicas=len(NAMES)).receive(WITHIN_S)["address"]
         shape = {"steps": steps, "fragments": FRAGMENTS, "sync_every": SYNC_EVERY, "delay": DELAY}
         workers: list[Worker] = []
         port = 0
         for island, name in enumerate(NAMES):
             place = {"island": island, "lighthouse": address, "store": cluster.address(NAMES[0]), "port": port}
             workers.append(start(name, "slow_link_worker", **shape, **place))
-            port = port or workers[0].told(WITHIN_S)["port"]
+            port = port or workers[0].receive(WITHIN_S)["port"]
         yield Islands(cluster, workers)
 
 

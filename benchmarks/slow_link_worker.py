@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
-from benchmarks.step_worker import SECRET, tell
+from benchmarks.step_worker import SECRET, report
 from examples.train_lm import Decoder, Settings, read_text
 from integration_tests.hosts import INTERFACE
 from tft_suite import DiLoCo, Manager, ProcessGroupGloo, fragment_model
@@ -128,7 +128,7 @@ def ways(arguments: argparse.Namespace) -> Iterator[dict[str, Way]]:
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     store = TCPStore(arguments.store, arguments.port, is_master=arguments.island == 0, wait_for_workers=False)
     if arguments.island == 0:
-        tell(port=store.port)
+        report(port=store.port)
     dist.init_process_group("gloo", store=store, rank=arguments.island, world_size=ISLANDS)
     with ExitStack() as stack:
 
@@ -185,10 +185,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with ways(arguments) as trained:
-        tell(gradient_bytes=sum(parameter.nbytes for parameter in make_model().parameters()))
+        report(gradient_bytes=sum(parameter.nbytes for parameter in make_model().parameters()))
         for line in sys.stdin:
             order: dict[str, Any] = json.loads(line)
-            tell(answer=trained[order["way"]].obey(order))
+            report(answer=trained[order["way"]].obey(order))
 
 
 if __name__ == "__main__":

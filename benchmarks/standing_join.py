@@ -96,14 +96,14 @@ class _Group:
 
     def request(self, number: int, step: int, held: QuorumKey | None) -> bytes:
         """Return a request as bytes on the wire. Every request after the first contains only the changes."""
-        said = at_step(self.member, step - 1) if number > 1 else None
+        previous = at_step(self.member, step - 1) if number > 1 else None
         asked = events.QuorumRequested(0, number, at_step(self.member, step), held)
-        return self.connection.framed(codec.encode_to_lighthouse(asked, said))
+        return self.connection.framed(codec.encode_to_lighthouse(asked, previous))
 
     def ask(self, words: bytes) -> None:
         """Send a request."""
         self.answer = b""
-        self.connection.say(words)
+        self.connection.send(words)
 
     @property
     def quorum(self) -> effects.AnswerQuorum | effects.AnswerUnchanged:
@@ -128,10 +128,10 @@ class _Group:
             case effects.Welcome() | effects.AnnounceNewcomer() | effects.TellWait():
                 pass
             case other:
-                raise RuntimeError(f"the lighthouse tells {self.member.replica_id} what a join does not need: {other}")
+                raise RuntimeError(f"{self.member.replica_id} received an unexpected message: {other}")
 
     def _say(self, event: events.LighthouseEvent) -> None:
-        self.connection.say(self.connection.framed(codec.encode_to_lighthouse(event)))
+        self.connection.send(self.connection.framed(codec.encode_to_lighthouse(event)))
 
 
 @final
@@ -145,7 +145,7 @@ class _Beats:
         self._said = 0
         self._words = b""
 
-    def say_what_is_due(self) -> None:
+    def send_what_is_due(self) -> None:
         number = len(self._groups)
         due = int((time.perf_counter() - self._began_s) / self.every_s * number)
         for index in range(self._said, due):
@@ -155,7 +155,7 @@ class _Beats:
                 progress = Progress(1_000, Phase.OWN, since_ms=300, excused=False, slowest_step_ms=600_000)
                 beat = events.BeatReceived(0, 0, progress, waits=False, number=lap + 1)
                 self._words = connection.framed(codec.encode_to_lighthouse(beat))
-            connection.say(self._words)
+            connection.send(self._words)
         self._said = due
 
 
@@ -184,7 +184,7 @@ def join(started: servers.Started, number: int, *, settle_beats: float = 2.0) ->
         _serve(clients, beats, lambda: time.perf_counter() - began_s >= settle_beats * beats.every_s)
         beats_core = (_cpu_s(server) - before_s) / (time.perf_counter() - began_s)
         if not all(group.num_renewals for group in groups):
-            raise RuntimeError("a beat of a member that stands was not answered")
+            raise RuntimeError("the lighthouse did not answer a beat of a standing member")
 
         newcomer = _Group(clients.connect(), joins)
         newcomer.keep_all()
@@ -210,13 +210,13 @@ def _stand(clients: Swarm, beats: _Beats, groups: Sequence[_Group]) -> QuorumKey
     key = None
     for step in (0, 1):
         words = [group.request(step + 1, step, key) for group in groups]
-        for group, said in zip(groups, words, strict=True):
-            group.ask(said)
+        for group, request in zip(groups, words, strict=True):
+            group.ask(request)
         _serve(clients, beats, lambda: all(group.answer for group in groups))
         quorum = groups[0].quorum
         key = quorum.quorum.key if isinstance(quorum, effects.AnswerQuorum) else quorum.key
     if not all(isinstance(group.quorum, effects.AnswerUnchanged) for group in groups):
-        raise RuntimeError("the lighthouse gave a whole quorum where nothing had changed")
+        raise RuntimeError("the lighthouse sent a whole quorum, although nothing had changed")
     assert key is not None
     return key
 
@@ -225,8 +225,10 @@ def _serve(clients: Swarm, beats: _Beats, done: Callable[[], bool]) -> None:
     give_up_s = time.perf_counter() + WITHIN_S
     while not done():
         if time.perf_counter() > give_up_s:
-            raise NotAnsweredError(f"not everybody was answered in {WITHIN_S:.0f} s; run it by hand to see why")
-        beats.say_what_is_due()
+            raise NotAnsweredError(
+                f"timed out after {WITHIN_S:.0f} s waiting for all answers; run it by hand to see why"
+            )
+        beats.send_what_is_due()
         clients.hear_for(0.01)
 
 
@@ -235,14 +237,14 @@ def _check(groups: Sequence[_Group], newcomer: _Group, held: QuorumKey) -> None:
     for group in (groups[0], newcomer):
         answer = group.quorum
         if not isinstance(answer, effects.AnswerQuorum) or answer.quorum.key <= held:
-            raise RuntimeError(f"{group.member.replica_id} was not given a new quorum")
+            raise RuntimeError(f"{group.member.replica_id} received no new quorum")
         if len(answer.quorum.members) != len(groups) + 1:
             raise RuntimeError(f"the new quorum has {len(answer.quorum.members)} members, not {len(groups) + 1}")
     # Their requests have one number, so their answers have equal bytes. The head contains the length and the quorum's
     # id.
     head = groups[0].answer[:HEAD_BYTES]
     if any(group.answer[:HEAD_BYTES] != head for group in groups):
-        raise RuntimeError("two members were given different quorums")
+        raise RuntimeError("two members received different quorums")
 
 
 def _cpu_s(process: psutil.Process) -> float:

@@ -78,7 +78,7 @@ def count_messages(steps: int) -> Heard:
     """Count the lighthouse's messages in that many steady steps of each of three replicas."""
     lighthouse = Worker("tft", "benchmarks.counting_lighthouse", ["--min-replicas", str(REPLICAS_OF_P17)])
     try:
-        with _replicas(REPLICAS_OF_P17, lighthouse.told()["address"]) as replicas:
+        with _replicas(REPLICAS_OF_P17, lighthouse.receive()["address"]) as replicas:
             before, heard_before, began_s = _committed(replicas), _heard(lighthouse), time.perf_counter()
             while (done := _committed(replicas) - before) < steps:
                 time.sleep(LOOK_S)
@@ -129,8 +129,8 @@ def _replicas(number: int, lighthouse: str) -> Iterator[list[Worker]]:
 
 
 def _asked(replica: Worker) -> Steps:
-    replica.tell({})
-    return [(at_s, committed) for at_s, committed in replica.told(2 * PATIENCE_S)["steps"]]
+    replica.send({})
+    return [(at_s, committed) for at_s, committed in replica.receive(2 * PATIENCE_S)["steps"]]
 
 
 def _committed(replicas: Sequence[Worker]) -> int:
@@ -139,8 +139,8 @@ def _committed(replicas: Sequence[Worker]) -> int:
 
 
 def _heard(lighthouse: Worker) -> Counter[str]:
-    lighthouse.tell({})
-    return Counter(lighthouse.told()["heard"])
+    lighthouse.send({})
+    return Counter(lighthouse.receive()["heard"])
 
 
 def _between(steps: Steps, from_s: float, to_s: float) -> Steps:

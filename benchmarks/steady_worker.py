@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-from benchmarks.step_worker import one_layer, tell
+from benchmarks.step_worker import one_layer, report
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
 
     def answer() -> None:
         for _ in sys.stdin:
-            tell(steps=steps[:], participants=manager.num_participants())
+            report(steps=steps[:], participants=manager.num_participants())
 
     threading.Thread(target=answer, name="benchmark-answers", daemon=True).start()
     while True:

@@ -103,7 +103,7 @@ def batch_of(arguments: argparse.Namespace) -> torch.Tensor:
     return torch.randn(BATCH, arguments.hidden, generator=torch.Generator().manual_seed(arguments.rank))
 
 
-def tell(**facts: object) -> None:
+def report(**facts: object) -> None:
     """Print one line for the parent."""
     json.dump(facts, sys.stdout)
     sys.stdout.write("\n")
@@ -138,7 +138,7 @@ def main() -> None:
         before = now
     manager = getattr(optimizer, "manager", None)
     committed = manager.current_step() if manager is not None else arguments.warmup + arguments.steps
-    tell(times_ms=times_ms, committed=committed)
+    report(times_ms=times_ms, committed=committed)
     sys.stdin.readline()  # the other replica may still need this one
     del model  # torch's DDP must not hold the last reference to a Gloo group (docs/troubleshooting.md)
     gc.collect()

@@ -113,7 +113,7 @@ class Connection:
         head = _frame(_HEADERS, _END_HEADERS, self._last_stream, _headers(method, timeout))
         return head + _frame(_DATA, _END_STREAM, self._last_stream, body)
 
-    def say(self, words: bytes) -> None:
+    def send(self, words: bytes) -> None:
         """Send the bytes that `framed` or `unary` returned."""
         self._write(words)
 
@@ -245,7 +245,9 @@ class Swarm:
         end = time.perf_counter() + within_s
         while not done():
             if time.perf_counter() > end:
-                raise RuntimeError("the lighthouse did not answer everybody in time; run it by hand to see why")
+                raise RuntimeError(
+                    "timed out waiting for answers of the lighthouse; run tft-lighthouse by hand to see why"
+                )
             self._hear(1.0)
 
     def exchange(self, words: Sequence[bytes], within_s: float = PATIENCE_S) -> float:
@@ -255,8 +257,8 @@ class Swarm:
         """
         before = sum(connection.answers for connection in self.connections)
         began = time.perf_counter()
-        for connection, said in zip(self.connections, words, strict=True):
-            connection.say(said)
+        for connection, request in zip(self.connections, words, strict=True):
+            connection.send(request)
         wanted = before + len(words)
         self.hear_until(lambda: sum(connection.answers for connection in self.connections) >= wanted, within_s)
         return time.perf_counter() - began

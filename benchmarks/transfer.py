@@ -143,15 +143,15 @@ def _transfers(
             workers.append(Worker(system, "benchmarks.transfer_worker", ["--role", role, *arguments]))
         source, receiver = workers
         for worker in workers:
-            worker.told()
+            worker.receive()
         found = []
         for step in range(1, times + 1):
-            source.tell({"step": step})
-            sent = source.told()
-            receiver.tell({"step": step, "metadata": sent["metadata"], "into": into})
-            got = receiver.told()
+            source.send({"step": step})
+            sent = source.receive()
+            receiver.send({"step": step, "metadata": sent["metadata"], "into": into})
+            got = receiver.receive()
             if not got["right"]:
-                raise RuntimeError(f"a state of {system} arrived that was not sent")
+                raise RuntimeError(f"the received state of {system} differs from the sent state")
             found.append(Received(got["seconds"], sent["seconds"], got["extra_bytes"] / (1 << 20)))
         return found
     finally:

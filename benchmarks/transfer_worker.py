@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_worker import tell
+from benchmarks.step_worker import report
 
 TENSORS = 64
 TIMEOUT = timedelta(seconds=60)
@@ -60,7 +60,7 @@ def main() -> None:
 
         transport = PeersTransport(TIMEOUT, arguments.num_chunks)
     state = make_state(arguments.mib)
-    tell(ready=True)
+    report(ready=True)
     act = _send if arguments.role == "source" else _receive
     for line in sys.stdin:
         act(transport, state, json.loads(line))
@@ -73,7 +73,7 @@ def _send(transport: Any, state: dict[str, torch.Tensor], order: dict[str, Any])
     transport.disallow_checkpoint()  # the peer's lock would be taken twice
     begun = time.perf_counter()
     transport.send_checkpoint([1], order["step"], state, TIMEOUT)
-    tell(seconds=time.perf_counter() - begun, metadata=transport.metadata())
+    report(seconds=time.perf_counter() - begun, metadata=transport.metadata())
 
 
 def _receive(transport: Any, state: dict[str, torch.Tensor], order: dict[str, Any]) -> None:
@@ -93,7 +93,7 @@ def _receive(transport: Any, state: dict[str, torch.Tensor], order: dict[str, An
     right = all(got["tensor_1"][place].item() == order["step"] for place in PLACES) and all(
         tensor[17].item() == index for index, tensor in enumerate(got.values())
     )
-    tell(seconds=seconds, extra_bytes=memory.grown_bytes, right=right)
+    report(seconds=seconds, extra_bytes=memory.grown_bytes, right=right)
 
 
 class Memory:
@@ -118,11 +118,11 @@ def _socket_source(num_bytes: int) -> None:
     data = memoryview((ctypes.c_ubyte * num_bytes)()).cast("B")
     ctypes.memset((ctypes.c_ubyte * num_bytes).from_buffer(data), 1, num_bytes)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        tell(ready=True)
+        report(ready=True)
         for _ in sys.stdin:
             thread = threading.Thread(target=_serve_once, args=(listener, data))
             thread.start()
-            tell(seconds=0.0, metadata=str(listener.getsockname()[1]))
+            report(seconds=0.0, metadata=str(listener.getsockname()[1]))
             thread.join()
 
 
@@ -134,13 +134,13 @@ def _serve_once(listener: socket.socket, data: memoryview) -> None:
 def _socket_receiver(num_bytes: int) -> None:
     data = memoryview((ctypes.c_ubyte * num_bytes)()).cast("B")
     ctypes.memset((ctypes.c_ubyte * num_bytes).from_buffer(data), 2, num_bytes)
-    tell(ready=True)
+    report(ready=True)
     for line in sys.stdin:
         begun, at = time.perf_counter(), 0
         with socket.create_connection(("127.0.0.1", int(json.loads(line)["metadata"]))) as connection:
             while at < num_bytes:
                 at += connection.recv_into(data[at:])
-        tell(seconds=time.perf_counter() - begun, extra_bytes=0, right=data[-1] == 1)
+        report(seconds=time.perf_counter() - begun, extra_bytes=0, right=data[-1] == 1)
 
 
 _SOCKET: dict[str, Callable[[int], None]] = {"source": _socket_source, "receiver": _socket_receiver}

@@ -66,7 +66,7 @@ def rounds_of(group: ProcessGroupGloo) -> dict[str, Callable[[int], None]]:
     return {"chosen": exchange_word, **{name: by_line(line) for name, line in ways.items()}, "allreduce": allreduce}
 
 
-def run(port: int, rank: int, size: int, turns: int, told: Connection | None) -> dict[str, float]:
+def run(port: int, rank: int, size: int, turns: int, results: Connection | None) -> dict[str, float]:
     """Return the milliseconds of each way."""
     torch.set_num_threads(1)
     group = ProcessGroupGloo(TIMEOUT)
@@ -87,8 +87,8 @@ def run(port: int, rank: int, size: int, turns: int, told: Connection | None) ->
     group.linger()
     group.shutdown()
     figures = {name: statistics.median(medians) for name, medians in found.items()}
-    if told is not None:
-        told.send(figures)
+    if results is not None:
+        results.send(figures)
     return figures
 
 

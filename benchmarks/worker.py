@@ -57,21 +57,21 @@ class Worker:
                 self._lines.put(line)
         self._lines.put("")
 
-    def tell(self, order: dict[str, Any]) -> None:
+    def send(self, order: dict[str, Any]) -> None:
         """Send one line to the worker."""
         assert self.process.stdin is not None
         json.dump(order, self.process.stdin)
         self.process.stdin.write("\n")
         self.process.stdin.flush()
 
-    def told(self, within_s: float = PATIENCE_S) -> dict[str, Any]:
+    def receive(self, within_s: float = PATIENCE_S) -> dict[str, Any]:
         """Return its next line. Raises: RuntimeError: it ended, or was silent for too long."""
         try:
             line = self._lines.get(timeout=max(within_s, 0.001))
         except queue.Empty:
             line = ""
         if not line:
-            raise RuntimeError(f"a worker ended or said nothing in time; run {self._module} by hand to see why")
+            raise RuntimeError(f"a worker ended or timed out; run {self._module} by hand to see why")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -130,8 +130,8 @@ class FaultTolerance:
         if self.sync_steps % self.num_fragments:
             self._refuse("sync_steps", f"give a multiple of fault_tolerance.num_fragments, {self.num_fragments}")
         for name, methods in USED_BY.items():
-            said = getattr(self, name) != getattr(FaultTolerance, name)
-            if said and self.enable and self.semi_sync_method not in methods:
+            is_set = getattr(self, name) != getattr(FaultTolerance, name)
+            if is_set and self.enable and self.semi_sync_method not in methods:
                 self._refuse(name, f"set fault_tolerance.semi_sync_method to {' or '.join(methods)}, or leave this out")
 
     def _refuse(self, name: str, remedy: str) -> NoReturn:
@@ -393,11 +393,11 @@ def read_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> tuple
     for name, kind in kinds.items():
         bare: Any = {"nargs": "?", "const": "true"} if kind is bool else {}
         parser.add_argument(f"--{name}", metavar=kind.__name__.upper(), help=f"give {WANTED[kind]}", **bare)
-    said, unknown = parser.parse_known_args(arguments)
+    given, unknown = parser.parse_known_args(arguments)
     for word in unknown:
         name = word.lstrip("-").partition("=")[0]
         raise ConfigError(f"{word} is no flag of this program; {nearest(name, kinds, '--')}")
-    flags = vars(said)
+    flags = vars(given)
     values = read_file(flags.pop("config"), kinds) if "config" in flags else {}
     for variable, name in VARIABLES.items():
         if environ.get(variable):

@@ -295,8 +295,10 @@ class Run:
         """Check that an ended group was hit by a fault from which it has not recovered, and restart it."""
         for group in self.groups:
             if group.has_ended and group.trainer.process.exitcode != -signal.SIGKILL:
-                told = [event.text for event in group.trainer.events[-3:]]
-                assert group.struck, f"{group.name} has ended, and nothing had struck: {told}; {dict(self.happened)}"
+                last_events = [event.text for event in group.trainer.events[-3:]]
+                assert group.struck, (
+                    f"{group.name} has ended, and nothing had struck: {last_events}; {dict(self.happened)}"
+                )
                 group.end()
                 group.start_again()
 

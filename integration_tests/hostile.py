@@ -219,13 +219,13 @@ class Fuzzer:
         rng: seeded.
         script: the messages to send.
     Fields:
-        told: counts of the server's answers: names of its messages on streams, and of answered calls.
+        answers: counts of the server's answers: names of its messages on streams, and of answered calls.
     """
 
     channel: grpc.Channel
     rng: random.Random
     script: Script
-    told: Counter[str] = field(default_factory=Counter)
+    answers: Counter[str] = field(default_factory=Counter)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def begin(self) -> None:
@@ -257,7 +257,7 @@ class Fuzzer:
             services.unary_stub(self.channel, method)(request, timeout=within_s)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
-        self.told[call_name(method)] += 1
+        self.answers[call_name(method)] += 1
         return "OK"
 
     def converse(self, messages: Sequence[bytes], *, within_s: float = 0.05, lingers: bool = False) -> str:
@@ -283,7 +283,7 @@ class Fuzzer:
         try:
             for message in stub(spoken(), timeout=within_s):
                 last = message
-                self.told[self.script.name(message)] += 1
+                self.answers[self.script.name(message)] += 1
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
         finally:
@@ -292,44 +292,48 @@ class Fuzzer:
 
 
 def call_name(method: str) -> str:
-    """Return the name of a method's answer in `told`."""
+    """Return the name of a method's answer in `answers`."""
     return method.rpartition("/")[2]
 
 
-def fuzz_for(seconds: float, attack: Callable[[bool], int], least: Mapping[str, int], told: Mapping[str, int]) -> None:
+def fuzz_for(
+    seconds: float, attack: Callable[[bool], int], least: Mapping[str, int], answers: Mapping[str, int]
+) -> None:
     """Attack for that time, first without messages that end a group, and in that phase until the fuzz was heard.
 
     Args:
         seconds: duration.
         attack: makes some attacks, with `spares` as its argument, and returns how many were made so far.
-        least, told: as in `until_heard`.
+        least, answers: as in `until_heard`.
     """
     for share, spares in ((SPARES, True), (1 - SPARES, False)):
         attacks, end = 0, time.monotonic() + share * seconds
         while time.monotonic() < end:
             attacks = attack(spares)
         if spares:
-            until_heard(lambda: attack(True), least, told, attacks)
+            until_heard(lambda: attack(True), least, answers, attacks)
 
 
-def until_heard(attack: Callable[[], object], least: Mapping[str, int], told: Mapping[str, int], attacks: int) -> None:
+def until_heard(
+    attack: Callable[[], object], least: Mapping[str, int], answers: Mapping[str, int], attacks: int
+) -> None:
     """Attack until the fuzz was heard, and not only refused at the hello.
 
     The number of answers within the deadlines depends on the speed of the machine at that moment.
 
     Args:
-        attack: makes some more attacks, and counts the answers in `told`.
+        attack: makes some more attacks, and counts the answers in `answers`.
         least: for each answer's name, the number of attacks for one such answer, up to `HEARD_ENOUGH` answers. In long
             runs some become rare: a server keeps a limited number of votes, and a departed rank asks for nothing more.
-        told: counts of the answers.
+        answers: counts of the answers.
         attacks: number of attacks so far.
     """
     wanted = {name: min(max(attacks // every, 1), HEARD_ENOUGH) for name, every in least.items()}
     end = time.monotonic() + HEARD_WITHIN_S
-    while rare := [name for name, times in wanted.items() if told.get(name, 0) < times]:
+    while rare := [name for name, times in wanted.items() if answers.get(name, 0) < times]:
         assert time.monotonic() < end, (
             f"{attacks} attacks, and more for {HEARD_WITHIN_S:.0f} s, were told {', '.join(rare)} less often than "
-            f"{wanted}: {dict(told)}"
+            f"{wanted}: {dict(answers)}"
         )
         attack()
 

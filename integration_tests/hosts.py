@@ -139,8 +139,8 @@ def why_not(*, limited: bool = False) -> str | None:
         if limited:
             tc("-n", probe, "qdisc", "replace", "dev", "lo", "root", *_bucket(1.0))
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        return f"this machine limits no cables: {said}; install iproute2 and load the kernel module sch_tbf"
+        error_text = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return f"this machine limits no cables: {error_text}; install iproute2 and load the kernel module sch_tbf"
     finally:
         ip("netns", "delete", probe)
     return None

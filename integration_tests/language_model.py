@@ -111,7 +111,7 @@ class Spec:
 
 def manager_with_faults(
     spec: Spec,
-    tell: Callable[[Event], None],
+    report: Callable[[Event], None],
     *,
     timeouts: Timeouts = TIMEOUTS,
     around: Callable[[ProcessGroupLike], ProcessGroupLike] = lambda group: group,
@@ -121,13 +121,13 @@ def manager_with_faults(
 
     Args:
         spec: of the trainer.
-        tell: receives the events.
+        report: receives the events.
         timeouts: of the Manager.
         around: wraps its process group further.
         settings: for the Manager.
     """
     injector = EventInjector(
-        on_strike=lambda fault: tell(Event("struck", manager.current_step(), text=fault.describe()))
+        on_strike=lambda fault: report(Event("struck", manager.current_step(), text=fault.describe()))
     )
     transport = HTTPTransport[Any](timedelta(seconds=60), num_chunks=0, advertise_addr="localhost")
     manager = Manager(
@@ -164,16 +164,16 @@ def live(training: Callable[[Callable[[Event], None]], None], connection: Connec
     logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
     lock = threading.Lock()  # faults strike on any thread
 
-    def tell(event: Event) -> None:
+    def report(event: Event) -> None:
         with lock:
             connection.send(event)
 
     try:
-        training(tell)
+        training(report)
     except Exception as error:
-        tell(Event("end", text=f"{type(error).__name__}: {error}"))
+        report(Event("end", text=f"{type(error).__name__}: {error}"))
         os._exit(1)  # as after a traceback, because torch's own group may be in a collective that never ends
-    tell(Event("end"))
+    report(Event("end"))
 
 
 def join_own_group() -> tuple[int, int]:
@@ -185,12 +185,12 @@ def join_own_group() -> tuple[int, int]:
 def train(spec: Spec, connection: Connection) -> None:
     """Run the life of a language model trainer, in its own process."""
     os.environ.update(spec.environment)
-    live(lambda tell: _train(spec, connection, tell), connection)
+    live(lambda report: _train(spec, connection, report), connection)
 
 
-def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
+def _train(spec: Spec, connection: Connection, report: Callable[[Event], None]) -> None:
     rank, ranks = join_own_group()
-    manager, injector = manager_with_faults(spec, tell)
+    manager, injector = manager_with_faults(spec, report)
     requests = count_requests(manager)
     with manager:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
@@ -199,7 +199,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         manager.register_state_dict_fn("optimizer", training.adam.load_state_dict, training.adam.state_dict)
         injector.module(training.model)
         optimizer = Optimizer(manager, injector.optimizer(training.adam))
-        tell(Event("ready"))
+        report(Event("ready"))
         last: int | None = None
         while manager.current_step() < (last or spec.settings.steps):
             while connection.poll() or (last is None and manager.current_step() == spec.hold_at):
@@ -217,12 +217,12 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             optimizer.step()
             if manager.status().committed:
                 lineage = manager.state_dict()["lineage"]
-                told = digest(local(training.model.state_dict()), local(training.adam.state_dict()))
+                state_digest = digest(local(training.model.state_dict()), local(training.adam.state_dict()))
                 participants = manager.num_participants()
-                tell(Event("commit", manager.current_step(), lineage, told, participants, requests()))
+                report(Event("commit", manager.current_step(), lineage, state_digest, participants, requests()))
             else:
-                tell(Event("failed", manager.current_step(), text=str(error)))
-        tell(Event("loss", manager.current_step(), loss=training.validation_loss()))
+                report(Event("failed", manager.current_step(), text=str(error)))
+        report(Event("loss", manager.current_step(), loss=training.validation_loss()))
     dist.destroy_process_group()
 
 
@@ -366,11 +366,11 @@ class Cluster:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             left_s = deadline - time.monotonic()
-            assert left_s > 0, f"not within {PATIENCE_S:g} s: {what}; {self.story()}"
+            assert left_s > 0, f"not within {PATIENCE_S:g} s: {what}; {self.history()}"
             self._take_in(left_s)
             for group in self.groups:
                 if all(trainer.has_ended for trainer in group.trainers) and not group.has_finished:
-                    assert all(trainer.commits for trainer in group.trainers), f"ended at once; {self.story()}"
+                    assert all(trainer.commits for trainer in group.trainers), f"ended at once; {self.history()}"
                     group.start()
 
     def _take_in(self, timeout_s: float) -> None:
@@ -437,7 +437,7 @@ class Cluster:
         """Wait until SIGSTOP has arrived, which no event reports."""
         deadline = time.monotonic() + PATIENCE_S
         while process.status() != psutil.STATUS_STOPPED:
-            assert time.monotonic() < deadline, f"process {process.pid} does not stop; {self.story()}"
+            assert time.monotonic() < deadline, f"process {process.pid} does not stop; {self.history()}"
             time.sleep(0.01)
 
     def kill(self, trainer: Trainer) -> None:
@@ -455,29 +455,29 @@ class Cluster:
             self.until_step(step)
         self.until(lambda: all(trainer.has_ended for trainer in self.trainers), "all end")
         for trainer in self.trainers:
-            assert trainer.events[-1] == Event("end"), self.story()
-            assert trainer.step == last, self.story()
+            assert trainer.events[-1] == Event("end"), self.history()
+            assert trainer.step == last, self.history()
             trainer.process.join(PATIENCE_S)
             assert trainer.process.exitcode == 0
         # The first to end is gone. A late one may lose its last reduction by that, and commit that step without it.
-        assert len({trainer.commits[last - 1].lineage for trainer in self.trainers}) == 1, self.story()
+        assert len({trainer.commits[last - 1].lineage for trainer in self.trainers}) == 1, self.history()
         self.check_digests()
         return [trainer.events[-2].loss for trainer in self.trainers]
 
     def check_digests(self) -> int:
         """Check that equal steps after equal commits have equal states. Returns: number of such commits by several."""
-        told: dict[tuple[int, int, int], dict[str, str]] = {}
+        seen: dict[tuple[int, int, int], dict[str, str]] = {}
         for group in self.groups:
             for rank, trainer in group.all_trainers:
                 for event in trainer.events:
                     if event.kind == "commit":
-                        digests = told.setdefault((rank, event.step, event.lineage), {})
+                        digests = seen.setdefault((rank, event.step, event.lineage), {})
                         digests[f"{group.name}, process {trainer.process.pid}"] = event.digest
-        for (rank, step, _), digests in told.items():
+        for (rank, step, _), digests in seen.items():
             assert len(set(digests.values())) == 1, f"rank {rank}, step {step}: {digests}"
-        return sum(len(digests) > 1 for digests in told.values())
+        return sum(len(digests) > 1 for digests in seen.values())
 
-    def story(self) -> str:
+    def history(self) -> str:
         """Return the last events of all trainers, ended ones included."""
         return "; ".join(
             f"{group.name}/{rank}: {[f'{each.kind} {each.step} {each.text}'.strip() for each in trainer.events[-3:]]}"

@@ -43,14 +43,14 @@ class LighthouseProgram:
         return f"http://127.0.0.1:{self._port}"
 
     @property
-    def said(self) -> str:
+    def log_text(self) -> str:
         """Return the whole log so far."""
         return self._log.read_text(errors="replace")
 
     def start(self) -> None:
         """Start a life, and wait until it listens."""
         assert self._process is None, "it lives"
-        before = len(LISTENING.findall(self.said)) if self.num_lives else 0
+        before = len(LISTENING.findall(self.log_text)) if self.num_lives else 0
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*self._command, "--bind", f"127.0.0.1:{self._port}"],
@@ -61,9 +61,9 @@ class LighthouseProgram:
             )
         self.num_lives += 1
         deadline = time.monotonic() + UP_WITHIN_S
-        while len(found := LISTENING.findall(self.said)) == before:
-            assert self._process.poll() is None, f"it ended: {self.said[-2000:]}"
-            assert time.monotonic() < deadline, f"it does not listen: {self.said[-2000:]}"
+        while len(found := LISTENING.findall(self.log_text)) == before:
+            assert self._process.poll() is None, f"it ended: {self.log_text[-2000:]}"
+            assert time.monotonic() < deadline, f"it does not listen: {self.log_text[-2000:]}"
             time.sleep(0.02)
         self._port = int(found[-1])
 

@@ -237,10 +237,10 @@ class Processes:
 
     def failure_until_end(self, places: list[Place]) -> str:
         """Receive events until all of these have ended. Returns: the failure, or the empty string."""
-        told = -1
+        num_seen = -1
         try:
-            while told < (told := min(len(self.events[place]) for place in places)):
-                due = told + 1
+            while num_seen < (num_seen := min(len(self.events[place]) for place in places)):
+                due = num_seen + 1
                 self.until(lambda events: len(events) >= due or ended(events), places, f"event {due}")  # noqa: B023
         except AssertionError as error:
             return str(error)

@@ -76,28 +76,28 @@ def lighthouse_session(number: int) -> list[bytes]:
         left=rng.random() < 0.05 and once,
         num_answers=rng.choice((0, 1, number)),
     )
-    told = [codec.encode_to_lighthouse(events.HelloReceived(0, hello))]
+    messages = [codec.encode_to_lighthouse(events.HelloReceived(0, hello))]
     if held is not None and rng.random() < (0.9 if once else 0.1):
         # The first of a job to come is asked for its report. A report without a question ends the stream.
         others = tuple(replace(evil, replica_id=f"other:{index}") for index in range(rng.randrange(3)))
         report = events.QuorumReported(0, Quorum(held, (evil, *others), created_ms=3))
-        told.append(codec.encode_to_lighthouse(report))
-    said: Member | None = None
+        messages.append(codec.encode_to_lighthouse(report))
+    previous: Member | None = None
     for request in range(1, rng.randint(2, 4)):
         member = replace(evil, step=rng.choice(STEPS), lineage=rng.choice((None, 9)), **_flags(rng))
         made_of = (FingerprintPart("parameter/a", rng.choice("ab")),) if rng.random() < 0.2 else ()
         asked = events.QuorumRequested(0, rng.choice((request, 2**64 - 1)), member, held, made_of)
-        told.append(codec.encode_to_lighthouse(asked, said))
-        said = member
-    told.append(codec.encode_to_lighthouse(events.BeatReceived(0, rng.choice((1, 2**63 - 1)), _progress(rng))))
-    told.append(codec.encode_to_lighthouse(events.RequestWithdrawn(0, 1)))
+        messages.append(codec.encode_to_lighthouse(asked, previous))
+        previous = member
+    messages.append(codec.encode_to_lighthouse(events.BeatReceived(0, rng.choice((1, 2**63 - 1)), _progress(rng))))
+    messages.append(codec.encode_to_lighthouse(events.RequestWithdrawn(0, 1)))
     if once:
         ends = (
             events.DeathReported(0, "its process ended\nand forged a line"),
             events.LeaveReceived(0, "it leaves\nand forges a line", rng.choice((0, 2**31 - 1))),
         )
-        told.append(codec.encode_to_lighthouse(rng.choice(ends)))
-    return told
+        messages.append(codec.encode_to_lighthouse(rng.choice(ends)))
+    return messages
 
 
 def replace_id(key: QuorumKey, more: int) -> QuorumKey:
@@ -141,20 +141,20 @@ def rank_session(number: int) -> list[bytes]:
     """Return the session of a group rank, most often of the process that was there before."""
     rng = random.Random(number)
     hello = rank_codec.RankHello(RANK, number if number and rng.random() < 0.05 else RANK_SESSION)
-    told: list[rank_codec.FromRank] = [hello]
+    messages: list[rank_codec.FromRank] = [hello]
     asks: list[rank_codec.Ask | rank_codec.Vote] = [_vote(rng) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.7:
         asks.insert(rng.randrange(len(asks) + 1), _ask(rng))
     for call, asked in enumerate(asks, 1):
         timeout_ms = rng.choice((0, 20, 50, 2**31 - 1))
-        told.append(rank_codec.RankCall(rng.choice((call, call, call, 2**64 - 1)), timeout_ms, asked))
-    told.append(rank_codec.RankBeat(rng.choice((1, MAX_HEALED_BYTES)), _progress(rng)))
+        messages.append(rank_codec.RankCall(rng.choice((call, call, call, 2**64 - 1)), timeout_ms, asked))
+    messages.append(rank_codec.RankBeat(rng.choice((1, MAX_HEALED_BYTES)), _progress(rng)))
     if rng.random() < 0.3:
-        told.append(rank_codec.RankWithdraw(1))
+        messages.append(rank_codec.RankWithdraw(1))
     if rng.random() < 0.2:
         leave = rank_codec.Leave(RANK, "it leaves\nand forges a line", rng.choice((0, 2**31 - 1)))
-        told.append(rng.choice((rank_codec.RankGoodbye(), rank_codec.RankCall(9, 50, leave))))
-    return [rank_codec.encode_from_rank(message) for message in told]
+        messages.append(rng.choice((rank_codec.RankGoodbye(), rank_codec.RankCall(9, 50, leave))))
+    return [rank_codec.encode_from_rank(message) for message in messages]
 
 
 def _ask(rng: random.Random) -> rank_codec.Ask:
@@ -219,8 +219,8 @@ def _name_to_rank(message: bytes) -> str:
             return "a yes" if yes else "a no"
         case rank_codec.RankAnswer(_, answer):
             return type(answer).__name__
-        case told:
-            return type(told).__name__
+        case messages:
+            return type(messages).__name__
 
 
 SCRIPTS: Final = {

@@ -130,18 +130,18 @@ class Verdicts(logging.Handler):
 
     def __init__(self, manager: Manager) -> None:
         super().__init__()
-        self._told: list[Verdict] = []
+        self._verdicts: list[Verdict] = []
         manager.commits_logger.setLevel(logging.DEBUG)
         manager.commits_logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         facts = vars(record)
-        self._told.append(Verdict(facts["step"], facts["commit_result"], facts["num_participants"]))
+        self._verdicts.append(Verdict(facts["step"], facts["commit_result"], facts["num_participants"]))
 
     def taken(self) -> list[Verdict]:
         """Return the verdicts since the last call."""
-        told, self._told = self._told, []
-        return told
+        verdicts, self._verdicts = self._verdicts, []
+        return verdicts
 
 
 def make_fragments(number: int) -> tuple[torch.nn.Sequential, list[torch.nn.Module]]:
@@ -156,10 +156,10 @@ def make_fragments(number: int) -> tuple[torch.nn.Sequential, list[torch.nn.Modu
 def train(spec: Spec, connection: Connection) -> None:
     """Run the life of a trainer, in its own process."""
     os.environ.update(spec.environment)
-    live(lambda tell: _train(spec, connection, tell), connection)
+    live(lambda report: _train(spec, connection, report), connection)
 
 
-def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
+def _train(spec: Spec, connection: Connection, report: Callable[[Event], None]) -> None:
     syncs: Syncs = spec.details.own.get(spec.name, spec.details)
     torch.manual_seed(sum(spec.name.encode()))  # only healing makes the weights equal
     model, fragments = make_fragments(syncs.fragments)
@@ -172,7 +172,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         groups.append(Watched(group))
         return groups[0]
 
-    manager, injector = manager_with_faults(spec, tell, around=watch)
+    manager, injector = manager_with_faults(spec, report, around=watch)
     injector.module(model)
     for optimizer in outer:
         injector.optimizer(optimizer)
@@ -188,7 +188,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             fragment_update_alpha=syncs.alpha,
         )
         verdicts = Verdicts(manager)
-        tell(Event("ready"))
+        report(Event("ready"))
         last: int | None = None
 
         def look(error: Exception | None = None) -> None:
@@ -199,11 +199,11 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                 if verdict.committed and error is None:
                     if fragment is not None:
                         groups[0].check(sizes[fragment], verdict.step)
-                    told = digest(strategy.state_dict())
+                    state_digest = digest(strategy.state_dict())
                     lineage = manager.state_dict()["lineage"]
-                    tell(Event("commit", verdict.step + 1, lineage, told, verdict.participants))
+                    report(Event("commit", verdict.step + 1, lineage, state_digest, verdict.participants))
                 else:
-                    tell(Event("failed", verdict.step, text=str(error or "")))
+                    report(Event("failed", verdict.step, text=str(error or "")))
                 if fragment is not None and error is None and not (verdict.committed and syncs.alpha):
                     shared = strategy.state_dict()[f"StreamingDiLoCoFragment_{fragment}"]["original_parameters"]
                     live = fragments[fragment].state_dict()
@@ -216,8 +216,8 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                     match connection.recv():
                         case Fault() as fault:
                             injector.inject(fault)
-                        case int(told):
-                            last = told
+                        case int(step):
+                            last = step
                 error: Exception | None = None
                 inner.zero_grad()
                 model(torch.randn(4, WIDTHS[0])).square().mean().backward()
@@ -229,4 +229,4 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                         raise
                     error = raised  # a loop that continues after its outer optimizer raised: this replica heals
                 look(error)
-        tell(Event("loss", manager.current_step()))
+        report(Event("loss", manager.current_step()))

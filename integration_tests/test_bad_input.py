@@ -70,7 +70,7 @@ def sentence_of(stderr: str) -> str:
 
 MODULES: Final = {
     "tft": ["-m", "tft_suite.cli.main"],
-    "tft-lighthouse": ["-m", "tft_lighthouse.cli"],
+    "tft-lighthouse": ["-m", "tft_lighthouse"],
     "python -m tft_sim": ["-m", "tft_sim"],
     "python -m benchmarks.run": ["-m", "benchmarks.run"],
 }
@@ -133,11 +133,11 @@ def ended(process: ForkServerProcess, within_s: float) -> int | None:
 @pytest.mark.parametrize(
     ("environment", "words", "says"),
     [
-        ({"TFT_LIGHTHOUSE": ""}, [], "no lighthouse is named; set TFT_LIGHTHOUSE to its address"),
+        ({"TFT_LIGHTHOUSE": ""}, [], "the lighthouse address is not set; set TFT_LIGHTHOUSE to its address"),
         (
             {"TFT_LIGHTHOUSE": "garbage"},
             [],
-            "lighthouse_addr, or TFT_LIGHTHOUSE) can't be used: 'garbage' is no address",
+            "lighthouse_addr, or TFT_LIGHTHOUSE) can't be used: 'garbage' is not an address",
         ),
         ({"RANK": "3"}, [], "RANK is 3 and WORLD_SIZE 1; a rank is below the world size"),
         ({"RANK": "x"}, [], "RANK is 'x'; give a whole number, 0 to"),
@@ -177,7 +177,7 @@ def test_a_training_script_without_its_store_or_its_port_says_so_and_exits_with_
         port = taken.getsockname()[1]
         rows = {
             "can't reach its replica group's store at 127.0.0.1:9 within 0.5 s": no_store,
-            f"can't listen at [::]:{port}: the address is taken": {"TORCHFT_MANAGER_PORT": str(port)},
+            f"can't listen at [::]:{port}: the address is in use": {"TORCHFT_MANAGER_PORT": str(port)},
         }
         for number, (says, environment) in enumerate(rows.items()):
             stderr = tmp_path / str(number)
@@ -202,7 +202,10 @@ def test_a_stranger_at_the_port_of_the_store_is_no_reason_to_hang(spawn: Spawn, 
                 callers.enter_context(stranger.accept()[0]).sendall(words)
         assert process.exitcode == 2
     # Torch writes its own message first.
-    assert f"what listens at 127.0.0.1:{port} does not answer rank 0 as its" in stderr.read_text().splitlines()[-1]
+    assert (
+        f"the server at 127.0.0.1:{port} does not answer rank 0 like its replica group's store"
+        in stderr.read_text().splitlines()[-1]
+    )
 
 
 def run_rank(environment: dict[str, str], stderr: Path) -> None:
@@ -237,7 +240,7 @@ class Rank:
                 Rank(
                     1,
                     3,
-                    "ConfigError: rank 1 was told a WORLD_SIZE of 3, and another process of its replica",
+                    "ConfigError: rank 1 has WORLD_SIZE 3, and another process of its replica group has",
                 ),
             ],
             id="different world sizes",
@@ -253,7 +256,7 @@ class Rank:
         ),
         pytest.param(
             [
-                Rank(1, 2, "look whether group rank 0 has started"),
+                Rank(1, 2, "check whether group rank 0 has started"),
                 Rank(
                     1, 2, "is rank 1 of this replica group already; give every process of the group a RANK of its own"
                 ),
@@ -296,8 +299,8 @@ def in_order(store: TCPStore, ranks: list[Rank]) -> Iterator[tuple[int, Rank]]:
 def test_an_unreachable_lighthouse_is_said_soon_and_again_at_the_deadline(spawn: Spawn, tmp_path: Path) -> None:
     assert ended(spawn(run_rank, {"RANK": "0", "WORLD_SIZE": "1"}, tmp_path / "stderr"), LONG_S) == 0
     text = (tmp_path / "stderr").read_text()
-    away = "the lighthouse at 127.0.0.1:9 can't be reached: nobody listens there (connection refused)"
-    assert f"{away}; still trying" in text
+    away = "the lighthouse at 127.0.0.1:9 can't be reached: no server listens there (connection refused)"
+    assert f"{away}; retrying" in text
     assert text.splitlines()[-1].startswith("RequestTimeoutError: rank 0's quorum for step 0")
     assert away in text.splitlines()[-1]
     assert "Traceback" not in text
@@ -309,7 +312,7 @@ def test_an_unreachable_lighthouse_is_said_soon_and_again_at_the_deadline(spawn:
 @contextmanager
 def lighthouse_under_attack(folder: Path) -> Iterator[tuple[Watched, Callable[[], object]]]:
     """Yield a lighthouse, and an honest replica that asks it for a quorum."""
-    command = [sys.executable, "-m", "tft_lighthouse.cli", "--bind", "127.0.0.1:0", "--quorum-tick-ms", "20"]
+    command = [sys.executable, "-m", "tft_lighthouse", "--bind", "127.0.0.1:0", "--quorum-tick-ms", "20"]
     with serving(command, folder / "lighthouse.log") as server:
         address = f"127.0.0.1:{server.port}"
         with (
@@ -476,11 +479,11 @@ def fuzz(port: str, server: Watched, honest: Callable[[], object], *, seed: int,
                 server.check(honest, f"{number} damaged messages of seed {seed}")
             return number
 
-        least, told = (REACHES[port], fuzzer.told) if fuzzer is not None else ({}, {})
+        least, told = (REACHES[port], fuzzer.answers) if fuzzer is not None else ({}, {})
         fuzz_for(seconds, attack, least, told)
         server.check(honest, f"all {number} damaged messages of seed {seed}")
     if fuzzer is not None:
-        print(f"{number} attacks on the {port}: {dict(fuzzer.told)}")
+        print(f"{number} attacks on the {port}: {dict(fuzzer.answers)}")
     return number
 
 
@@ -545,7 +548,7 @@ def test_the_offender_is_told_why(port: str, tmp_path: Path) -> None:
     sessions = {
         "lighthouse": [
             (b"\xff", "1 bytes are not a ToLighthouse message"),
-            (b"", "says nothing that this version knows"),
+            (b"", "has no content that this version knows"),
         ],
         "manager server": [
             (b"\xff", "1 bytes are not a ToManagerServer message"),

@@ -136,14 +136,14 @@ def test_kill_9_of_the_command_itself_leaves_nothing_behind(launch: Launch, tmp_
 
 def train_and_fail(task: ReplicaTask, link: Link) -> None:
     """Train, and fail in replica 1 in the middle, with a Manager and its server alive."""
-    tell = link.tell
+    tell = link.send
 
     def tell_or_fail(event: ReplicaEvent) -> None:
         if task.replica == 1 and isinstance(event, StepCommitted) and event.step >= 5:
             raise ValueError("the disk is full")
         tell(event)
 
-    link.tell = tell_or_fail  # type: ignore[method-assign]
+    link.send = tell_or_fail  # type: ignore[method-assign]
     train(task, link)
 
 

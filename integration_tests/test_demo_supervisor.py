@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from integration_tests.conftest import Kill, Spawn
-from tft_suite.demo.director import HOLD_AFTER_S
+from tft_suite.demo.demo_controller import HOLD_AFTER_S
 from tft_suite.demo.events import (
     HealingStarted,
     ProcessKilled,
@@ -24,9 +24,9 @@ from tft_suite.demo.events import (
 )
 from tft_suite.demo.link import Link
 from tft_suite.demo.process import ReplicaTask
-from tft_suite.demo.report import make_report, what_is_wrong
+from tft_suite.demo.report import make_report, problems_of
+from tft_suite.demo.run_state import RunState
 from tft_suite.demo.settings import DemoSettings
-from tft_suite.demo.story import Story
 from tft_suite.demo.supervisor import Outcome, Supervisor, log_of
 from tft_suite.errors import MessageError
 
@@ -48,14 +48,14 @@ def act(task: ReplicaTask, link: Link) -> None:
     step = max(steps_in(folder), default=0)
     own.write_text(str(step))
     if step:
-        link.tell(HealingStarted(at_s=0, replica=task.replica))
+        link.send(HealingStarted(at_s=0, replica=task.replica))
     while step < task.steps:
         time.sleep(STEP_S)
         if step > min(steps_in(folder)) + AHEAD:
             continue
         step += 1
         own.write_text(str(step))
-        link.tell(committed(task, step))
+        link.send(committed(task, step))
     end(task, link, step)
 
 
@@ -70,14 +70,14 @@ def committed(task: ReplicaTask, step: int) -> StepCommitted:
 
 def end(task: ReplicaTask, link: Link, step: int) -> None:
     while not link.is_stopped:
-        link.tell(TrainingEnded(at_s=0, replica=task.replica, step=step, digest="d", test_accuracy=1.0))
+        link.send(TrainingEnded(at_s=0, replica=task.replica, step=step, digest="d", test_accuracy=1.0))
         link.wait_for_order()
         time.sleep(STEP_S)
 
 
 def stay_behind(task: ReplicaTask, link: Link) -> None:
     """Let replica 1 lose the last step, and have it only when all hold."""
-    link.tell(committed(task, task.steps - 1))
+    link.send(committed(task, task.steps - 1))
     if task.replica == 1:
         link.wait_for_order()
         assert link.is_held
@@ -85,7 +85,7 @@ def stay_behind(task: ReplicaTask, link: Link) -> None:
 
 
 def fail(task: ReplicaTask, link: Link) -> None:
-    link.tell(committed(task, 1))
+    link.send(committed(task, 1))
     if task.replica == 1:
         raise ValueError("no more digits") from KeyError("seven")
     end(task, link, task.steps)
@@ -113,9 +113,9 @@ def mumble(task: ReplicaTask, link: Link) -> None:
 
 
 class Watch:
-    """A view that calls `look` with the story, and shows nothing."""
+    """A view that calls `look` with the run_state, and shows nothing."""
 
-    def __init__(self, look: Callable[[Story], None] = lambda story: None) -> None:
+    def __init__(self, look: Callable[[RunState], None] = lambda run_state: None) -> None:
         self._look = look
 
     def __enter__(self) -> Watch:
@@ -125,18 +125,18 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def show(self, story: Story, now_s: float) -> None:
-        self._look(story)
+    def show(self, run_state: RunState, now_s: float) -> None:
+        self._look(run_state)
 
 
 def run(
-    settings: DemoSettings, body: Callable[[ReplicaTask, Link], None], *, look: Callable[[Story], None] | None = None
+    settings: DemoSettings, body: Callable[[ReplicaTask, Link], None], *, look: Callable[[RunState], None] | None = None
 ) -> Outcome:
     caught: list[int] = []
 
-    def watch(story: Story) -> None:
+    def watch(run_state: RunState) -> None:
         if look is not None:
-            look(story)
+            look(run_state)
 
     supervisor = Supervisor(
         settings,
@@ -164,7 +164,7 @@ def test_killed_replicas_are_started_again_and_come_to_the_end(tmp_path: Path) -
     settings = settings_of(tmp_path, steps=400, kills=3)
     outcome = run(settings, act)
     report = make_report(outcome.events, replicas=3, steps=400, wall_s=outcome.wall_s)
-    assert what_is_wrong(report, outcome.events, kills=3, error=outcome.error) == ()
+    assert problems_of(report, outcome.events, kills=3, error=outcome.error) == ()
     assert len(report.faults) == 3
     assert len(pids(outcome)) == 6
     assert not [pid for pid in pids(outcome) if psutil.pid_exists(pid)]
@@ -195,7 +195,7 @@ def test_a_replica_that_just_ends_is_no_kill_and_not_started_again(
     body: Callable[[ReplicaTask, Link], None], words: str, tmp_path: Path
 ) -> None:
     outcome = run(settings_of(tmp_path), body)
-    assert outcome.error == f"replica 1 ended before its time: {words}."
+    assert outcome.error == f"replica 1 ended unexpectedly: {words}."
     assert len(pids(outcome)) == 3
 
 
@@ -223,7 +223,7 @@ def test_a_signal_ends_the_run_and_all_processes(tmp_path: Path) -> None:
         settings_of(tmp_path),
         lighthouse_addr="unused",
         token="unused",
-        view=Watch(lambda story: caught.append(15) if story.step else None),
+        view=Watch(lambda run_state: caught.append(15) if run_state.step else None),
         body=f"{__name__}:fail_late",
         caught=caught,
     )
@@ -233,7 +233,7 @@ def test_a_signal_ends_the_run_and_all_processes(tmp_path: Path) -> None:
 
 
 def fail_late(task: ReplicaTask, link: Link) -> None:
-    link.tell(committed(task, 1))
+    link.send(committed(task, 1))
     link.wait_for_order()
     raise AssertionError("nobody ordered anything")
 
@@ -241,8 +241,8 @@ def fail_late(task: ReplicaTask, link: Link) -> None:
 def supervise_for_ever(out: Path, told: Connection) -> None:
     """Run a supervisor in a separate process, and report when all replicas have committed."""
 
-    def look(story: Story) -> None:
-        if all(who.num_commits for who in story.replicas):
+    def look(run_state: RunState) -> None:
+        if all(who.num_commits for who in run_state.replicas):
             told.send(True)
 
     Supervisor(

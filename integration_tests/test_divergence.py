@@ -198,8 +198,8 @@ def test_who_has_gone_astray_is_named_with_what_differs_and_healed(run: Run, spo
     assert_equal_digests(replicas, range(9, 31))
     (error,) = astray.errors
     assert "the state of replica b:" in error
-    assert "at step 8 is not that of " in error
-    assert error.endswith("it heals")
+    assert "at step 8 differs from that of " in error
+    assert error.endswith("this replica heals")
     if spoil == "lr":
         assert "optimizer.param_groups.0.lr: 0.02 here, 0.01 at the source" in error
     else:
@@ -222,11 +222,11 @@ def test_a_newcomer_that_kept_its_own_learning_rate_is_named_and_stopped(run: Ru
     for error in (found, end):
         assert "the state of replica c:" in error
         assert "optimizer.param_groups.0.lr: 0.5 here, 0.01 at the source" in error
-    assert found.endswith("it heals")
+    assert found.endswith("this replica heals")
     assert end.startswith("StateDivergedError: ")
     assert end.endswith(
-        "healing did not cure it the last time, because load_state_dict left other values than it was given "
-        "(optimizer.param_groups.0.lr: 0.5 here, 0.01 at the source); mend that"
+        "the last healing did not fix this, because load_state_dict did not restore the received values "
+        "(optimizer.param_groups.0.lr: 0.5 here, 0.01 at the source); fix load_state_dict"
     )
     at_steps = [int(error.partition("at step ")[2].split()[0]) for error in (found, end)]
     assert at_steps == [at_steps[0], at_steps[0] + EVERY]
@@ -258,7 +258,7 @@ def test_a_group_of_two_ranks_is_compared_and_healed_whole(run: Run) -> None:
     for rank in range(2):
         assert_equal_digests([replicas[rank], replicas[2 + rank]], range(9, 31))
     sound, spoilt = replicas[2:]
-    assert "rank 0, at step 8 is not that of a:" in sound.errors[0]
-    assert "(no difference on this rank); it heals" in sound.errors[0]
+    assert "rank 0, at step 8 differs from that of a:" in sound.errors[0]
+    assert "(no difference on this rank); this replica heals" in sound.errors[0]
     assert "model.weight: " in spoilt.errors[0]
     assert [len(replica.errors) for replica in replicas] == [0, 0, 1, 1]

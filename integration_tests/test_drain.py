@@ -103,7 +103,7 @@ class Pair:
                 written = outputs[replica].read_text(encoding="utf-8")
                 assert process.exitcode == 0, written
                 assert "Traceback" not in written
-                assert "asked to leave: its host goes down" in written
+                assert "received a request to leave the job: its host goes down" in written
 
     def _until_it_has(self, operator: LighthouseClient, num_members: int) -> None:
         """Wait until the newest quorum has that many members."""

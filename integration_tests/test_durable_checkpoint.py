@@ -229,7 +229,7 @@ def save_as_one_of_two(directory: Path, rank: int, port: int, what: str, connect
     ("what", "says"),
     [
         ("torn", ("None", "None")),
-        ("raises", ("another rank of replica both could not give its state of step 4", "OSError: no such place")),
+        ("raises", ("another rank of replica both could not return its state of step 4", "OSError: no such place")),
     ],
 )
 def test_what_one_rank_alone_finds_out_keeps_all_from_saving(

@@ -165,5 +165,5 @@ def test_a_manager_server_that_is_killed_while_it_starts_is_replaced(script: Sta
     kills = "import psutil\nmake()\nfor child in psutil.Process().children(): child.kill()\ntrain(); manager.shutdown()"
     lines = ended(script("killed", kills), 0)
     assert len(lines) == 1, lines
-    assert "(exit code -9) before it served" in lines[0]
+    assert "(exit code -9) before it was ready" in lines[0]
     assert lines[0].endswith("starting another one")

@@ -139,19 +139,19 @@ class Cluster:
         self.job.until(
             lambda: all(trainer.step >= last + FURTHER_STEPS for trainer in self.surviving), "the survivors go on"
         )
-        assert [trainer.ended for trainer in self.surviving] == [None] * len(self.surviving), self.job.story()
+        assert [trainer.ended for trainer in self.surviving] == [None] * len(self.surviving), self.job.history()
         assert self.job.check_digests() >= common + FURTHER_STEPS
 
     def survivors_noticed(self) -> None:
         """Check that in each surviving group a Manager has recorded an error of the lost step."""
         for group in self.survivors:
             errors = [event.text for rank in group for event in self._since(rank) if event.kind == "failed"]
-            assert any(text != "None" for text in errors), self.job.story()
+            assert any(text != "None" for text in errors), self.job.history()
 
     def victim_goes_on(self) -> None:
         """Check that the victim commits with the others again, without a restart."""
         self._wait_for_all_three()
-        assert [trainer.ended for trainer in self.victim] == [None] * len(self.victim), self.job.story()
+        assert [trainer.ended for trainer in self.victim] == [None] * len(self.victim), self.job.history()
         self.job.check_digests()
         self.stands = True
 

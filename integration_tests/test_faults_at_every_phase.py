@@ -99,7 +99,7 @@ def strike(cluster: Cluster, turn: int, blow: Blow) -> None:
             process.resume()
     cluster.until_it_stands(after=cluster.step)
     others = [each for each in cluster.groups if each is not group]
-    assert [each.starts for each in others] == [starts[each.name] for each in others], f"{blow}: {cluster.story()}"
+    assert [each.starts for each in others] == [starts[each.name] for each in others], f"{blow}: {cluster.history()}"
     cluster.check_digests()
 
 

@@ -68,7 +68,9 @@ def check_newcomers(cluster: Cluster) -> None:
         for _, newcomer in group.all_trainers[len(group.trainers) :]:
             first = next(event for event in newcomer.events if event.kind == "commit")
             equal = {event.digest for event in others if (event.step, event.lineage) == (first.step, first.lineage)}
-            assert equal == {first.digest}, f"{group.name}, process {newcomer.process.pid}: {first}; {cluster.story()}"
+            assert equal == {first.digest}, (
+                f"{group.name}, process {newcomer.process.pid}: {first}; {cluster.history()}"
+            )
 
 
 def commits_of(group: ReplicaGroup) -> list[Event]:

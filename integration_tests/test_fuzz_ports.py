@@ -37,7 +37,7 @@ from integration_tests.hostile import (
 from integration_tests.strangers import SCRIPTS, Script
 from integration_tests.test_bad_input import PORTS
 from tft_coord.errors import CoordinationError
-from tft_coord.transport import steady
+from tft_coord.transport import registered_server
 from tft_coord.wire import services
 
 FUZZ_S: Final = 2.5
@@ -62,7 +62,7 @@ def conversation(script: Script, number: int, *, spares: bool) -> list[bytes]:
     stream.open_stream(script.stream, first)
     for message in messages:
         if not (spares and script.ends(message)):
-            stream.say(stream.framed(message))
+            stream.send(stream.framed(message))
     return said.written
 
 
@@ -71,7 +71,7 @@ def calls(script: Script, numbers: range) -> list[bytes]:
     said = Recorder()
     caller = Connection(said)
     for number in numbers:
-        caller.say(caller.unary(*script.call(number), timeout="50m"))
+        caller.send(caller.unary(*script.call(number), timeout="50m"))
     return said.written
 
 
@@ -138,9 +138,9 @@ def thread_names(pid: int) -> list[str]:
 
 
 class Attacker(Protocol):
-    """A maker of damaged connections. `told` counts the server's answers, as far as they were read."""
+    """A maker of damaged connections. `answers` counts the server's answers, as far as they were read."""
 
-    told: Counter[str]
+    answers: Counter[str]
 
     def attack(self, number: int, *, spares: bool) -> None:
         """Make some concurrent connections and end them in any order. With `spares` they don't end what later ones
@@ -158,7 +158,7 @@ class AtThePort:
     """Connections that speak HTTP/2: sessions, calls, or both. No call acts for a rank that has a session."""
 
     def __init__(self, server: Watched, script: Script, rng: random.Random) -> None:
-        self.told: Counter[str] = Counter()
+        self.answers: Counter[str] = Counter()
         self._server = server
         self._script = script
         self._rng = rng
@@ -182,7 +182,7 @@ class AtThePort:
                 if self._rng.random() < 0.5:
                     names[sock] = self._name_on_stream if is_session else partial(self._name_of_call, index)
             for sock, reply in heard(names).items():
-                self.told.update(names[sock](*answer) for answer in answers_in(reply))
+                self.answers.update(names[sock](*answer) for answer in answers_in(reply))
 
     def _name_on_stream(self, _: int, message: bytes) -> str:
         return self._script.name(message)
@@ -292,7 +292,7 @@ def fuzz(name: str, folder: Path, seed: int, seconds: float, *, pool_more: int =
             return number * AT_ONCE
 
         with Honest(honest) as client:
-            fuzz_for(seconds, attack, target.reaches, attacker.told)
+            fuzz_for(seconds, attack, target.reaches, attacker.answers)
         assert client.failed is None, f"seed {seed}: {client.failed!r}"
         assert client.served > 0
         # The bound is many times the cost on a busy machine. A server that waits for a stranger would exceed any bound.
@@ -306,7 +306,7 @@ def fuzz(name: str, folder: Path, seed: int, seconds: float, *, pool_more: int =
             )
             time.sleep(0.05)
         server.check(honest, f"all connections of seed {seed}", connections=number * AT_ONCE)
-    print(f"{number * AT_ONCE} connections to the {name}: {dict(attacker.told)}")
+    print(f"{number * AT_ONCE} connections to the {name}: {dict(attacker.answers)}")
     return number * AT_ONCE
 
 
@@ -329,7 +329,7 @@ def test_a_method_that_is_no_text_ends_no_listening(port: str, tmp_path: Path) -
         threads = psutil.Process(server.pid).num_threads()
         call_what_is_no_text(port, server, 20)
         lines = server.check(honest, "methods that are no text")
-        assert not any("ended the listening" in line for line in lines) or not steady.is_offered()
+        assert not any("closed the port" in line for line in lines) or not registered_server.is_supported()
         connected(server.port).close()
         assert psutil.Process(server.pid).num_threads() <= threads + 4
 

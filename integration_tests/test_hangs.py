@@ -62,10 +62,10 @@ def test_the_others_go_on_and_it_comes_back(job: Job, how: str, where: Place | N
     job.until(lambda: a.committed_with(2, 1) and c.committed_with(2, 1), "the two others go on")
     for trainer in (a, c):
         commits = [event for event in trainer.of_kind("commit") if event.at_s > struck_s and event.participants == 2]
-        assert SLOWEST_STEP_S / 2 < commits[0].at_s - struck_s < SLOWEST_STEP_S + HEARTBEAT_TIMEOUT_S, job.story()
+        assert SLOWEST_STEP_S / 2 < commits[0].at_s - struck_s < SLOWEST_STEP_S + HEARTBEAT_TIMEOUT_S, job.history()
     job.until(lambda: all(trainer.committed_with(3) for trainer in everybody), "it wakes up, heals, and all commit")
-    assert b.of_kind("healed"), job.story()
-    assert len([event for event in a.events if event.kind == "failed"]) <= 3, job.story()
+    assert b.of_kind("healed"), job.history()
+    assert len([event for event in a.events if event.kind == "failed"]) <= 3, job.history()
     job.finish()
 
 
@@ -78,6 +78,6 @@ def test_a_first_step_may_take_any_time(job: Job) -> None:
     compiling = Fault(action=Action.HANG, place=Place.FORWARD, replica="c", hang_for=timedelta(seconds=4))
     c = job.start("c", faults=(compiling,), timeout=MINUTE, slowest_step=timedelta(seconds=SLOWEST_STEP_S))
     job.until(lambda: all(trainer.committed_with(3) for trainer in (a, b, c)), "all three commit together")
-    assert c.of_kind("struck"), job.story()
-    assert [event for trainer in (a, b) for event in trainer.of_kind("failed")] == [], job.story()
+    assert c.of_kind("struck"), job.history()
+    assert [event for trainer in (a, b) for event in trainer.of_kind("failed")] == [], job.history()
     job.finish()

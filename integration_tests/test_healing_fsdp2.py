@@ -158,7 +158,7 @@ def kill_at(cluster: Cluster, turn: int, place: Place) -> None:
     cluster.strike(group, 0 if place in OF_RANK_ZERO else 1, Action.KILL, place)
     cluster.until(lambda: group.starts == starts[cluster.groups.index(group)], "the whole group is started again")
     check_healed(cluster, group)
-    assert [each.starts for each in cluster.groups] == starts, cluster.story()
+    assert [each.starts for each in cluster.groups] == starts, cluster.history()
 
 
 def kill_in_own_state_function(cluster: Cluster) -> None:
@@ -170,7 +170,7 @@ def kill_in_own_state_function(cluster: Cluster) -> None:
     group.trainers[0].connection.send(Fault(action=Action.FAIL, place=Place.OPTIMIZER, replica=group.name))
     cluster.until(lambda: group.starts == starts[1], "the whole group is started again")
     check_healed(cluster, group)
-    assert [each.starts for each in cluster.groups] == starts, cluster.story()
+    assert [each.starts for each in cluster.groups] == starts, cluster.history()
     assert ended.events[-1].kind == "end"
     assert ended.events[-1].text
 
@@ -180,12 +180,12 @@ def fail_to_serve(cluster: Cluster) -> None:
     starts = [each.starts for each in cluster.groups]
     cluster.strike(cluster.groups[0], 1, Action.FAIL, Place.SERVING)
     check_healed(cluster, cluster.groups[1])
-    assert [each.starts for each in cluster.groups] == starts, cluster.story()
+    assert [each.starts for each in cluster.groups] == starts, cluster.history()
 
 
 def check_healed(cluster: Cluster, group: ReplicaGroup) -> None:
     cluster.until_together(after=cluster.step)
-    assert all(any(each.kind == "healed" for each in trainer.events) for trainer in group.trainers), cluster.story()
+    assert all(any(each.kind == "healed" for each in trainer.events) for trainer in group.trainers), cluster.history()
     cluster.check_digests()
 
 

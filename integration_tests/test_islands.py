@@ -45,7 +45,7 @@ from integration_tests.language_model import (
     training_together,
 )
 from tft_algos import DiLoCo, LocalSGD
-from tft_algos.dtensors import cut_like
+from tft_algos.dtensors import shard_like
 from tft_algos.manager.quorum.rank0_groups import whole
 from tft_algos.testing import Action, Fault, Place, digest
 from tft_algos.testing.trajectory import Recipe, reference
@@ -126,7 +126,7 @@ def made_gradients(model: nn.Module, replica: int, step: int) -> list[torch.Tens
     gradients: list[torch.Tensor] = []
     for parameter in model.parameters():
         whole = torch.randn(parameter.shape, generator=generator)
-        gradients.append(cut_like(whole, parameter.data) if isinstance(parameter.data, DTensor) else whole)
+        gradients.append(shard_like(whole, parameter.data) if isinstance(parameter.data, DTensor) else whole)
     return gradients
 
 
@@ -292,7 +292,7 @@ def check_healed(cluster: Cluster, group: ReplicaGroup, starts: list[int]) -> No
     cluster.until_together(after=cluster.step)
     check_equal(cluster)
     wanted = [number + (each is group) for each, number in zip(cluster.groups, starts, strict=True)]
-    assert [each.starts for each in cluster.groups] == wanted, cluster.story()
+    assert [each.starts for each in cluster.groups] == wanted, cluster.history()
 
 
 def check_equal(cluster: Cluster) -> None:
@@ -303,7 +303,7 @@ def check_equal(cluster: Cluster) -> None:
             for event in trainer.commits.values():
                 told.setdefault((event.step, event.lineage), set()).add(event.digest)
     assert told
-    assert not [where for where, digests in told.items() if len(digests) > 1], cluster.story()
+    assert not [where for where, digests in told.items() if len(digests) > 1], cluster.history()
 
 
 def strike(group: ReplicaGroup, rank: int, action: Action, place: Place) -> Fault:
@@ -356,7 +356,7 @@ def test_where_the_source_dies_as_it_serves_an_island_heals_from_another(spawn: 
         assert dies.events[-1].kind == "struck"
         cluster.until_together(after=cluster.step)
         check_equal(cluster)
-        assert [group.starts for group in cluster.groups] == [2, 1, 2], cluster.story()
+        assert [group.starts for group in cluster.groups] == [2, 1, 2], cluster.history()
         cluster.finish()
 
 

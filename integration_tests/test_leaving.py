@@ -45,7 +45,7 @@ def ends_well(job: Job, leavers: Iterable[Trainer]) -> int:
     leavers = list(leavers)
     job.until(lambda: all(each.ended for each in leavers), "those that leave end")
     for each in leavers:
-        assert each.ended == Event("end"), job.story()
+        assert each.ended == Event("end"), job.history()
         each.process.join(SOON.total_seconds())
         assert each.process.exitcode == 0
     (last,) = {each.step for each in leavers}
@@ -58,7 +58,7 @@ def lost_nothing(job: Job, survivors: Sequence[Trainer], last: int, before: int,
     for each in survivors:
         began = next(index for index, event in enumerate(each.events) if event.participants == before)
         since = each.events[began:]
-        assert [event for event in since if event.kind != "commit"] == [], job.story()
+        assert [event for event in since if event.kind != "commit"] == [], job.history()
         steps = [event.step for event in since]
         assert steps == list(range(steps[0], steps[0] + len(steps)))
         with_all = [event.step for event in since if event.participants == before]
@@ -93,7 +93,7 @@ def test_a_drained_replica_leaves_and_says_who_asked(job: Job, lighthouse: Light
     trainers = [job.start(name, **OPTIONS) for name in ("a", "b")]
     train_together(job, trainers, 2)
     with LighthouseClient(str(lighthouse.address), SOON) as operator:
-        with pytest.raises(RefusedError, match="has no living replica 'z'; there is a:"):
+        with pytest.raises(RefusedError, match="has no running replica 'z'; running replicas: a:"):
             operator.drain("default", "z")
         operator.drain("default", "b", reason="its host goes down")
     last = ends_well(job, trainers[1:])

@@ -131,7 +131,7 @@ def test_a_lighthouse_that_starts_after_the_trainers_is_waited_for(lighthouse: L
         after(told.unreachable, lighthouse.start),
         trainer.strategy,
     ):
-        away = f"the lighthouse at {lighthouse.bind} can't be reached: nobody listens there"
+        away = f"the lighthouse at {lighthouse.bind} can't be reached: no server listens there"
         assert any(away in sentence for sentence in told.sentences)
         assert trainer.manager.current_step() == 1
         assert trainer.train(4) == (2, 8.0)

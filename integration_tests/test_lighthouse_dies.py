@@ -77,11 +77,11 @@ def test_a_lighthouse_that_is_killed_again_and_again_ends_no_trainer(
         lighthouse.start()
         go_on(job, *trainers)
     job.finish(trainers)
-    ids = [int(number) for number in NEW_QUORUM.findall(lighthouse.said)]
+    ids = [int(number) for number in NEW_QUORUM.findall(lighthouse.log_text)]
     assert ids == sorted(set(ids)), "ids rise, whoever gives them"
     # The survivors lose a step to the death of a trainer, and none to that of a lighthouse.
     failed = [len(trainer.of_kind("failed")) for trainer in trainers[:2]]
-    assert max(failed) <= 3, job.story()
+    assert max(failed) <= 3, job.history()
 
 
 def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: NewLighthouse, spawn: Spawn) -> None:
@@ -91,7 +91,7 @@ def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: N
     job = Job(spawn, cast(LighthouseServer, Addresses(first, stranger, second)))
     trainers = [job.start(name) for name in ("a", "b")]
     job.until(together(*trainers), "both commit together")
-    assert NEW_QUORUM.findall(second.said) == []
+    assert NEW_QUORUM.findall(second.log_text) == []
     first.kill()
     go_on(job, *trainers)
     # The lighthouse that was started at the first address meanwhile is newer, and is not needed.
@@ -99,8 +99,8 @@ def test_a_second_lighthouse_of_the_cluster_takes_over_at_once(new_lighthouse: N
     second.kill()
     go_on(job, *trainers)
     job.finish()
-    assert all(trainer.of_kind("failed") == [] for trainer in trainers), job.story()
-    assert NEW_QUORUM.findall(stranger.said) == []
+    assert all(trainer.of_kind("failed") == [] for trainer in trainers), job.history()
+    assert NEW_QUORUM.findall(stranger.log_text) == []
 
 
 @pytest.mark.in_parts
@@ -115,7 +115,7 @@ def test_one_that_was_started_first_stands_in_when_the_newer_one_is_gone(
     newer.kill()
     go_on(job, *trainers)
     job.finish()
-    assert all(trainer.of_kind("failed") == [] for trainer in trainers), job.story()
+    assert all(trainer.of_kind("failed") == [] for trainer in trainers), job.history()
 
 
 @pytest.mark.in_parts
@@ -132,7 +132,7 @@ def test_halves_of_a_job_on_two_lighthouses_of_the_cluster_come_together_on_the_
     b = job.start("b")
     job.until(together(a, b), "both commit together")
     job.finish()
-    assert NEW_QUORUM.findall(older.said) == []
+    assert NEW_QUORUM.findall(older.log_text) == []
 
 
 class Addresses:

@@ -27,7 +27,7 @@ GROWTH_BYTES: Final = 16 << 20
 
 @contextmanager
 def a_lighthouse(folder: Path, heartbeat_timeout_ms: int = 600) -> Iterator[Watched]:
-    command = [sys.executable, "-m", "tft_lighthouse.cli", "--bind", "127.0.0.1:0", "--join-timeout-ms", "0"]
+    command = [sys.executable, "-m", "tft_lighthouse", "--bind", "127.0.0.1:0", "--join-timeout-ms", "0"]
     command += ["--heartbeat-timeout-ms", str(heartbeat_timeout_ms)]
     with serving(command, folder / "lighthouse.log") as server:
         yield server
@@ -41,7 +41,7 @@ def come(clients: Swarm, first: int) -> None:
         hello = events.HelloReceived(0, Hello(job, name, now_ms, f"host-{number}:1"))
         asked = events.QuorumRequested(0, 1, Member(name, data="x" * 2_000), None)
         connection.open_stream(services.LIGHTHOUSE_SESSION, codec.encode_to_lighthouse(hello))
-        connection.say(connection.framed(codec.encode_to_lighthouse(asked)))
+        connection.send(connection.framed(codec.encode_to_lighthouse(asked)))
     clients.hear_until(lambda: all(connection.answers for connection in clients.connections), WITHIN_S)
 
 
@@ -99,11 +99,11 @@ def test_a_stream_that_does_not_read_is_ended_by_name_and_costs_no_memory(tmp_pa
         for request in range(1, 3_000):
             # A member that reports no quorum receives the whole of it, which is long.
             asked = events.QuorumRequested(0, request, member, None)
-            deaf.say(deaf.framed(codec.encode_to_lighthouse(asked, member if request > 1 else None)))
+            deaf.send(deaf.framed(codec.encode_to_lighthouse(asked, member if request > 1 else None)))
             if request % 50 == 0:
                 time.sleep(0.01)
                 most_bytes = max(most_bytes, process.memory_info().rss - before_bytes)
-                ended = any("the stream of replica deaf:1, from " in line for line in server.check_log("requests"))
+                ended = any("disconnected replica deaf:1 at " in line for line in server.check_log("requests"))
                 if ended:
                     break
         assert ended

@@ -35,7 +35,7 @@ TIMEOUTS: Final = Timeouts(
 def suffer(run: Run, faults: int, record: Record) -> None:
     """Inject that many faults. Every third or so comes before the recovery from the one before."""
     rng = random.Random(faults)
-    assert run.all_together(60), f"they never trained together; {run.job.story()}"
+    assert run.all_together(60), f"they never trained together; {run.job.history()}"
     longest_s = 0.0
     for number in range(faults):
         run.strike()
@@ -43,10 +43,12 @@ def suffer(run: Run, faults: int, record: Record) -> None:
             run.pump(rng.uniform(0, 1.5))
             continue
         started = time.monotonic()
-        assert run.all_together(60), f"fault {number + 1}, {dict(run.happened)}: not together again; {run.job.story()}"
+        assert run.all_together(60), (
+            f"fault {number + 1}, {dict(run.happened)}: not together again; {run.job.history()}"
+        )
         longest_s = max(longest_s, time.monotonic() - started)
         run.job.check_digests()
-    assert run.all_together(60), run.job.story()
+    assert run.all_together(60), run.job.history()
     run.job.finish([group.trainer for group in run.groups])
     assert all(run.happened[kind] for kind in OF_HOSTS), f"not every kind of fault: {run.happened}"
     record("faults", dict(run.happened))
@@ -89,11 +91,11 @@ def test_twenty_minutes_of_faults(
     seed = int(os.environ.get("SEED", "0"))
     seconds = float(os.environ.get("SECONDS", "1200"))
     with running(forkserver, num_groups=4, seed=seed, kinds=ALL_KINDS, batch_s=0.1) as run:
-        assert run.all_together(60), f"they never trained together; {run.job.story()}"
+        assert run.all_together(60), f"they never trained together; {run.job.history()}"
         began_s = time.time()
         run.suffer_for(seconds, every_s)
         ended_s = time.time()
-        assert run.all_together(120), run.job.story()
+        assert run.all_together(120), run.job.history()
         run.job.finish([group.trainer for group in run.groups])
         stalls = run.stalls(began_s, ended_s)
         progress = 1 - sum(stall.seconds for stall in stalls) / (ended_s - began_s)

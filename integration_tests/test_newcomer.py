@@ -69,6 +69,6 @@ def test_a_newcomer_takes_what_was_taken_when_it_asked(spawn: Spawn) -> None:
             newcomer.process.kill()
             newcomer.process.join()
             job.until(lambda: all(each.committed_with(2) for each in survivors), "the others go on")
-        assert any(each.of_kind("early") for each in survivors), job.story()
+        assert any(each.of_kind("early") for each in survivors), job.history()
         job.finish([*survivors, newcomer])
         assert job.check_digests() > 10

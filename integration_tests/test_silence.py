@@ -100,8 +100,8 @@ def test_whoever_is_stopped_is_lost_soon_and_comes_back(
         took_s = goes_on_after(job, (a, c), since_s)
     woken_s = time.time()
     # A steady step needs no manager server, so all three train on until the lighthouse finds it silent.
-    assert took_s < (HEARTBEAT_TIMEOUT_S + SOON_S if which is of_manager_server else SOON_S), job.story()
-    assert longest_without_a_commit((a, c), since_s, since_s + took_s) < SOON_S, job.story()
+    assert took_s < (HEARTBEAT_TIMEOUT_S + SOON_S if which is of_manager_server else SOON_S), job.history()
+    assert longest_without_a_commit((a, c), since_s, since_s + took_s) < SOON_S, job.history()
     job.until(lambda: all(each.committed_with(3, since_s=woken_s) for each in everybody), "all three commit together")
     job.finish()
 
@@ -116,7 +116,7 @@ def test_a_stopped_rank_of_a_larger_group_comes_back(job: Job) -> None:
     with stopped(of_trainer(second[1])) as since_s:
         took_s = goes_on_after(job, [first[0]], since_s)
     woken_s = time.time()
-    assert took_s < SOON_S, job.story()
+    assert took_s < SOON_S, job.history()
     job.until(lambda: all(each.committed_with(2, since_s=woken_s) for each in everybody), "both groups go on together")
     job.finish()
 

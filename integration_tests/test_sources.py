@@ -138,7 +138,7 @@ def test_a_source_that_can_not_offer_its_state_says_so_and_the_next_quorum_heals
     newcomer = start(job, lighthouse, "newcomer")
     job.until(lambda: newcomer.committed_with(2), "the newcomer has healed")
     refused = [event.text for event in newcomer.of_kind("failed") if "Too many open files" in event.text]
-    assert refused, job.story()
+    assert refused, job.history()
     job.finish()
 
 

@@ -99,7 +99,7 @@ class StandingJob:
         return max(each.of_kind("commit")[-1].at_s for each in self.trainers)
 
     def check_all_live(self) -> None:
-        assert all(each.ended is None and each.process.exitcode is None for each in self.trainers), self.job.story()
+        assert all(each.ended is None and each.process.exitcode is None for each in self.trainers), self.job.history()
 
 
 NewJob = Callable[..., StandingJob]
@@ -137,7 +137,7 @@ SOAK: Final = [pytest.mark.soak, pytest.mark.timeout(900)]
 def test_a_lighthouse_that_is_killed_costs_four_replicas_no_step(new_job: NewJob, away_s: float) -> None:
     it = new_job()
     it.listen_for(away_s)  # for comparison
-    failed, quorums = it.num_failed, it.lighthouse.said.count("new quorum")
+    failed, quorums = it.num_failed, it.lighthouse.log_text.count("new quorum")
     said = {name: it.said(name) for name in NAMES}
     killed_s = time.time()
     it.lighthouse.kill()
@@ -145,8 +145,8 @@ def test_a_lighthouse_that_is_killed_costs_four_replicas_no_step(new_job: NewJob
     back_s = time.time()
     it.lighthouse.start()
     it.train_together(2 * STEADY_STEPS)
-    assert it.num_failed == failed, it.job.story()
-    assert it.lighthouse.said.count("new quorum") == quorums, "nobody has asked the new one"
+    assert it.num_failed == failed, it.job.history()
+    assert it.lighthouse.log_text.count("new quorum") == quorums, "nobody has asked the new one"
     for each in it.trainers:
         before, away = gaps_of(each, killed_s - away_s, killed_s), gaps_of(each, killed_s, back_s)
         spread = {
@@ -178,7 +178,7 @@ def test_rounds_end_with_the_lease_and_go_on_with_the_lighthouse(
     it.lighthouse.kill()
     it.listen_for(away_s)
     it.check_all_live()
-    assert len({each.step for each in it.trainers}) == 1, f"all end after the same round; {it.job.story()}"
+    assert len({each.step for each in it.trainers}) == 1, f"all end after the same round; {it.job.history()}"
     went_on_s = it.last_commit_s - killed_s
     print(f"rounds for {went_on_s:.1f} s, {it.trainers[0].step} steps")
     # The time starts at the last answered beat, which is a beat old at most. All ask at a third of the lease.

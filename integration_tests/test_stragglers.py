@@ -155,7 +155,7 @@ def test_the_others_train_on_at_their_own_pace_and_it_is_back_when_it_keeps_up(s
     job.until(lambda: len(together(a, 2)) > 2 * STEPS_LOOKED_AT, "the two others go on without it")
     slow = together(a, 3, since_s=began_s)
     assert len(slow) <= 20, "a few slow steps are enough to know a straggler, also on a busy machine"
-    assert pace_s(together(a, 2)) < SLOW_S / 2, job.story()
+    assert pace_s(together(a, 2)) < SLOW_S / 2, job.history()
     assert paces(c)[0] == "LEFT_OUT"
     assert paces(a) == paces(b) == []
     job.until(lambda: "LET_BACK" in paces(c), "it is tried again")
@@ -163,7 +163,7 @@ def test_the_others_train_on_at_their_own_pace_and_it_is_back_when_it_keeps_up(s
     job.until(lambda: paces(c)[-1] == "KEEPS_UP", "it keeps up again")
     back = c.of_kind("pace")[-1].at_s
     job.until(lambda: len(together(a, 3, since_s=back)) > STEPS_LOOKED_AT, "all three train together again")
-    assert pace_s(together(a, 3, since_s=back)) < SLOW_S / 2, job.story()
+    assert pace_s(together(a, 3, since_s=back)) < SLOW_S / 2, job.history()
     end(job)
 
 
@@ -176,7 +176,7 @@ def test_a_step_that_takes_far_too_long_is_not_waited_for(start: Start) -> None:
     began_s = time.time()
     job.until(lambda: len(together(a, 2)) > STEPS_LOOKED_AT, "the two others go on without it")
     first = together(a, 2)[0]
-    assert first.at_s - began_s < LONG_S - 2, job.story()
+    assert first.at_s - began_s < LONG_S - 2, job.history()
     c.connection.send(STEP_S)
     job.until(lambda: "KEEPS_UP" in paces(c), "it keeps up again")
     end(job)
@@ -191,7 +191,7 @@ def test_it_takes_a_smaller_share_and_the_whole_again(start: Start) -> None:
     job.until(lambda: "SHARE" in paces(c), "it is told a share")
     told_s = c.of_kind("pace")[-1].at_s
     job.until(lambda: len(together(a, 3, since_s=told_s)) > 2 * STEPS_LOOKED_AT, "all train on together")
-    assert pace_s(together(a, 3, since_s=told_s)) < SLOW_S / 2, job.story()
+    assert pace_s(together(a, 3, since_s=told_s)) < SLOW_S / 2, job.history()
     assert float(c.of_kind("commit")[-1].text) < 0.5
     c.connection.send(STEP_S)
     job.until(lambda: c.of_kind("commit")[-1].text == "1", "it takes its whole batch again")

@@ -27,7 +27,7 @@ def test_one_except_clause_catches_the_wrong_settings_of_all_packages() -> None:
         Timeouts(heartbeat_timeout_ms=0)
     with pytest.raises(ConfigError, match="certificate"):
         TLS(certificate="", key="key", authority="authority")
-    with pytest.raises(ConfigError, match="time-out must be above zero"):
+    with pytest.raises(ConfigError, match="pass a timedelta above zero"):
         init_group(timeout=timedelta(0))
     assert {error.__module__ for error in ConfigError} == {
         f"tft_{package}.errors" for package in ("coord", "pg", "ckpt", "algos", "suite")

@@ -106,7 +106,7 @@ def test_a_job_of_torchfts_trains_loses_one_and_heals_it(
     assert isinstance(ours.connection.recv().kind, str)  # it is ready
     refused = ours.connection.recv()
     assert refused.kind == "end"
-    words = r"replica ours:\S+ of ours can't join job 'default', in which replica [ab]:\S+ of torchft's"
+    words = r"replica ours:\S+ \(tft\) can't join job 'default', because replica [ab]:\S+ \(torchft\)"
     assert re.search(words, refused.text)
     before = max(a.commits)
     until(lambda: max(a.commits) > before + 2, "nobody is disturbed by it", a)
@@ -118,7 +118,7 @@ def test_one_of_torchfts_is_refused_where_ours_train(start: Start, lighthouse: L
     job.until(lambda: ours.step > 2, "ours trains")
     theirs = start("theirs")
     # torchft's manager logs the refusal, and tells its trainer nothing. The trainer waits for its own timeout.
-    until(lambda: "torchft's members and ours never share a quorum" in theirs.said, "theirs is refused", theirs)
+    until(lambda: "tft and torchft replicas never share a quorum" in theirs.said, "theirs is refused", theirs)
     before = ours.step
     job.until(lambda: ours.step > before + 3, "ours trains on")
     assert theirs.commits == {}

@@ -90,7 +90,7 @@ def test_two_halves_that_each_commit_step_1001_end_with_one_state(spawn: Spawn) 
             half.connection.send("meet")
         job.until(lambda: all(half.ended for half in halves), "the halves meet, and train together")
     for half in halves:
-        assert half.ended == Event("end"), job.story()
+        assert half.ended == Event("end"), job.history()
     healed = [half.name for half in halves if half.of_kind("healed")]
     assert len(healed) == 1, "one of them took the other's state"
     common = [step for step in a.commits.keys() & b.commits.keys() if a.commits[step].participants == 2]

@@ -134,7 +134,7 @@ def end(job: Job, trainers: tuple[Trainer, ...]) -> None:
     for trainer in trainers:
         trainer.connection.send(last)
     job.until(lambda: all(trainer.ended for trainer in trainers), "both end")
-    assert [trainer.step for trainer in trainers] == [last] * len(trainers), job.story()
+    assert [trainer.step for trainer in trainers] == [last] * len(trainers), job.history()
     for trainer in trainers:
         trainer.process.join(10)
 

@@ -121,7 +121,7 @@ def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCap
     trainer = [line for line in lines if line.startswith("[early")]
     assert len(trainer) == 1, lines
     assert re.search(rf"waiting for a quorum for \d s: {sentence}", trainer[0])
-    assert "ends at the latest after quorum_timeout (9 s)" in trainer[0]
+    assert "time limit: quorum_timeout (9 s)" in trainer[0]
     of_lighthouse = [line for line in lines if line.startswith("job default")]
     assert len(of_lighthouse) == 1, lines
     assert not any(line.startswith("[evaluates") for line in lines), "who evaluates waits for nobody"
@@ -161,20 +161,23 @@ def test_two_lives_of_one_name_are_warned_of_on_all_sides(
 ) -> None:
     monkeypatch.setattr(coordinator, "_check_alone", lambda config: None)  # as if each had its own process
     with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
-        heard = said("tft_lighthouse", "two replicas of the name 'twin' live")
+        heard = said("tft_lighthouse", "two running replicas have the name 'twin'")
         with (
             manager(lighthouse, "twin") as one,
             manager(lighthouse, "twin") as other,
             manager(lighthouse, "third") as third,
         ):
             trainers = [
-                said("tft_algos.manager", f"[{shorten(each.replica_id)}/0 - step 0] two replicas of the name 'twin'")
+                said(
+                    "tft_algos.manager",
+                    f"[{shorten(each.replica_id)}/0 - step 0] two running replicas have the name 'twin'",
+                )
                 for each in (one, other, third)
             ]
             assert all(each.wait(BOUND.total_seconds()) for each in (heard, *trainers))
             facts = survey({}, lighthouse=lighthouse.address, timeout=BOUND)
             problems = [finding.sentence for finding in findings(facts) if finding.is_problem]
-    (line,) = (message for message in caplog.messages if message.startswith("job default: two replicas"))
+    (line,) = (message for message in caplog.messages if message.startswith("job default: two running replicas"))
     assert len(re.findall(rf"twin:[0-9a-f]{{8}} at localhost:\d+ \(pid {os.getpid()}\)", line)) == 2, line
     assert line in problems
 

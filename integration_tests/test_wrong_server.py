@@ -74,8 +74,8 @@ def guarded_lighthouse() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("serving", "says"),
     [
-        (http_server, "is no lighthouse: an HTTP server answers there"),
-        (grpc_server, "is no lighthouse: a gRPC server of another kind answers there"),
+        (http_server, "is not a lighthouse: an HTTP server answers there"),
+        (grpc_server, "is not a lighthouse: another gRPC service answers there"),
         (guarded_lighthouse, "refuses this process's secret"),
     ],
 )
@@ -122,7 +122,7 @@ def test_nobody_listens_is_said_only_where_nobody_does() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        with pytest.raises(UnreachableError, match="nobody listens there"):
+        with pytest.raises(UnreachableError, match="no server listens there"):
             await dial(f"127.0.0.1:{port}", Timeouts())
         with pytest.raises(UnreachableError, match=r"the name no\.such\.host\.invalid is unknown"):
             await dial("no.such.host.invalid:1", Timeouts())
@@ -131,7 +131,7 @@ def test_nobody_listens_is_said_only_where_nobody_does() -> None:
             writer.close()
 
         async with listening(hangs_up) as port:
-            with pytest.raises(UnreachableError, match="takes the connection and ends it"):
+            with pytest.raises(UnreachableError, match="accepts the connection and closes it"):
                 await dial(f"127.0.0.1:{port}", Timeouts())
 
     asyncio.run(scenario())
@@ -147,7 +147,7 @@ def test_a_server_that_wants_tls_is_said_as_such() -> None:
     async def scenario() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # suppresses the server's own messages
         async with listening(serve, context) as port:
-            with pytest.raises(ProtocolError, match="wants TLS"):
+            with pytest.raises(ProtocolError, match="expects TLS"):
                 await dial(f"127.0.0.1:{port}", Timeouts())
 
     asyncio.run(scenario())
@@ -199,7 +199,7 @@ def test_a_lighthouse_that_is_away_is_waited_for() -> None:
         quorum_timeout=timedelta(seconds=3),
     ) as manager:
         manager.start_quorum()
-        with pytest.raises(RequestTimeoutError, match="nobody listens there"):
+        with pytest.raises(RequestTimeoutError, match="no server listens there"):
             manager.wait_quorum()
 
 

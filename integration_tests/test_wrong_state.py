@@ -148,7 +148,7 @@ def end_of(job: Job, trainer: Trainer) -> str:
         ("nothing", "ConfigError: replica a:.*, rank 0, trains Linear, AdamW, and no state is registered"),
         (
             "object",
-            r"UserStateError: .*state\['default'\]\['best'\]\['at'\] is a builtins.object, which can't travel",
+            r"UserStateError: .*state\['default'\]\['best'\]\['at'\] is a builtins.object, which can't be transferred",
         ),
     ],
 )
@@ -167,7 +167,7 @@ def test_a_forgotten_optimizer_is_named_once(spawn: Spawn, lighthouse: Lighthous
     alone = start(job, lighthouse, "a", "optimizer")
     job.until(lambda: alone.step >= 5, "it trains")
     job.finish()
-    logs = [event.text for event in alone.of_kind("log") if "stand in no registered state" in event.text]
+    logs = [event.text for event in alone.of_kind("log") if "are missing in the registered state" in event.text]
     assert len(logs) == 1
     assert "6 of 8 tensors of wrapped models and optimizers" in logs[0]
     assert "AdamW.exp_avg of Linear.weight" in logs[0]

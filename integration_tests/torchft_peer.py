@@ -81,5 +81,5 @@ def _run(command: list[str]) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=MAKE_WITHIN_S)
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise _CannotBeMadeError(f"{WHEEL} can't be had here: {said[-1] if said else error!r}") from error
+        output = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        raise _CannotBeMadeError(f"{WHEEL} can't be had here: {output[-1] if output else error!r}") from error

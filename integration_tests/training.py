@@ -136,19 +136,19 @@ def train(spec: Spec, connection: Connection) -> None:
     logging.getLogger("tft_ckpt").setLevel(logging.ERROR)
     lock = threading.Lock()  # faults strike on any thread
 
-    def tell(event: Event) -> None:
+    def report(event: Event) -> None:
         with lock:
             connection.send(event)
 
     try:
-        _train(spec, connection, tell)
+        _train(spec, connection, report)
     except Exception as error:
-        tell(Event("end", text=f"{type(error).__name__}: {error}"))
+        report(Event("end", text=f"{type(error).__name__}: {error}"))
     else:
-        tell(Event("end"))
+        report(Event("end"))
 
 
-def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) -> None:
+def _train(spec: Spec, connection: Connection, report: Callable[[Event], None]) -> None:
     os.environ.update(spec.environment)
     rank = int(spec.environment.get("RANK", "0"))
     inside: dist.ProcessGroup | None = None
@@ -167,16 +167,16 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
     def load(state: dict[str, Any]) -> None:
         module.load_state_dict(state["module"])
         adam.load_state_dict(state["optimizer"])
-        tell(Event("healed", digest=digest(take())))
+        report(Event("healed", digest=digest(take())))
 
     settings: dict[str, Any] = {"timeout": timedelta(seconds=10), "hostname": "localhost"} | spec.settings
     pg: Any = ProcessGroupGloo()
 
     def on_strike(fault: Fault) -> None:
-        tell(Event("struck", manager.current_step(), text=fault.describe()))
+        report(Event("struck", manager.current_step(), text=fault.describe()))
         if spec.forks:
             children = [fork_child(way) for way in spec.forks]
-            tell(Event("forked", manager.current_step(), text=" ".join(map(str, children))))
+            report(Event("forked", manager.current_step(), text=" ".join(map(str, children))))
 
     injector = EventInjector(*(spec.faults or ()), on_strike=on_strike)
     if spec.faults is not None:
@@ -198,7 +198,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
         injector.attach(manager)
         ddp = DistributedDataParallel(manager, module, inside, bucket_cap_mb=0.02)
         optimizer = Optimizer(manager, adam)
-        tell(Event("ready", text=manager.replica_id))
+        report(Event("ready", text=manager.replica_id))
         if spec.waits:
             connection.recv()
         fail_at = spec.fail_at
@@ -221,7 +221,7 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
             optimizer.zero_grad()
             if holds_s:
                 participants = manager.num_participants()  # the quorum is here, so this rank is on its own from now on
-                tell(Event("struck", before, participants=participants, text="it holds the interpreter's lock"))
+                report(Event("struck", before, participants=participants, text="it holds the interpreter's lock"))
                 ctypes.PyDLL(None).usleep(int(holds_s * 1e6))  # a PyDLL function keeps the lock, unlike one of CDLL
                 holds_s = 0.0
             ddp(torch.randn(4, 64)).square().mean().backward()
@@ -237,9 +237,9 @@ def _train(spec: Spec, connection: Connection, tell: Callable[[Event], None]) ->
                 error = raised  # a loop that continues after its optimizer raised: this replica heals
             step, participants = manager.current_step(), manager.num_participants()
             if step > before and error is None:
-                tell(Event("commit", step, digest(take()), participants))
+                report(Event("commit", step, digest(take()), participants))
             else:
-                tell(Event("failed", step, text=str(error)))
+                report(Event("failed", step, text=str(error)))
     if inside is not None:
         dist.destroy_process_group()
 
@@ -366,13 +366,13 @@ class Job:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             left = deadline - time.monotonic()
-            assert left > 0, f"not within {PATIENCE_S:g} s: {what}; {self.story()}"
+            assert left > 0, f"not within {PATIENCE_S:g} s: {what}; {self.history()}"
             self.take_in(left)
 
     def take_in(self, timeout_s: float) -> None:
         """Receive the next events, with at most that long a wait."""
         by_connection = {trainer.connection: trainer for trainer in self.trainers if not trainer.connection.closed}
-        assert by_connection, f"nobody is left; {self.story()}"
+        assert by_connection, f"nobody is left; {self.history()}"
         for connection in multiprocessing.connection.wait(list(by_connection), timeout_s):
             assert isinstance(connection, Connection)
             try:
@@ -382,16 +382,16 @@ class Job:
 
     def finish(self, trainers: Iterable[Trainer] | None = None) -> None:
         """Stop all trainers at one step, and check that they have."""
-        living = [trainer for trainer in (trainers or self.trainers) if not trainer.connection.closed]
-        while any(trainer.connection.poll() for trainer in living):
+        alive = [trainer for trainer in (trainers or self.trainers) if not trainer.connection.closed]
+        while any(trainer.connection.poll() for trainer in alive):
             self.take_in(0)
-        last = max(trainer.step for trainer in living) + MARGIN_STEPS
-        for trainer in living:
+        last = max(trainer.step for trainer in alive) + MARGIN_STEPS
+        for trainer in alive:
             trainer.connection.send(last)
-        self.until(lambda: all(trainer.ended for trainer in living), "all trainers end")
-        for trainer in living:
-            assert trainer.ended == Event("end"), self.story()
-            assert trainer.step == last, self.story()
+        self.until(lambda: all(trainer.ended for trainer in alive), "all trainers end")
+        for trainer in alive:
+            assert trainer.ended == Event("end"), self.history()
+            assert trainer.step == last, self.history()
             trainer.process.join(PATIENCE_S)
             assert trainer.process.exitcode == 0
         self.check_digests()
@@ -406,7 +406,7 @@ class Job:
             assert len(set(digests.values())) == 1, f"step {step}: {digests}"
         return sum(len(digests) > 1 for digests in by_step.values())
 
-    def story(self) -> str:
+    def history(self) -> str:
         """Return the last events of all trainers."""
         return "; ".join(f"{trainer.name}: {[*trainer.events[-3:]]}" for trainer in self.trainers)
 

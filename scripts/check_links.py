@@ -73,7 +73,9 @@ def _target(source: Path, link: str) -> tuple[Path, str] | None:
 
 def main() -> int:
     if len(sys.argv) != 2 or not Path(sys.argv[1], "index.html").is_file():
-        print("give the folder of the built pages, such as docs/_build/html; make docs builds it", file=sys.stderr)
+        print(
+            "give the folder of the built pages, such as docs/_build/html; run make docs to build it", file=sys.stderr
+        )
         return 2
     broken = [*broken_in_html(Path(sys.argv[1])), *broken_in_markdown(ROOT)]
     print("\n".join(broken), file=sys.stderr, end="\n" if broken else "")

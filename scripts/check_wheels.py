@@ -156,7 +156,9 @@ def use(wheel: Wheel, wheels: dict[str, Wheel], commands: Path, *, lighthouse: s
     others = [name for name in wheels if name != wheel.name]
     seen = run([commands / "python", "-c", program(wheel, others=others)], cwd=home).split()
     if seen[0] != wheel.version:
-        raise SystemExit(f"{wheel.module}.__version__ is {seen[0]} in the wheel of {wheel.version}: make them one.")
+        raise SystemExit(
+            f"{wheel.module}.__version__ is {seen[0]} in the wheel of {wheel.version}; give both the same version."
+        )
     siblings = seen[2:]
     parts = [f"with {' '.join(siblings)}" if siblings else "nothing else of ours"]
     parts.append("torch" if seen[1] == "True" else "no torch")
@@ -174,7 +176,7 @@ def run_examples(wheel: Wheel, commands: Path, *, lighthouse: str) -> int:
     home = commands.parent.parent
     examples = re.findall(r"^```python\n(.*?)^```$", wheel.readme, re.MULTILINE | re.DOTALL)
     if not examples:
-        raise SystemExit(f"the README of {wheel.name} has no example: show one in a block of ```python.")
+        raise SystemExit(f"the README of {wheel.name} has no example; add one in a block of ```python.")
     for index, example in enumerate(examples):
         script = home / f"example_{index}.py"
         script.write_text(example, encoding="utf-8")
@@ -192,7 +194,7 @@ def program(wheel: Wheel, *, others: Sequence[str]) -> str:
         f"print({wheel.module}.__version__, torch, *sorted(names & set({list(others)!r})))",
     ]
     if "numpy" not in map(name_of, wheel.requirements):
-        lines.append("assert importlib.util.find_spec('numpy') is None, 'numpy is here and nobody declared it'")
+        lines.append("assert importlib.util.find_spec('numpy') is None, 'numpy is installed, and no wheel requires it'")
     if wheel.name in WITHOUT_TORCH:
         lines.append("assert not torch and 'torch' not in sys.modules")
     return "\n".join(lines)
@@ -209,7 +211,7 @@ def serving(commands: Path) -> Iterator[str]:
     address = re.search(r"listening at (\S+)", first)
     if address is None:
         process.kill()
-        raise SystemExit(f"{SERVES} did not say where it listens:\n{first}{process.communicate()[1]}")
+        raise SystemExit(f"{SERVES} printed no address:\n{first}{process.communicate()[1]}")
     # reads the log, because a full pipe would block the process
     drain = threading.Thread(target=process.stderr.read, name="tft-drain")
     drain.start()
@@ -229,14 +231,14 @@ def help_time(command: Path, *, cwd: Path, bounded: bool) -> str:
     taken_s = []
     for _ in range(HELP_RUNS):
         begin = time.perf_counter()
-        said = run([command, "--help"], cwd=cwd)
+        output = run([command, "--help"], cwd=cwd)
         taken_s.append(time.perf_counter() - begin)
     median_s = statistics.median(taken_s)
     if bounded and median_s > HELP_S_MAX:
         raise SystemExit(
             f"{command.name} --help took {median_s:.2f} s in the median; at most {HELP_S_MAX} s is allowed."
         )
-    inner = COMMANDS_OF.findall(said)
+    inner = COMMANDS_OF.findall(output)
     for name in inner:
         run([command, name, "--help"], cwd=cwd)
     return f"{command.name} {' '.join(f'({name})' for name in inner)} --help in {median_s:.2f} s".replace("  ", " ")

@@ -23,7 +23,7 @@ PACKAGES = Path(__file__).resolve().parent.parent / "packages"
 SOURCES = (PACKAGES / "tft-coord" / "src" / "tft_coord", PACKAGES / "tft-sim" / "src" / "tft_sim")
 COMPILED = (
     *("tft_coord/core/*.py", "tft_coord/testing/snapshots.py"),
-    *("tft_sim/explore.py", "tft_sim/worlds.py", "tft_sim/invariants.py"),
+    *("tft_sim/explore.py", "tft_sim/worlds.py", "tft_sim/invariants.py", "tft_sim/liveness_truth.py"),
 )
 SHORT = ("--explore", "3", "--replicas", "2")
 FUTURE = "from __future__ import annotations\n"
@@ -51,14 +51,14 @@ def compile_into(directory: Path) -> None:
         path.write_text(text)
     for (pattern, _), count in zip(DECLARATIONS, applied, strict=True):
         if not count:
-            raise SystemExit(f"nothing in {PACKAGES} is {pattern!r} any more; bring DECLARATIONS up to date")
+            raise SystemExit(f"no line in {PACKAGES} matches {pattern!r}; update DECLARATIONS")
     names = [str(path.relative_to(directory)) for path in paths]
     done = subprocess.run(
         [sys.executable, "-m", "mypyc", *names], cwd=directory, capture_output=True, text=True, check=False
     )
     if done.returncode:
         print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-        raise SystemExit("the packages can't be compiled; mypy and a C compiler are needed, what they said is above")
+        raise SystemExit("the packages can't be compiled; install mypy and a C compiler, or see their output above")
 
 
 def search(where: Sequence[Path], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +78,7 @@ def main() -> int:
         plain = search([source.parent for source in SOURCES], *SHORT).stdout
         print(compiled, end="")
         if not compiled or compiled != plain:
-            print("not compiled it sees otherwise:", plain, sep="\n", file=sys.stderr)
+            print("the result without compilation differs:", plain, sep="\n", file=sys.stderr)
             return 1
         return 0
 

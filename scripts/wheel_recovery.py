@@ -102,11 +102,11 @@ def main() -> None:
         saved = sorted(path.name for path in Path(folder).iterdir())
     digests = [line.split()[1] for output in (stayed, back) for line in output.splitlines() if "digest " in line[:7]]
     if len(digests) != 2 or digests[0] != digests[1]:
-        raise SystemExit(f"the replicas ended with the digests {digests}\n{stayed}\n{back}")
+        raise SystemExit(f"the replicas printed the digests {digests}, not two equal ones\n{stayed}\n{back}")
     if "healed from replica_0:" not in back:
         raise SystemExit(f"replica 1 did not heal\n{back}")
     if saved != ["step-10", "step-5"]:
-        raise SystemExit(f"the checkpoints are {saved}\n{stayed}")
+        raise SystemExit(f"unexpected checkpoints: {saved}\n{stayed}")
     print(f"a killed replica healed, {STEPS} steps")
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tft_algos.manager.quorum import aborter
+from tft_algos.manager.quorum import aborter as aborter_module
 from tft_algos.manager.quorum.aborter import QuorumAborter
 from tft_algos.testing import FakeGroup
 
@@ -14,12 +14,12 @@ from tft_algos.testing import FakeGroup
 def test_an_abort_that_is_just_starting_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notices come on threads of the coordinator's, a shutdown on the user's."""
     group = FakeGroup()
-    breaker = QuorumAborter(group)
+    aborter = QuorumAborter(group)
     errors: list[BaseException] = []
 
     def close() -> None:
         try:
-            breaker.close(wait=True)
+            aborter.close(wait=True)
         except BaseException as error:
             errors.append(error)
 
@@ -31,8 +31,8 @@ def test_an_abort_that_is_just_starting_is_waited_for(monkeypatch: pytest.Monkey
             closer.join(0.2)  # as far as it comes before this thread runs
             super().start()
 
-    monkeypatch.setattr(aborter.threading, "Thread", ClosedMeanwhile)
-    breaker.break_all()
+    monkeypatch.setattr(aborter_module.threading, "Thread", ClosedMeanwhile)
+    aborter.break_all()
     closer.join()
     assert errors == []
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("tft-")]
@@ -40,7 +40,7 @@ def test_an_abort_that_is_just_starting_is_waited_for(monkeypatch: pytest.Monkey
 
 def test_nothing_is_aborted_after_the_end() -> None:
     group = FakeGroup()
-    breaker = QuorumAborter(group)
-    breaker.close(wait=True)
-    breaker.break_all()
+    aborter = QuorumAborter(group)
+    aborter.close(wait=True)
+    aborter.break_all()
     assert group.errored() is None

@@ -28,7 +28,7 @@ from tft_algos import (
 )
 from tft_algos.manager.recovery.divergence import StateDigester, difference, differences
 from tft_algos.manager.recovery.healing import state_key
-from tft_algos.manager.recovery.speculative import look_at
+from tft_algos.manager.recovery.speculative import leaf_digests
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import StateKey
 from tft_ckpt.state.manifest import check_state
@@ -100,7 +100,7 @@ def test_one_warning_names_what_is_missing_and_the_steps_after_cost_nothing(rigs
     with caplog.at_level(logging.WARNING, logger="tft_algos.manager"):
         assert rig.step()
         (first,) = caplog.messages
-        assert "1 of 2 tensors of wrapped models and optimizers stand in no registered state" in first
+        assert "1 of 2 tensors of wrapped models and optimizers are missing in the registered state" in first
         assert ": Linear.bias; add them" in first
         module.bias.grad, module.weight.grad = torch.ones(2), torch.ones(2, 2)
         adam.step()
@@ -214,7 +214,7 @@ def test_what_can_not_be_looked_at_ends_no_step_and_is_said_once(rigs: Any, capl
         assert rig.step()
     told = [record for record in caplog.records if "can't tell whether" in record.getMessage()]
     assert [record.levelname for record in told] == ["DEBUG", "DEBUG"]
-    assert [record.getMessage().rpartition("trained: ")[2] for record in told] == [
+    assert [record.getMessage().rpartition("schedulers: ")[2] for record in told] == [
         "KeyError('modules')",
         "Stateless of AdamW: NotImplementedError('stateless by design')",
     ]
@@ -242,9 +242,7 @@ def test_what_can_not_travel_is_raised_in_the_first_step_with_its_path(rigs: Any
     rig.transport.check_state = lambda state: check_state(state, chunk_bytes=1 << 20, limits=Limits())
     extra: dict[str, Any] = {"best": numpy.float32(0.5), "callbacks": [1, object()]}
     rig.manager.register_state_dict_fn("extra", print, lambda: extra)
-    says = (
-        r"rank 0, can't be sent .*: state\['extra'\]\['callbacks'\]\[1\] is a builtins.object, which can't travel; make"
-    )
+    says = r"rank 0, can't be sent .*: state\['extra'\]\['callbacks'\]\[1\] is a builtins.object, which can't be"
     for _ in range(2):
         with pytest.raises(UserStateError, match=says):
             rig.manager.start_quorum()
@@ -262,7 +260,7 @@ def test_what_is_registered_late_is_looked_at_then(rigs: Any) -> None:
     assert rig.step()
     assert rig.step()
     rig.manager.register_state_dict_fn("late", print, lambda: {1, 2})
-    with pytest.raises(UserStateError, match=r"state\['late'\] is a builtins.set, .*hold sorted"):
+    with pytest.raises(UserStateError, match=r"state\['late'\] is a builtins.set, .*store sorted"):
         rig.manager.start_quorum()
 
 
@@ -342,7 +340,7 @@ def test_the_moments_of_an_optimizer_are_loaded_as_they_came(
         assert (here[place].dtype, here[place].shape) == (value.dtype, value.shape), place
         assert here[place].equal(value), place
     text = " ".join(caplog.messages)
-    assert ("set to what was received" in text) == (moments is not None or kind is not torch.optim.AdamW)
+    assert ("restored the received tensors" in text) == (moments is not None or kind is not torch.optim.AdamW)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert rig.manager._parts.audit.loaded_exactly
     del wrapped
@@ -387,11 +385,11 @@ def test_what_a_load_function_leaves_out_is_named_with_both_values(rigs: Any, ca
         here["same"] = state.pop("same")  # the containers are the function's own
 
     (warning,) = healed(rigs, caplog, load, lambda: here, came)
-    assert "is not what was received from replica_0: " in warning
+    assert "differs from the state received from replica_0: " in warning
     assert "x.lr: 0.5 here, 0.25 at the source" in warning
     assert "x.w: 5000 of 5000 elements differ" in warning or "elements differ" in warning
-    assert "x.only here: is here and not at the source" in warning
-    assert "x.only there: is at the source and not here" in warning
+    assert "x.only here: is missing at the source" in warning
+    assert "x.only there: is missing here" in warning
     assert "x.dtype: torch.float32 of shape (2,) here, torch.float16" in warning
     assert "x.same" not in warning
 
@@ -425,9 +423,9 @@ def test_a_state_that_can_not_be_compared_is_said_to_be_so(rigs: Any, caplog: An
 @pytest.mark.parametrize(
     ("load", "take", "says"),
     [
-        (print, lambda: {"lr": 2}, "because load_state_dict left other values than it was given (x.lr: 2 here, 1 at"),
-        (print, lambda: {"lr": 1}, "though load_state_dict left what it was given, so the steps since then make it"),
-        (print, lambda: {"lr": object()}, "and what was loaded then could not be compared; look at what its load"),
+        (print, lambda: {"lr": 2}, "because load_state_dict did not restore the received values (x.lr: 2 here, 1 at"),
+        (print, lambda: {"lr": 1}, "although load_state_dict restored the received values, so the steps since then"),
+        (print, lambda: {"lr": object()}, "and the state loaded then could not be compared; check what load"),
     ],
 )
 def test_who_diverges_again_blames_the_load_function_only_where_it_is_to_blame(
@@ -436,12 +434,12 @@ def test_who_diverges_again_blames_the_load_function_only_where_it_is_to_blame(
     rig = rigs(HEALING, AGAIN, checkpoint_transport=offered({"x": {"lr": 1}}, HEALING, AGAIN), registers=False)
     rig.manager.register_state_dict_fn("x", load, take)
     assert rig.step()
-    own = rig.manager._parts.shared.step._core._books.own
+    own = rig.manager._parts.shared.step._core._state.own
     own.divergences = 2
     own.diverges_from = lambda fetched: True
     with pytest.raises(StateDivergedError) as raised:
         rig.step()
-    assert f"healing did not cure it the last time, {says}" in str(raised.value)
+    assert f"the last healing did not fix this, {says}" in str(raised.value)
 
 
 def test_long_tensors_are_compared_all_over(rigs: Any) -> None:
@@ -468,9 +466,9 @@ def test_values_of_numpy_are_digested_and_looked_at() -> None:
     assert len({digester.digest(state) for state in states}) == len(states)
     assert differences(states[0], states[1]) == [("a", "3 of 4 elements differ")]
     long = numpy.zeros(1 << 16)
-    before = look_at({"a": long})
+    before = leaf_digests({"a": long})
     long[50_000] = 1.0  # torch knows nothing of it
-    assert look_at({"a": long}) != before
+    assert leaf_digests({"a": long}) != before
 
 
 # --- functions that raise ---------------------------------------------------------------------------------------------
@@ -508,9 +506,7 @@ def test_a_load_function_that_raises_shows_its_traceback_once_and_twice_is_the_e
         assert record.exc_info is not None
         assert record.exc_info[1].__traceback__.tb_next.tb_frame.f_code.co_name == "load"
         caplog.clear()
-        with pytest.raises(
-            UserStateError, match=r"for the same reason as the last time: .*'x'.*'model'.*mend what"
-        ) as end:
+        with pytest.raises(UserStateError, match=r"twice for the same reason: .*'x'.*'model'.*fix the cause") as end:
             rig.step()
     assert isinstance(end.value.__cause__, KeyError)
     assert not [record for record in caplog.records if record.exc_info]
@@ -547,7 +543,7 @@ def test_a_source_whose_state_dict_raises_shows_the_traceback_once_and_the_newco
     plans = [plan_of(n, rank=1, size=2, healing=[1]) for n in (7, 8)]
     member = rigs(*plans, checkpoint_transport=MemoryTransport(shelf))
     assert not member.step()
-    with pytest.raises(UserStateError, match=r"same reason as the last time: .*state_dict registered under 'default'"):
+    with pytest.raises(UserStateError, match=r"twice for the same reason: .*state_dict registered under 'default'"):
         member.step()
 
 
@@ -555,7 +551,9 @@ def test_a_state_that_does_not_fit_what_is_registered_is_tried_twice(rigs: Any) 
     plans = [plan_of(n, rank=1, size=2, healing=[1]) for n in (7, 8)]
     member = rigs(*plans, checkpoint_transport=offered({"default": {}, "more": 1}, *plans))
     assert not member.step()
-    with pytest.raises(UserStateError, match=r"last time: the source has state registered under \['default', 'more'\]"):
+    with pytest.raises(
+        UserStateError, match=r"same reason: the source has state registered under \['default', 'more'\]"
+    ):
         member.step()
     assert not member.manager.status().is_torn
 

@@ -97,8 +97,8 @@ def test_time_out_variables_take_fractions_and_reach_all_that_they_name() -> Non
     assert resolve({**LIGHTHOUSE, "TFT_SLOWEST_STEP_SEC": "0"}).timeouts.slowest_step_ms == 0
     assert resolve({**LIGHTHOUSE, "TFT_HEARTBEAT_TIMEOUT_SEC": "2"}).timeouts.heartbeat_timeout_ms == 2_000
     assert resolve(LIGHTHOUSE, slowest_step=timedelta()).timeouts.slowest_step_ms == 0
-    assert config.timeout_was_said
-    assert not resolve().timeout_was_said
+    assert config.timeout_is_explicit
+    assert not resolve().timeout_is_explicit
 
 
 def test_timeouts_in_one_value_beat_the_environment_and_give_way_to_single_ones() -> None:

@@ -207,12 +207,14 @@ def test_a_host_name_that_is_unknown_is_said_at_once_and_in_each_line_of_the_wai
         coordinator = make(hostname="nosuchhost", token="secret")
         Server.starts.set()
         assert connects.wait(10)
-        with pytest.raises(RequestTimeoutError, match=r"within 1\.2 s; the name nosuchhost is unknown on this host"):
+        with pytest.raises(
+            RequestTimeoutError, match=r"within 1\.2 s; the name nosuchhost can't be resolved on this host"
+        ):
             coordinator._client_in_use(timedelta(milliseconds=1200))
     finally:
         may_connect.set()
     said = [record.getMessage() for record in caplog.records]
-    name = "the name nosuchhost is unknown on this host (Name or service not known), and others are told to reach"
+    name = "the name nosuchhost can't be resolved on this host (Name or service not known), and other replicas would"
     assert name in said[0]
     assert f"the manager server has not started for 1 s: {name}" in said[1]
 
@@ -323,7 +325,7 @@ def test_a_server_that_is_killed_while_it_starts_is_replaced(make: Any, size: di
 def test_a_server_that_is_killed_before_its_client_is_connected_is_replaced(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its address is known by then, and nobody listens there any more: field report D9."""
+    """Its address is known by then, and no server listens there any more: field report D9."""
 
     class Connects(Client):
         def __init__(self, addr: str, connect_timeout: timedelta, **kwargs: Any) -> None:
@@ -331,7 +333,7 @@ def test_a_server_that_is_killed_before_its_client_is_connected_is_replaced(
                 Server.made[0].killed = True
                 Server.made[0].ended.set()
                 assert not kwargs["is_alive"]()
-                raise UnreachableError("nobody listens there")
+                raise UnreachableError("no server listens there")
             super().__init__(addr, connect_timeout, **kwargs)
 
     monkeypatch.setattr(tft_coord, "ManagerClient", Connects)
@@ -430,11 +432,15 @@ def test_what_ranks_give_each_other_waits_for_the_address_that_the_others_wait_f
     with pytest.raises(RequestTimeoutError, match="has not started"):
         coordinator.gather("shape", "8", SECOND / 20)
     Server.starts.set()
-    with pytest.raises(RequestTimeoutError, match=r"not all 2 ranks of replica .* have started within 0\.05 s"):
+    with pytest.raises(
+        RequestTimeoutError, match=r"timed out after 0\.05 s waiting for all 2 ranks of replica .* to start"
+    ):
         coordinator.gather("shape", "8", SECOND / 20)
     other = make(rank=1, **TWO)
     assert (other.replica_id, Client.made[-1].addr) == (coordinator.replica_id, "server:1")
-    with pytest.raises(RequestTimeoutError, match=r"for what the others of its replica group give for '.*shape'"):
+    with pytest.raises(
+        RequestTimeoutError, match=r"for the values of the other ranks of its replica group for '.*shape'"
+    ):
         coordinator.gather("shape", "8", SECOND)
 
 
@@ -507,7 +513,7 @@ def test_a_connection_that_ends_a_moment_before_its_process_is_a_server_that_end
 def test_a_group_of_two_is_lost_with_its_server(make: Any) -> None:
     coordinator = make(rank=0, **TWO)
     Server.made[0].ended.set()
-    with pytest.raises(ReplicaGroupLostError, match="its 2 ranks can't agree"):
+    with pytest.raises(ReplicaGroupLostError, match="its 2 ranks can't vote without it"):
         coordinator.vote(0, True, SECOND, key=KEY, purpose=Purpose.COMMIT)
     with pytest.raises(ReplicaGroupLostError, match="start the group again"):
         coordinator.quorum(RankRequest(step=0), SECOND)
@@ -528,7 +534,7 @@ def test_a_server_that_lives_and_does_not_answer_is_told_from_a_dead_one(
     monkeypatch.setattr(module, "NOTICED_WITHIN_S", 0.05)
     coordinator = make()
     Client.made[0].answer = UnreachableError("no connection")
-    with pytest.raises(RequestTimeoutError, match="runs and does not answer"):
+    with pytest.raises(RequestTimeoutError, match="runs but does not answer"):
         coordinator.quorum(RankRequest(step=0), SECOND)
 
 
@@ -570,7 +576,7 @@ def test_a_restarted_group_takes_its_predecessors_place_and_not_its_addresses(ma
     first.close()
     starts = 1
     # The rank that comes back first must not find the server of the start before.
-    with pytest.raises(RequestTimeoutError, match="look whether group rank 0 has started"):
+    with pytest.raises(RequestTimeoutError, match="check whether group rank 0 has started"):
         start(1)
     second = start(0)
     assert Server.made[1].kwargs["replaces"] == first.replica_id
@@ -586,7 +592,7 @@ def test_a_restarted_group_may_have_another_size_and_its_ranks_other_machines(mo
     monkeypatch.setattr(group_store.socket, "gethostname", lambda: "other")
     store.check_alone(1)
     store.claim("second", 1, 4)
-    with pytest.raises(ConfigError, match=r"rank 2 was told a WORLD_SIZE of 2, and another .* one of 4"):
+    with pytest.raises(ConfigError, match=r"rank 2 has WORLD_SIZE 2, and another .* has 4"):
         store.claim("second", 2, 2)
     monkeypatch.setattr(group_store.socket, "gethostname", lambda: "one")
     with pytest.raises(ConfigError, match="on other is rank 1 of this replica group already"):
@@ -652,7 +658,7 @@ def test_asks_are_answered_until_all_places_are_taken() -> None:
     store = GroupStore(HashStore(), "store:1", "run/0", "run")
     assert not store.answer("a", "server:1", 2)
     store.claim("a", 0, 2)
-    with pytest.raises(RequestTimeoutError, match=r"rank 1 waited 0\.001 s"):
+    with pytest.raises(RequestTimeoutError, match=r"rank 1 timed out after 0\.001 s"):
         store.ask(1, SECOND / 1_000)
     assert not store.answer("a", "server:1", 2), "who asked has died"
     store.claim("a", 1, 2)
@@ -690,7 +696,7 @@ def test_an_own_address_that_can_not_be_reached_is_named(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(group_store, "TCPStore", refuse)
     with pytest.raises(
-        UnreachableError, match=r"hosts at 127\.0\.0\.1 .*connect to \(127\.0\.0\.1, 1\)\); look what keeps"
+        UnreachableError, match=r"hosts at 127\.0\.0\.1 .*connect to \(127\.0\.0\.1, 1\)\); check what blocks"
     ):
         open_group_store(resolved())
 

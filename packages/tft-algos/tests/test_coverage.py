@@ -13,9 +13,9 @@ from torch.nn.utils import parameters_to_vector
 
 from tft_algos.manager.recovery.coverage import (
     forgotten_schedulers,
-    held_by_models,
-    held_by_optimizers,
     shortened,
+    tensors_of_models,
+    tensors_of_optimizers,
     uncovered,
 )
 from tft_ckpt import LocalShard, Placement, Sharding
@@ -36,8 +36,8 @@ def trained(kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[torc
 
 
 def lacking(module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> list[str]:
-    held = held_by_models([module])
-    return uncovered([*held, *held_by_optimizers([optimizer], held)], state)
+    held = tensors_of_models([module])
+    return uncovered([*held, *tensors_of_optimizers([optimizer], held)], state)
 
 
 def test_a_forgotten_model_optimizer_or_buffer_is_named() -> None:
@@ -88,19 +88,19 @@ def test_what_no_state_dict_holds_is_not_missed() -> None:
     module.register_buffer("nothing", None)
     module.register_buffer("empty", torch.ones(0))
     module.register_buffer("sparse", torch.eye(7).to_sparse())
-    held = held_by_models([module])
+    held = tensors_of_models([module])
     assert uncovered(held, {"m": dict(module[0].named_parameters())}) == []
     assert {one.name for one in held} >= {"Sequential.0.weight", "Sequential.empty"}
     tied = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)])
     tied[1].weight = tied[0].weight
-    assert uncovered(held_by_models([tied]), {"w": tied[1].weight}) == []
+    assert uncovered(tensors_of_models([tied]), {"w": tied[1].weight}) == []
 
 
 def test_parameters_that_only_an_optimizer_has_are_looked_for_too() -> None:
     lone = torch.nn.Parameter(torch.ones(3))
     sgd = torch.optim.SGD([lone])
-    assert uncovered(held_by_optimizers([sgd], []), {}) == ["SGD.params[0]"]
-    assert uncovered(held_by_optimizers([sgd], []), {"lone": lone}) == []
+    assert uncovered(tensors_of_optimizers([sgd], []), {}) == ["SGD.params[0]"]
+    assert uncovered(tensors_of_optimizers([sgd], []), {"lone": lone}) == []
     assert not sgd.state, "looking makes no state"
 
 
@@ -120,14 +120,14 @@ def test_what_is_frozen_is_not_missed_and_running_statistics_are() -> None:
     assert set(lacking(both, adam, {"adapter": adapter.state_dict()})) == statistics
     base.eval()
     assert lacking(both, adam, {"adapter": adapter.state_dict()}) == []
-    assert uncovered(held_by_optimizers([adam], []), {"adapter": adapter.state_dict()}) == []
+    assert uncovered(tensors_of_optimizers([adam], []), {"adapter": adapter.state_dict()}) == []
     assert lacking(base, adam, {"adapter": adapter.state_dict()}) == []
 
 
 def test_frozen_weights_that_are_registered_are_no_copies_of_others() -> None:
     both = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     both[0].requires_grad_(False)
-    held = held_by_models([both])
+    held = tensors_of_models([both])
     assert uncovered(held, {"base": both[0].state_dict()}) == ["Sequential.1.weight", "Sequential.1.bias"]
 
 

@@ -91,7 +91,7 @@ def test_the_place_in_the_replica_group_is_that_in_torchs_default_group() -> Non
 
 @pytest.mark.parametrize(("replica", "rank"), [(2, 0), (-1, 0), (0, 2), (0, -1)])
 def test_a_rank_that_cannot_be_is_named(replica: int, rank: int) -> None:
-    with pytest.raises(ConfigError, match=r"(replica|group)_rank is -?\d of 2"):
+    with pytest.raises(ConfigError, match=r"(replica|group)_rank is -?\d; give a rank from 0 to 1"):
         DistributedSampler(Numbers(10), replica, 2, rank, 2)
 
 

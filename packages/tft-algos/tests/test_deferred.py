@@ -149,10 +149,10 @@ def test_calls_in_another_order_are_refused_and_change_nothing(rigs: Any) -> Non
     with pytest.raises(UsageError, match="start_quorum first"):
         manager.should_commit()
     second = begin(rig)
-    with pytest.raises(UsageError, match=r"step 1, quorum 7\.\w+ is not the oldest that is in flight; end the older"):
+    with pytest.raises(UsageError, match=r"step 1, quorum 7\.\w+ is not the oldest step in flight; end the older"):
         second.should_commit()
     manager.start_quorum(use_async_quorum=True)
-    with pytest.raises(UsageError, match="called in a step that is open, beside others that are in flight"):
+    with pytest.raises(UsageError, match="called while a step is open and earlier steps are in flight"):
         manager.start_quorum()
     with pytest.raises(
         UsageError, match="should_commit was called while 2 earlier steps are in flight; end those first"

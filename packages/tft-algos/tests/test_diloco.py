@@ -621,7 +621,7 @@ def test_an_argument_beats_the_environment(uses: bool | None, environ: dict[str,
 
 def test_settings_of_buckets_that_can_not_be_are_refused() -> None:
     assert bucket_bytes(True, None, {}) == 2**30
-    with pytest.raises(ConfigError, match="bucket_cap_mb is 0; give MiB a bucket, above zero"):
+    with pytest.raises(ConfigError, match="bucket_cap_mb is 0; give the size of a bucket in MiB, above zero"):
         bucket_bytes(True, 0, {})
     with pytest.raises(ConfigError, match="TFT_USE_BUCKETIZATION is 'perhaps'; give True or False"):
         bucket_bytes(None, None, {"TFT_USE_BUCKETIZATION": "perhaps"})
@@ -743,7 +743,7 @@ def test_strategies_can_be_put_on_a_wrapped_optimizer(rigs: Any, algorithm: str)
     trainer = Trainer(outside, algorithm=algorithm)
     wrapped = Optimizer(inside.manager, trainer.inner)
     if algorithm == "local_sgd":
-        with pytest.raises(ConfigError, match="whose steps are the syncs of a LocalSGD already"):
+        with pytest.raises(ConfigError, match="that already runs the syncs of a LocalSGD"):
             LocalSGD(outside.manager, trainer.model, wrapped, 2)
     outside = rigs(plan_of(7, size=2), SAME, others=2.0)
     strategy: Any = (
@@ -835,7 +835,7 @@ def test_an_outer_optimizer_is_loaded_in_the_dtypes_that_came(rigs: Any) -> None
         ({"backup_device": "cupboard"}, "backup_device is 'cupboard'; give a device of this process"),
         ({"backup_device": "vulkan"}, "backup_device is 'vulkan'; give a device of this process"),
         ({"backup_device": "hpu"}, "backup_device is 'hpu'; give a device of this process"),
-        ({"backup_device": "meta"}, "backup_device is meta, where nothing is kept"),
+        ({"backup_device": "meta"}, "backup_device is meta, which stores no data"),
     ],
 )
 def test_settings_that_can_not_be_are_refused(rigs: Any, change: dict[str, Any], message: str) -> None:
@@ -861,14 +861,14 @@ def test_optimizers_that_do_not_fit_are_refused(rigs: Any) -> None:
         (([one, two], Optimizer(rig.manager, inner), outer, 2), "is an Optimizer on the same Manager"),
         (([one, two], inner, [Optimizer(rig.manager, outer[0]), outer[1]], 2), "give a torch optimizer, whose steps"),
         (([one, two], "adam", outer, 2), "the inner optimizer is a str"),
-        (([one, two], inner, inner, 2), "an outer optimizer is the inner one"),
-        (([one, two], Optimizer(rigs().manager, both), both, 2), "an outer optimizer is the inner one"),
+        (([one, two], inner, inner, 2), "an outer optimizer is also the inner optimizer"),
+        (([one, two], Optimizer(rigs().manager, both), both, 2), "an outer optimizer is also the inner optimizer"),
         (([one, two], inner, None, 2), "outer_optimizer is None; give a torch optimizer for all"),
         (([one, two], inner, "sgd", 2), "outer_optimizer is 'sgd'; give a torch optimizer for all"),
         (([one], outer[0], torch.optim.LBFGS(one.parameters()), 2), "is a LBFGS, which computes the loss again"),
-        ((one, inner, outer[0], 2), "model_fragments is no list of modules"),
-        (([], inner, outer[0], 2), "model_fragments is no list of modules"),
-        (([one, two, one], inner, both, 3), "fragment 2 has no parameters of its own that are trained"),
+        ((one, inner, outer[0], 2), "model_fragments is not a list of modules"),
+        (([], inner, outer[0], 2), "model_fragments is not a list of modules"),
+        (([one, two, one], inner, both, 3), "fragment 2 has no trainable parameters of its own"),
         (([torch.nn.LazyLinear(2)], inner, outer[0], 2), "in none of the synchronized modules"),
     ]:
         with pytest.raises(ConfigError, match=message):
@@ -1016,8 +1016,8 @@ def test_an_inner_optimizer_that_was_replaced_is_noticed(rigs: Any, algorithm: s
             new.step()
         with pytest.raises(
             UsageError,
-            match=r"another \w+ has stepped 4 times with parameters of the inner optimizer, a SGD that has not stepped "
-            "meanwhile, so that nothing is synchronized; step the one that the strategy was given, or give the",
+            match=r"another \w+ has stepped 4 times with parameters of the inner optimizer, but the inner optimizer "
+            r"\(a SGD\) has not stepped, so nothing is synchronized",
         ):
             new.step()
         trainer.train(3)
@@ -1055,7 +1055,9 @@ def test_nothing_hears_of_steps_when_all_are_left(rigs: Any) -> None:
 def test_it_is_entered_once(rigs: Any, algorithm: str) -> None:
     rig = rigs(plan_of(7, size=2), *[SAME] * 3)
     with Trainer(rig, algorithm=algorithm) as trainer:
-        with pytest.raises(UsageError, match="entered already, and would count each step of the inner optimizer twice"):
+        with pytest.raises(
+            UsageError, match="already entered, so it would count each step of the inner optimizer twice"
+        ):
             trainer.strategy.__enter__()
         trainer.train(2)
         assert rig.manager.current_step() == 2
@@ -1068,7 +1070,7 @@ def test_a_manager_has_one_strategy(rigs: Any, algorithm: str) -> None:
     rig = rigs()
     Trainer(rig, algorithm=algorithm)
     for other in ("diloco", "local_sgd"):
-        with pytest.raises(ConfigError, match="was given a Manager whose steps are the syncs of a"):
+        with pytest.raises(ConfigError, match="was given a Manager that already runs the syncs of a"):
             Trainer(rig, algorithm=other)
 
 
@@ -1090,7 +1092,7 @@ def test_what_is_unfrozen_or_added_later_is_not_left_out_silently(rigs: Any, alg
                 model.append(torch.nn.Linear(1, 1))
             else:
                 inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-            with pytest.raises(ConfigError, match=r"is trained, and was frozen or not there|was given 1 parameters"):
+            with pytest.raises(ConfigError, match=r"is trained but not synchronized|was given 1 parameters"):
                 inner.step()
             assert rig.manager.current_step() == 2
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tft_algos.dtensors import cut_like, is_dtensor, made_of
+from tft_algos.dtensors import dtensor_of, is_dtensor, shard_like
 
 
 def test_importing_the_package_imports_only_what_every_replica_needs() -> None:
@@ -45,8 +45,8 @@ def test_a_tensor_is_cut_and_put_together_as_another() -> None:
         like = distribute_tensor(torch.zeros(5, 2), mesh, [placement], src_data_rank=None)
         assert is_dtensor(like)
         assert not is_dtensor(like.to_local())
-        cut = cut_like(whole, like)
-        made = made_of(part, like)
+        cut = shard_like(whole, like)
+        made = dtensor_of(part, like)
         for one in (cut, made):
             assert one.placements == like.placements
             assert one.shape == like.shape

@@ -156,12 +156,12 @@ def test_an_optimizer_that_has_seen_some_gradients_only_is_loaded_as_it_was(
         model.state_dict(), optimizer.state_dict()
     )
     assert len(other_optimizer.state) == 2
-    assert "no gradient had reached unused.weight, unused.bias by step 1" in caplog.text
+    assert "no optimizer state for unused.weight, unused.bias, which had no gradient by step 1" in caplog.text
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     Job(tmp_path, make=torch.optim.SGD).train()
-    with pytest.raises(DurableCheckpointError, match=r"Missing key .*give the model, the optimizers"):
+    with pytest.raises(DurableCheckpointError, match=r"Missing key .*give the same model, optimizers"):
         Job(tmp_path, make=torch.optim.AdamW).checkpoint.load()
 
 
@@ -273,7 +273,7 @@ def test_what_is_not_whole_is_not_taken(tmp_path: Path, spoil: Callable[[Path], 
     with caplog.at_level(logging.WARNING, logger="tft_algos.durable"):
         assert again.checkpoint.load() == 2
     assert again.digest() == wanted
-    assert "step-3 is no whole checkpoint and is not taken" in caplog.text
+    assert "step-3, which is not a complete checkpoint" in caplog.text
 
 
 def test_where_none_is_whole_nothing_begins_anew_by_itself(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_where_none_is_whole_nothing_begins_anew_by_itself(tmp_path: Path) -> No
     tamper_data(job.train() or tmp_path)
     before = job.digest()
     with pytest.raises(
-        DurableCheckpointError, match=r"no checkpoint in .* is whole \(step-1: __0_0.distcp was changed\)"
+        DurableCheckpointError, match=r"no checkpoint in .* is complete \(step-1: the digest of __0_0.distcp is wrong\)"
     ):
         job.checkpoint.load()
     assert job.digest() == before
@@ -327,7 +327,7 @@ def test_a_step_can_be_chosen(tmp_path: Path) -> None:
     Job(tmp_path).train(3)
     again = Job(tmp_path)
     assert again.checkpoint.load(2) == 2
-    with pytest.raises(DurableCheckpointError, match="there is none of that step"):
+    with pytest.raises(DurableCheckpointError, match="none exists for that step"):
         again.checkpoint.load(1)
 
 
@@ -335,7 +335,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_place(tmp_path: Path) -> 
     Job(tmp_path).train()
     other = DurableCheckpoint(StepSource(), tmp_path, model=torch.nn.Linear(3, 4))  # type: ignore[arg-type]
     with pytest.raises(
-        DurableCheckpointError, match=r"could not load the checkpoint of step 1 .*step-1: .*give the model"
+        DurableCheckpointError, match=r"could not load the checkpoint of step 1 .*step-1: .*give the same model"
     ) as e:
         other.load()
     assert (e.value.path, e.value.step) == (str(tmp_path / "step-1"), 1)
@@ -371,7 +371,7 @@ def test_what_a_rank_wrote_to_a_disk_of_its_own_makes_no_checkpoint(tmp_path: Pa
         (Path(storage_writer.path) / "__0_0.distcp").unlink()
 
     monkeypatch.setattr(durable, "save", with_a_part_elsewhere)
-    with pytest.raises(DurableCheckpointError, match=r"__0_0.distcp can't be seen from rank 0; all ranks"):
+    with pytest.raises(DurableCheckpointError, match=r"rank 0 can't see __0_0.distcp; give all ranks"):
         job.train()
     assert names(tmp_path) == ["step-1"]
 
@@ -394,7 +394,7 @@ def test_a_directory_that_is_lost_after_the_save_ends_nothing(tmp_path: Path, mo
 
     monkeypatch.setattr(durable, "_checkpoints", listed)
     assert Job(tmp_path).train() == tmp_path / "step-1"
-    assert "could not look for old checkpoints" in caplog.text
+    assert "could not list old checkpoints" in caplog.text
 
 
 def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(tmp_path: Path, monkeypatch: Any) -> None:
@@ -520,9 +520,7 @@ def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path: Path) -> None:
     small.checkpoint._model = torch.nn.Sequential(small.model)
     small.checkpoint._optimizers = []
     before = digest(small.model.state_dict())
-    with pytest.raises(
-        DurableCheckpointError, match=r"it is of a model that has 1.bias, 1.weight, which this one has not"
-    ):
+    with pytest.raises(DurableCheckpointError, match=r"the saved model has 1.bias, 1.weight, which this model lacks"):
         small.checkpoint.load()
     assert (digest(small.model.state_dict()), small.manager.loaded) == (before, None)
 
@@ -535,7 +533,7 @@ def test_what_a_checkpoint_has_beside_what_is_asked_for_is_said(
     job.checkpoint.save()
     job.checkpoint._others = {}
     assert job.checkpoint.load() == 4
-    assert "has the state of scheduler, of which there is nothing here" in caplog.text
+    assert "ignored the saved state of scheduler" in caplog.text
 
 
 def test_a_model_of_another_dtype_is_loaded_and_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -590,7 +588,10 @@ def test_a_manifest_that_is_signed_and_odd_is_no_whole_checkpoint(tmp_path: Path
         ({"manager": None}, "the manager is a NoneType; give a Manager"),
         ({"directory": 5}, "directory is 5; give a path"),
         ({"optimizers": None}, "optimizers is a NoneType"),
-        ({"others": {1: SimpleNamespace(state_dict=dict, load_state_dict=dict)}}, "others has the key 1; give texts"),
+        (
+            {"others": {1: SimpleNamespace(state_dict=dict, load_state_dict=dict)}},
+            "others has the key 1; give strings as keys",
+        ),
     ],
 )
 def test_what_can_t_be_an_argument_is_named(tmp_path: Path, changed: dict[str, Any], says: str) -> None:

@@ -90,7 +90,7 @@ def test_who_waits_for_the_state_of_a_step_that_was_given_up_is_told(rigs: Any) 
     rig.manager.start_quorum()
     told = rig.transport.shelf[state_key(SERVING)]
     assert isinstance(told, StateUnavailableError)
-    assert "its step 0 ended before it took its state" in str(told)
+    assert "its step 0 ended before the snapshot of its state" in str(told)
 
 
 def test_a_healing_that_failed_fails_the_step(rigs: Any) -> None:

@@ -16,7 +16,7 @@ from tft_algos.manager.recovery import healing
 from tft_algos.manager.recovery.healing import Fetch, state_key
 from tft_algos.manager.recovery.source_calls import silent_sources
 from tft_algos.testing import MemoryTransport, plan_of
-from tft_coord.core.step.asking import PREPARED_AFTER_ATTEMPTS
+from tft_coord.core.step.starting import PREPARED_AFTER_ATTEMPTS
 from tft_coord.core.types import QuorumKey, Via
 from tft_coord.errors import RequestTimeoutError, UnreachableError
 
@@ -113,7 +113,7 @@ def test_the_last_is_waited_for_as_long_as_the_healing_may_take(monkeypatch: pyt
     sources = Sources(silent=["replica_0"])
     fetch, _ = fetch_from(sources, monkeypatch, size=2)
     fetch.run()
-    with pytest.raises(HealingError, match="says where its state is"):
+    with pytest.raises(HealingError, match="returned the address of its state"):
         fetch.result()
     assert fetch.seconds == pytest.approx(60.0, abs=0.01)
 
@@ -213,7 +213,7 @@ def test_a_fetch_ends_when_no_source_answers_a_connection(monkeypatch: pytest.Mo
         received_before=0,
     )
     fetch.start()
-    with pytest.raises(HealingError, match="no source answers a connection: replica replica_0 at 127") as caught:
+    with pytest.raises(HealingError, match="no source accepts a connection: replica replica_0 at 127") as caught:
         fetch.result()
     fetch.cancel()
     why = f"127.0.0.1 port {closed_port}: connection refused"

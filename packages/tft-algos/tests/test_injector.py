@@ -245,8 +245,8 @@ def test_who_demands_that_all_have_struck_learns_which_have_not(rigs: Any) -> No
         rig.injector.check_all_struck()
     assert raised.value.faults == (mistyped, never)
     assert str(raised.value) == (
-        "not struck: injected: raise at vote, replica A, rank 0, the first time, and injected: raise at vote, "
-        "replica a, rank 0, step 99; look whether that replica and rank came to that place and step"
+        "faults that did not strike: injected: raise at vote, replica A, rank 0, the first time, and injected: raise "
+        "at vote, replica a, rank 0, step 99; check whether that replica and rank reached that place and step"
     )
 
 

@@ -31,11 +31,11 @@ from tft_algos import (
     reduce_across,
 )
 from tft_algos.local_sgd.fragment import Fragment
-from tft_algos.local_sgd.island import Island, island_of
+from tft_algos.local_sgd.rank0_sync import Rank0Sync, rank0_sync_of
 from tft_algos.manager.config import from_environment
 from tft_algos.manager.quorum.rank0_groups import whole
 from tft_algos.manager.recovery.healing import state_key
-from tft_algos.manager.recovery.shards import cut_whole
+from tft_algos.manager.recovery.shards import shard_whole
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_ckpt import LocalShard, PGTransport, StateUnavailableError
 from tft_coord.core.types import Purpose, QuorumKey
@@ -102,7 +102,7 @@ def test_what_is_neither_yes_nor_no_is_refused() -> None:
 
 def test_a_transport_that_ends_at_rank_zero_is_refused(rigs: Any) -> None:
     transport = PGTransport[Any](ProcessGroupDummy(), timedelta(seconds=1), torch.device("cpu"))
-    with pytest.raises(ConfigError, match="a PGTransport, which ends at group rank 0"):
+    with pytest.raises(ConfigError, match="a PGTransport, which reaches only group rank 0"):
         rigs(rank0_synchronization_only=True, checkpoint_transport=transport, rank=0, **OF_TWO)
 
 
@@ -273,14 +273,14 @@ def test_where_rank_zero_could_not_fetch_no_rank_heals(rigs: Any) -> None:
     assert not member.step()
     assert (transport.received_from, member.weights.threads) == ([], [])
     assert votes(member)[0] == (True, Purpose.STAGED)
-    assert "could not fetch step 0; a group heals whole" in str(member.manager.status().errors[0])
+    assert "could not fetch step 0; all ranks of a group heal together" in str(member.manager.status().errors[0])
 
 
 def test_where_another_rank_could_not_take_it_rank_zero_does_not_load(rigs: Any) -> None:
     member, _ = healing(rigs, rank=0, verdicts=[True, False, False])
     assert not member.step()
     assert member.weights.threads == []
-    assert "could not take over step 0; a group heals whole" in str(member.manager.status().errors[0])
+    assert "could not receive step 0; all ranks of a group heal together" in str(member.manager.status().errors[0])
 
 
 def test_where_rank_zero_has_nothing_to_give_the_others_say_so(rigs: Any) -> None:
@@ -288,7 +288,9 @@ def test_where_rank_zero_has_nothing_to_give_the_others_say_so(rigs: Any) -> Non
     member.coordinator.other_ranks = ("",)
     assert not member.step()
     assert votes(member) == [(True, Purpose.STAGED), (False, Purpose.SPREAD), (False, Purpose.COMMIT)]
-    assert "rank 0 of replica replica_1 could not offer step 0 to its island" in str(member.manager.status().errors[0])
+    assert "rank 0 of replica replica_1 could not offer the state of step 0 to the other ranks" in str(
+        member.manager.status().errors[0]
+    )
 
 
 def test_a_rank_zero_whose_transport_fails_says_so_to_all(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +302,7 @@ def test_a_rank_zero_whose_transport_fails_says_so_to_all(rigs: Any, monkeypatch
     monkeypatch.setattr(type(transport), "send_checkpoint", send)
     assert not member.step()
     assert member.coordinator.gathered == [("spread 7.0000000000000007 0", "")]
-    assert "did not get from rank 0 of replica replica_1 to rank 0 (no memory)" in str(
+    assert "rank 0 could not receive the state of step 0 from rank 0 of replica replica_1 (no memory)" in str(
         member.manager.status().errors[0]
     )
 
@@ -378,7 +380,7 @@ def test_whole_tensors_are_cut_as_the_own_ones_are(second_of_two: None) -> None:
         "number": 3,
     }
     state = {"rows": full, "columns": [full], "all": full, "plain": full, "number": 4}
-    made = cut_whole(state, own)
+    made = shard_whole(state, own)
     assert made["rows"].to_local().tolist() == [[6.0, 7.0], [8.0, 9.0]]
     assert made["columns"][0].to_local().tolist() == [[1.0], [3.0], [5.0], [7.0], [9.0]]
     assert torch.equal(made["all"].to_local(), full)
@@ -400,7 +402,7 @@ def test_an_optimizer_that_has_no_state_yet_gets_it_cut(second_of_two: None, by_
     if by_name:
         names = [name for name, _ in model.named_parameters()]
         moments["state"] = {names[number]: value for number, value in moments["state"].items()}
-    made = cut_whole(
+    made = shard_whole(
         {"model": dict(source.state_dict()), "optimizer": moments},
         {"model": model.state_dict(), "optimizer": ours.state_dict()},
     )
@@ -422,16 +424,16 @@ def test_what_is_missing_here_and_sharded_in_several_ways_is_refused(second_of_t
     }
     state = {"state": {0: torch.ones(4, 4)}}
     with pytest.raises(HealingError, match=r"state\['state'\]\[0\] .* missing here, .* sharded in several ways"):
-        cut_whole(state, own)
-    assert cut_whole({"state": {"b": {"x": torch.ones(4, 4)}}}, own)["state"]["b"]["x"].placements == (Shard(1),)
+        shard_whole(state, own)
+    assert shard_whole({"state": {"b": {"x": torch.ones(4, 4)}}}, own)["state"]["b"]["x"].placements == (Shard(1),)
 
 
 def test_what_does_not_fit_is_refused_with_its_path(second_of_two: None) -> None:
     own = {"a": distribute_tensor(torch.zeros(4, 4), mesh_of(), [Shard(0)], src_data_rank=None)}
     with pytest.raises(HealingError, match=r"state\['a'\] is of shape \(4, 3\) at the source and of shape \(4, 4\)"):
-        cut_whole({"a": torch.ones(4, 3)}, own)
-    with pytest.raises(HealingError, match="between islands whole tensors go"):
-        cut_whole({"a": LocalShard.of(own["a"])}, own)
+        shard_whole({"a": torch.ones(4, 3)}, own)
+    with pytest.raises(HealingError, match="exchange whole tensors"):
+        shard_whole({"a": LocalShard.of(own["a"])}, own)
 
 
 # --- strategies -------------------------------------------------------------------------------------------------------
@@ -445,7 +447,7 @@ def test_a_strategy_of_an_island_needs_torchs_own_group_of_its_ranks(rigs: Any, 
     if others is not None:
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=others)
     try:
-        with pytest.raises(ConfigError, match=f"meet in torch's default group, {sentence}, and this is rank 1 of 2"):
+        with pytest.raises(ConfigError, match=f"needs torch's default group .*, {sentence}, and this is rank 1 of 2"):
             LocalSGD(manager, model, torch.optim.SGD(model.parameters()), 2)
     finally:
         if others is not None:
@@ -453,14 +455,14 @@ def test_a_strategy_of_an_island_needs_torchs_own_group_of_its_ranks(rigs: Any, 
 
 
 def test_an_island_of_one_needs_no_group(rigs: Any) -> None:
-    assert island_of(an_island(rigs, size=1).manager) is None
+    assert rank0_sync_of(an_island(rigs, size=1).manager) is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_rank_zero_holds_whole_tensors(second_of_two: None, rank: int) -> None:
     model = nn.Linear(3, 5)
     fully_shard(model, mesh=mesh_of())
-    fragment = Fragment(dict(model.named_parameters()), what="the model", island=Island(rank))
+    fragment = Fragment(dict(model.named_parameters()), what="the model", rank0_sync=Rank0Sync(rank))
     assert [part.numel() for part in fragment.slices] == ([15, 5] if rank == 0 else [])
     assert [tuple(each.shape) for each in fragment.sent] == [(2, 3), (2,)]
     fragment.capture_difference()
@@ -473,6 +475,6 @@ def test_what_fails_inside_an_island_raises(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("connection closed by peer")
 
     monkeypatch.setattr(dist, "broadcast", fail)
-    fragment = Fragment(dict(nn.Linear(2, 2).named_parameters()), what="the model", island=Island(0))
+    fragment = Fragment(dict(nn.Linear(2, 2).named_parameters()), what="the model", rank0_sync=Rank0Sync(0))
     with pytest.raises(RuntimeError, match="connection closed by peer"):
         fragment.take_result()

@@ -50,7 +50,7 @@ def test_another_ranks_wish_is_enough(rigs: Any) -> None:
     rig = rigs(plan_of(7, size=2), verdicts=[Verdict(yes=True, leaves=True)])
     assert rig.step()
     assert rig.manager.left
-    assert rig.coordinator.left == [("another rank of the group was told to", timedelta())]
+    assert rig.coordinator.left == [("another rank of the group leaves", timedelta())]
 
 
 def test_the_last_holder_of_the_state_stays_until_others_hold_it(rigs: Any) -> None:
@@ -228,14 +228,14 @@ def test_a_kill_ends_the_process_with_1_and_logs_who_asked(
     monkeypatch.setattr(os, "_exit", ends.append)
     rig.coordinator.listener(KillOrder("it hogs the host (asked by 10.0.0.1:5)"))
     assert ends == [1]
-    assert "this process is ended: it hogs the host (asked by 10.0.0.1:5)" in caplog.text
+    assert "ending this process: it hogs the host (asked by 10.0.0.1:5)" in caplog.text
 
 
 def test_a_drain_is_a_wish(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     rig = rigs(plan_of(7, size=2))
     rig.manager.start_quorum()
     rig.coordinator.listener(LeaveRequest("its host goes down (asked by 10.0.0.1:5)", 9_000))
-    assert "asked to leave: its host goes down (asked by 10.0.0.1:5)" in caplog.text
+    assert "received a request to leave the job: its host goes down (asked by 10.0.0.1:5)" in caplog.text
     assert rig.manager.should_commit()
     assert rig.manager.left
 
@@ -286,7 +286,7 @@ def test_only_the_main_thread_handles_signals(rigs: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 999, "SIGTERM", timedelta(seconds=5)])
 def test_what_is_no_signal_is_refused_and_changes_nothing(rigs: Any, number: Any) -> None:
     before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(ConfigError, match="is no signal that can be handled; give some, such as"):
+    with pytest.raises(ConfigError, match="is not a signal that can be handled; give a signal such as"):
         rigs().manager.leave_on_signal(signal.SIGUSR1, number)
     assert signal.getsignal(signal.SIGUSR1) is before
 

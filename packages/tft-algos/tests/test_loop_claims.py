@@ -80,7 +80,7 @@ def test_between_two_steps_a_replica_may_take_any_time(rigs: Any) -> None:
     _, ddp, optimizer = loop_of(rig.manager)
     for _ in range(2):  # of the first step after a start nobody says that it hangs
         assert train(ddp, optimizer, torch.randn(4, 3))
-    where = rig.manager._parts.where
+    where = rig.manager._parts.step_progress
     assert not where.look().is_hung
     where._monotonic = lambda: 1e9
     assert not where.look().is_hung, "it evaluates, say"

@@ -68,7 +68,7 @@ def test_one_loss_is_one_line_with_short_ids(rigs: Any, caplog: pytest.LogCaptur
     lines = [message for message in caplog.messages if "victim" in message]
     assert lines == [
         "[replica_0/0 - step 0] quorum 7.0000000000000007 is broken: replica victim:0f3a9c1d was lost (its manager "
-        "server reports: killed); what runs in it is ended"
+        "server reports: killed); its running operations are aborted"
     ]
     assert "should_commit=False" not in caplog.text
 
@@ -98,8 +98,8 @@ def test_a_failure_and_the_loss_behind_it_are_one_line(
     if first == "the failure":
         rig.coordinator.listener(loss(7))
     rig.manager.shutdown()
-    says = "step 0 will not commit, and what runs in it is ended"
-    assert caplog.messages == [LOST + (says if first == "the failure" else "what runs in it is ended")]
+    says = "step 0 will not commit, and its running operations are aborted"
+    assert caplog.messages == [LOST + (says if first == "the failure" else "its running operations are aborted")]
 
 
 def test_a_failure_that_a_loss_may_explain_is_held_for_beats_however_often_it_is_looked_at(
@@ -183,7 +183,7 @@ def test_each_other_failure_of_a_step_is_told_once(rigs: Any, caplog: pytest.Log
         told(caplog)
         == {
             "a failure of a peer": [OWN, peer],
-            "a loss": [LOST.partition("] ")[2] + "what runs in it is ended", OWN],
+            "a loss": [LOST.partition("] ")[2] + "its running operations are aborted", OWN],
             "an error of the user's": ["this step will not commit: bad batch", OWN, peer],
         }[before]
     )
@@ -268,7 +268,7 @@ def test_a_straggler_that_is_left_out_in_a_step_is_one_line(
     rig.manager.shutdown()
     (line,) = told(caplog)
     assert "replica replica_1 is left out as a straggler: it takes 9 s; " in line
-    assert line.endswith("what runs in it is ended")
+    assert line.endswith("its running operations are aborted")
 
 
 @pytest.mark.parametrize("news", ["before the failure", "before the vote", "never"])
@@ -306,7 +306,7 @@ def test_a_group_that_a_dead_member_keeps_from_being_built_is_one_line(
     assert not rig.manager.should_commit()
     rig.coordinator.listener(loss(7))
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert line == LOST + "step 0 will not commit, and what runs in it is ended"
+    assert line == LOST + "step 0 will not commit, and its running operations are aborted"
 
 
 def test_who_ends_does_not_blame_who_survives(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -477,13 +477,13 @@ def test_a_source_that_is_lost_before_the_fetch_begins_is_not_waited_for(rigs: A
     """The notice came on another thread between the plan and the fetch, and nobody told the fetch of it."""
     transport = MemoryTransport(endless=True)
     rig = rigs(plan_of(7, step=3, rank=0, size=2, healing=[0]), checkpoint_transport=transport)
-    early, right = rig.manager._parts.early, rig.manager._parts.early.plan_arrived
+    speculative, right = rig.manager._parts.speculative, rig.manager._parts.speculative.plan_arrived
 
     def told_meanwhile(plan: Any) -> None:
         right(plan)
         rig.coordinator.listener(loss(7, "replica_1"))
 
-    early.plan_arrived = told_meanwhile
+    speculative.plan_arrived = told_meanwhile
     rig.manager.start_quorum()
     assert not rig.manager.should_commit()
     assert rig.manager.current_step() == 0

@@ -329,7 +329,9 @@ def test_an_interrupt_between_the_verdict_and_the_step_leaves_a_torn_replica(ver
 )
 def test_what_is_no_optimizer_of_a_manager_is_refused_when_it_is_wrapped(swap: bool, optim: Any, given: str) -> None:
     arguments: list[Any] = [optim, Decides()] if swap else [Decides(), optim]
-    with pytest.raises(ConfigError, match=f"Optimizer was given {given}; give a Manager, and after it"):
+    with pytest.raises(
+        ConfigError, match=f"Optimizer was given {given}; give a Manager, and the torch.optim.Optimizer after it"
+    ):
         Optimizer(*arguments)
 
 
@@ -505,7 +507,7 @@ def test_a_container_that_knows_who_calls_steps_its_parts_once_a_commit() -> Non
 def test_a_container_that_does_not_know_who_calls_is_refused_before_anything_is_voted_on() -> None:
     manager = Decides()
     container = CallsBack(manager, [torch.nn.Parameter(torch.ones(1))], has_flag=False)
-    with pytest.raises(UsageError, match="keep a flag that says who calls"):
+    with pytest.raises(UsageError, match="keep a flag for this"):
         container.zero_grad()
     assert "should_commit" not in manager.calls
     with pytest.raises(UsageError, match=r"called the wrapper's step\(\) in turn"):

@@ -134,7 +134,7 @@ def test_a_state_of_another_update_is_refused_and_changes_nothing(rigs: Any) -> 
     (key, state), *_ = loop.state_dict().items()
     with pytest.raises(UserStateError, match=r"Remembers has \[\] and this replica \['sum'\]; use the same outer"):
         loop.load_state_dict({key: {"original_parameters": state["original_parameters"]}})
-    with pytest.raises(UserStateError, match="this is no state of Remembers"):
+    with pytest.raises(UserStateError, match="this is not a state of Remembers"):
         loop.load_state_dict({key: {"sum": torch.zeros(1)}})
 
 
@@ -161,7 +161,7 @@ class Half(OuterUpdate):
     [
         ("mean", "outer_update is a str; give an object of a subclass of OuterUpdate"),
         (Remembers, "outer_update is a ABCMeta; give an object of a subclass of OuterUpdate"),
-        (Half(), "Half has one of state_dict and load_state_dict, and a replica that heals needs both"),
+        (Half(), "Half has only one of state_dict and load_state_dict, and a replica that heals needs both"),
     ],
 )
 def test_what_is_no_outer_update_is_refused(rigs: Any, update: Any, sentence: str) -> None:

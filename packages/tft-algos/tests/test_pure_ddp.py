@@ -142,7 +142,7 @@ def test_a_backward_pass_after_the_vote_is_refused(rigs: Any) -> None:
     rig = begun(rigs)
     model = PureDistributedDataParallel(rig.manager, Two())
     assert rig.manager.should_commit()
-    with pytest.raises(UsageError, match=r"was voted on; call zero_grad\(\) before it"):
+    with pytest.raises(UsageError, match=r"after the vote on step 1; call zero_grad\(\) before"):
         model(torch.ones(1, 3)).sum().backward()
 
 

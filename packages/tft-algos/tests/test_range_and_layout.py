@@ -326,7 +326,7 @@ def test_elements_that_share_memory_fail_the_step_by_name(
     assert not rig.manager.allreduce(make()).wait()
     (error,) = rig.manager.status().errors
     assert isinstance(error, UnsupportedFeatureError)
-    assert "several of its elements share memory; reduce its contiguous()" in str(error)
+    assert "several of its elements share memory; reduce tensor.contiguous()" in str(error)
     assert not rig.manager.should_commit()
 
 

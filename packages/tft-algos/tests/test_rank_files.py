@@ -49,14 +49,17 @@ def test_what_is_no_plain_data_is_refused_when_it_is_written(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda said: said["files"][0].update(file="../elsewhere"), "which is elsewhere"),
-        (lambda said: said["files"][0].update(at=-1), "no whole numbers"),
-        (lambda said: said["files"][0].update(length=True), "no whole numbers"),
-        (lambda said: said.pop("files"), "no description of a rank's files"),
+        (lambda said: said["files"][0].update(file="../elsewhere"), "is outside the checkpoint"),
+        (lambda said: said["files"][0].update(at=-1), "are not whole numbers"),
+        (lambda said: said["files"][0].update(length=True), "are not whole numbers"),
+        (lambda said: said.pop("files"), "not a valid description of a rank's files"),
         (lambda said: said["leaves"]["a"].update(dtype="load"), "has the dtype 'load'"),
-        (lambda said: said["leaves"]["a"].update(size=[9]), "of a, 9 numbers, 4 were written"),
-        (lambda said: said["leaves"]["a"].update(chunks=[[[2], [4]]]), "a part that is not inside it"),
-        (lambda said: said["leaves"]["a"].update(chunks=[[[0], [4]]] * 2) or said["files"].clear(), "is in no file"),
+        (lambda said: said["leaves"]["a"].update(size=[9]), "4 of the 9 elements of a were written"),
+        (lambda said: said["leaves"]["a"].update(chunks=[[[2], [4]]]), "a part outside its bounds"),
+        (
+            lambda said: said["leaves"]["a"].update(chunks=[[[0], [4]]] * 2) or said["files"].clear(),
+            "no file contains a part",
+        ),
     ],
 )
 def test_a_description_that_can_not_be_is_refused(

@@ -82,7 +82,7 @@ def test_a_new_quorum_leaves_the_latest() -> None:
     for _ in range(3):
         if Due.START in schedule.inner_step():
             schedule.started()
-    schedule.failed(latest_stands=True)
+    schedule.failed(latest_succeeded=True)
     assert schedule.num_in_flight == 1
     assert [schedule.inner_step() for _ in range(3)] == [(), (Due.START,), (Due.END,)]
 

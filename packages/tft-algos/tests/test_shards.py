@@ -199,7 +199,7 @@ MISFITS = {
     "nothing": (lambda mesh: None, "and a NoneType here; shard the same tensors"),
     "a sum that was not reduced": (
         lambda mesh: DTensor.from_local(torch.ones(4, 2), mesh, [Partial()]),
-        "which can't travel",
+        "which can't be transferred",
     ),
 }
 
@@ -220,7 +220,7 @@ def test_a_whole_tensor_where_a_part_belongs_is_refused() -> None:
 
 
 def test_a_part_for_which_there_is_no_mesh_is_refused() -> None:
-    with pytest.raises(HealingError, match="missing here, and nothing else here is on a mesh of that form"):
+    with pytest.raises(HealingError, match="missing here, and no tensor here is on a mesh of that form"):
         place_shards({"a": fetched(sharded(mesh_of("shard")))}, {"b": sharded(mesh_of("tp")), "c": torch.ones(1)})
 
 
@@ -321,7 +321,7 @@ def test_where_another_rank_could_not_load_this_one_heals_again_and_votes_with_i
     assert votes(member)[-2:] == [(True, Purpose.LOADED), (False, Purpose.COMMIT)]
     assert member.coordinator.votes[-1][1] == 0, "of the step of the rank that has not loaded"
     assert (len(own.loaded), member.manager.status().is_torn) == (1, True)
-    assert "could not load step 0; a group heals whole" in str(member.manager.status().errors[0])
+    assert "could not load step 0; all ranks of a group heal together" in str(member.manager.status().errors[0])
 
 
 def test_a_load_function_that_raises_is_told_to_the_other_ranks(rigs: Any) -> None:
@@ -350,14 +350,16 @@ def test_where_another_rank_could_not_fetch_no_function_of_the_users_is_called(r
     member, _, own = healing(rigs, verdicts=[False, False], **TWO)
     assert not member.step()
     assert (own.taken, own.loaded) == ([], [])
-    assert "could not fetch step 0; a group heals whole" in str(member.manager.status().errors[0])
+    assert "could not fetch step 0; all ranks of a group heal together" in str(member.manager.status().errors[0])
 
 
 def test_where_another_rank_finds_no_mesh_nothing_is_loaded(rigs: Any) -> None:
     member, _, own = healing(rigs, verdicts=[True, False, False, False], **TWO)
     assert not member.step()
     assert (len(own.taken), own.loaded) == (1, [])
-    assert "could not find the meshes for step 0; a group heals whole" in str(member.manager.status().errors[0])
+    assert "could not find the meshes for step 0; all ranks of a group heal together" in str(
+        member.manager.status().errors[0]
+    )
 
 
 @pytest.mark.parametrize("verdict", [False, RequestTimeoutError("no verdict")], ids=["a no", "no answer"])

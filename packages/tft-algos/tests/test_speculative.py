@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tft_algos.manager.recovery import speculative
-from tft_algos.manager.recovery.speculative import LOOKED_AT_BYTES, ROOM_BYTES, bytes_of, look_at
+from tft_algos.manager.recovery.speculative import LOOKED_AT_BYTES, ROOM_BYTES, bytes_of, leaf_digests
 from tft_algos.testing import MemoryTransport, plan_of
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.types import LossNotice, NewcomerAsks, Plan, QuorumKey
@@ -71,7 +71,7 @@ def test_the_plan_may_come_before_the_copy_or_after_it(
 ) -> None:
     rig = rig_that_has_looked(rigs, heals(2))
     other = threading.Event()
-    take, quorum = rig.manager._parts.early.take, rig.coordinator.quorum
+    take, quorum = rig.manager._parts.speculative.take, rig.coordinator.quorum
 
     def take_late(own: Any) -> None:
         rig.manager.wait_quorum()
@@ -85,7 +85,7 @@ def test_the_plan_may_come_before_the_copy_or_after_it(
         assert other.wait(20)
         return quorum(*asked)
 
-    monkeypatch.setattr(rig.manager._parts.early, "take", take_late if plan_first else take_first)
+    monkeypatch.setattr(rig.manager._parts.speculative, "take", take_late if plan_first else take_first)
     if not plan_first:
         monkeypatch.setattr(rig.coordinator, "quorum", answer_late)
     ask(rig)
@@ -191,7 +191,7 @@ def test_what_the_forward_changes_is_taken_after_it(rigs: Any, caplog: pytest.Lo
     Statistics(rig)
     assert rig.step()
     assert rig.step()
-    assert "statistics.mean changes in a step, so no state is taken before the reductions" in caplog.text
+    assert "because statistics.mean changes during the forward pass" in caplog.text
     ask(rig)
     assert rig.step()
     assert (rig.transport.staged, len(rig.transport.shelf)) == ([], 2)
@@ -207,7 +207,7 @@ def test_what_is_taken_away_in_a_step_has_changed(rigs: Any, caplog: pytest.LogC
     assert rig.step()
     rig.group.allreduce = reduce
     assert rig.step()
-    assert "data.pending.1 changes in a step" in caplog.text
+    assert "data.pending.1 changes during the forward pass" in caplog.text
     ask(rig)
     assert rig.step()
     assert rig.transport.staged == []
@@ -237,7 +237,7 @@ def test_what_begins_to_change_later_is_told_and_taken_late_from_then_on(
     ask(rig)
     assert rig.step()
     assert [each.end for each in rig.transport.staged] == ["offered"]
-    assert "statistics.mean has changed during the step, and a newcomer was given it as it was before" in caplog.text
+    assert "statistics.mean changed during the step, after a joining replica had received it" in caplog.text
     assert rig.step()
     ask(rig)
     assert rig.step()
@@ -274,11 +274,11 @@ def test_what_is_offered_is_looked_at_after_it_is_offered(rigs: Any, monkeypatch
 
     def look(state: Any) -> dict[str, bytes]:
         seen.append([each.end for each in rig.transport.staged])
-        return look_at(state)
+        return leaf_digests(state)
 
-    monkeypatch.setattr(speculative, "look_at", look)
-    take = rig.manager._parts.early.take
-    monkeypatch.setattr(rig.manager._parts.early, "take", lambda own: rig.manager.wait_quorum() or take(own))
+    monkeypatch.setattr(speculative, "leaf_digests", look)
+    take = rig.manager._parts.speculative.take
+    monkeypatch.setattr(rig.manager._parts.speculative, "take", lambda own: rig.manager.wait_quorum() or take(own))
     ask(rig)
     rig.manager.start_quorum()
     assert seen == [["offered"]]
@@ -317,15 +317,15 @@ def test_a_look_sees_what_a_forward_may_change() -> None:
         "plain": {"seen": 3, "name": "x"},
         "empty": torch.zeros(0),
     }
-    before = look_at(state)
-    assert look_at(state) == before
+    before = leaf_digests(state)
+    assert leaf_digests(state) == before
     state["small"].numpy()[2] = 1.0
     state["long"][-1] = 1.0  # not at the beginning, and torch counts it
     state["long at its beginning"].numpy()[1] = 1.0
     state["as long as is looked at"].numpy()[-1] = 1
     state["strided"].numpy()[1, 2] = 1.0
     state["plain"]["seen"] = 4  # type: ignore[index]
-    after = look_at(state)
+    after = leaf_digests(state)
     assert {path for path in after if after[path] != before[path]} == {
         "as long as is looked at",
         "long",
@@ -340,4 +340,4 @@ def test_a_look_takes_any_tensor() -> None:
     with torch.inference_mode():
         inferred = torch.zeros(3)
     state = {"a": inferred, "b": torch.tensor(1.0, dtype=torch.bfloat16), "c": torch.zeros(3, requires_grad=True)}
-    assert look_at(state) == look_at(state)
+    assert leaf_digests(state) == leaf_digests(state)

@@ -84,7 +84,7 @@ def test_while_a_quorum_is_asked_for_it_never_waits(rigs: Any, monkeypatch: pyte
     status = rig.manager.status()
     answers.set()
     assert (status.phase, status.plan) == (ManagerPhase.QUORUM, None)
-    assert status.waits_for == "a quorum: the lighthouse has not said yet for whom"
+    assert status.waits_for == "a quorum: the lighthouse has not reported the missing replicas yet"
     rig.manager.wait_quorum()
 
 

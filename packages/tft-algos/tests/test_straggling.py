@@ -220,7 +220,7 @@ def test_a_lighthouse_that_knows_of_no_straggler_ends_the_smaller_share(
     assert rig.manager.status().share == 1.0
     assert [news.kind for news in told] == [PaceKind.SHARE, PaceKind.KEEPS_UP]
     assert caplog.records[-1].message.endswith(
-        "replica r is to take its whole batch: this lighthouse asks for no smaller share"
+        "replica r takes its whole batch, because this lighthouse requests no smaller share"
     )
 
 

@@ -32,10 +32,10 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_peer_that_refuses_is_said_once_by_its_replica_id() -> None:
     peers = UnreachedPeers()
     peers.configure_failed(plan(), REFUSED)
-    assert peers.has_unsaid
+    assert peers.has_unsent
     assert peers.take() == (Unreached("replica_2", Via.GROUP, "10.0.0.3 port 4321: connection refused"),)
     assert peers.take() == ()
-    assert not peers.has_unsaid
+    assert not peers.has_unsent
 
 
 def test_a_peer_that_did_not_come_is_said_from_the_second_time_in_a_row() -> None:
@@ -73,7 +73,7 @@ def test_a_store_is_said_by_the_replica_that_it_belongs_to(rank: int, whose: str
     assert peers.take() == (Unreached("replica_0", Via.STORE, "10.0.0.1:29500: connection refused"),)
     assert isinstance(found.error, StoreUnreachableError)
     assert whose in str(found.error)
-    for advice in ("torchrun's agent",) if rank == 0 else ("torchrun agent", "has ended", "GLOO_SOCKET_IFNAME"):
+    for advice in ("still runs",) if rank == 0 else ("torchrun's agent", "has ended", "GLOO_SOCKET_IFNAME"):
         assert advice in found.warning
 
 
@@ -81,7 +81,7 @@ def test_a_manager_server_that_does_not_say_whose_store_it_is_gives_no_report() 
     peers = UnreachedPeers()
     found = peers.configure_failed(replace(plan(), store_replica_id=""), NO_STORE)
     assert peers.take() == ()
-    assert "the rendezvous store at 10.0.0.1:29500 was not reached (connection refused)" in str(found.error)
+    assert "the rendezvous store at 10.0.0.1:29500 could not be reached (connection refused)" in str(found.error)
 
 
 def test_sources_of_state_are_said_too() -> None:
@@ -136,8 +136,8 @@ def test_the_error_and_the_warning_name_replicas_and_what_to_do() -> None:
     assert found.error.unreached == REFUSED.unreached
     assert found.error.__cause__ is error
     for sentence in (str(found.error), found.warning):
-        assert "replica replica_2 was not reached at 10.0.0.3 port 4321: connection refused" in sentence
-        assert "replica replica_0 did not come to its rendezvous" in sentence
+        assert "replica replica_2 could not be reached at 10.0.0.3 port 4321: connection refused" in sentence
+        assert "replica replica_0 did not join its rendezvous" in sentence
         assert "firewall" in sentence
     assert peers.last in found.warning
     peers.group_configured()
@@ -164,8 +164,8 @@ def test_a_manager_says_it_with_its_next_request_and_not_again(rigs: Any, caplog
     assert said == [(), (Unreached("replica_2", Via.GROUP, REFUSED.unreached[2]),), ()]
     assert rig.coordinator.requests[1].needs_configure
     (line,) = warnings(caplog)
-    assert "replica_2 was not reached at 10.0.0.3 port 4321: connection refused" in line
-    assert "look whether a firewall" in line
+    assert "replica_2 could not be reached at 10.0.0.3 port 4321: connection refused" in line
+    assert "check for a firewall" in line
 
 
 def test_a_manager_that_has_something_to_say_does_not_wait_before_it_asks(rigs: Any) -> None:
@@ -188,7 +188,7 @@ def test_the_step_fails_by_an_error_that_names_the_replica(rigs: Any) -> None:
     rig.manager.wait_quorum()
     error = rig.manager.errored()
     assert error is not None
-    assert "replica replica_1 did not come to its rendezvous" in str(error.original_exception)
+    assert "replica replica_1 did not join its rendezvous" in str(error.original_exception)
     assert not rig.manager.should_commit()
     assert rig.step()
     assert rig.coordinator.requests[1].unreached == ()
@@ -206,4 +206,4 @@ def test_a_peer_that_falls_silent_in_a_reduction_is_said_with_the_next_request(
     assert rig.step()
     said = [request.unreached for request in rig.coordinator.requests]
     assert said == [(), (Unreached("replica_2", Via.GROUP, "10.0.0.3: nothing is acknowledged"),), ()]
-    assert "replica replica_2 is not reached any more at 10.0.0.3: nothing is acknowledged" in warnings(caplog)[-1]
+    assert "lost the connection to replica replica_2 at 10.0.0.3: nothing is acknowledged" in warnings(caplog)[-1]

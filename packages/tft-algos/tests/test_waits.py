@@ -30,14 +30,16 @@ class Watched:
             pends=False,
         )
         self.at = Phase.OUTSIDE
-        self.where = SimpleNamespace(phase=lambda _: self.at, speaks=False)
+        self.step_progress = SimpleNamespace(phase=lambda _: self.at, awaits_words=False)
         limits = {"quorum_timeout": 70, "timeout": 60, "heal_timeout": 600}
         config: Any = SimpleNamespace(world_size=2, **{name: timedelta(seconds=s) for name, s in limits.items()})
         reports: Any = SimpleNamespace(log=lambda _, message, *args: self.lines.append(message % args))
         step: Any = SimpleNamespace(status=self.core)
-        where: Any = self.where
+        step_progress: Any = self.step_progress
         self.failure = ""
-        self.watch = WaitWatch(step, where, config, reports, lambda: self.now_s, failed_before=lambda: self.failure)
+        self.watch = WaitWatch(
+            step, step_progress, config, reports, lambda: self.now_s, failed_before=lambda: self.failure
+        )
 
     def run(self, seconds: int, reductions: int = 0) -> list[str]:
         """Returns: the lines of this time."""
@@ -53,13 +55,13 @@ def waits(watched: Watched, kind: str) -> None:
     watched.core.pends = kind in ("a quorum", "the process group of the new quorum")
     watched.core.phase = StepPhase.ASKED if kind == "a quorum" else StepPhase.PLANNED
     watched.core.healing = Healing.FETCHING if kind == "live state" else Healing.NONE
-    watched.where.speaks = kind == "the end of the step at the other replicas"
+    watched.step_progress.awaits_words = kind == "the end of the step at the other replicas"
 
 
 @pytest.mark.parametrize(
     ("kind", "who", "ends"),
     [
-        ("a quorum", "the lighthouse has not said yet for whom", "quorum_timeout (70 s)"),
+        ("a quorum", "the lighthouse has not reported the missing replicas yet", "quorum_timeout (70 s)"),
         (
             "the process group of the new quorum",
             "the other members of quorum 7: replica_1, replica_2",
@@ -82,10 +84,10 @@ def test_each_kind_of_wait_says_for_whom_and_what_ends_it(kind: str, who: str, e
     waits(watched, kind)
     (line,) = watched.run(10)
     assert line.startswith(f"waiting for {kind} for 5 s: {who}")
-    assert line.endswith(f"; ends at the latest after {ends}")
-    watched.watch.told("waits for b at b-host:1")
+    assert line.endswith(f"; time limit: {ends}")
+    watched.watch.reported("waits for b at b-host:1")
     (again,) = watched.run(25)
-    assert again.startswith(f"waiting for {kind} for 30 s: waits for b at b-host:1; ends")
+    assert again.startswith(f"waiting for {kind} for 30 s: waits for b at b-host:1; time limit")
     watched.at = Phase.OUTSIDE
     assert watched.run(5) == [f"the wait for {kind} is over after 35 s"]
 
@@ -95,12 +97,16 @@ def test_a_quorum_that_does_not_come_is_no_wait_that_is_over() -> None:
     waits(watched, "a quorum")
     watched.run(70)
     watched.core.phase, watched.at = StepPhase.FAILED, Phase.OUTSIDE
-    assert watched.run(1) == ["no quorum within 70 s (70 s in all); the next step asks again"]
+    assert watched.run(1) == [
+        "timed out waiting for a quorum after 70 s (70 s in total); the next step requests it again"
+    ]
     waits(watched, "a quorum")
     watched.core.name.attempt, watched.core.failed_quorums = 2, 1
     watched.run(70)
     watched.core.name.attempt, watched.core.failed_quorums = 3, 2  # no look came in between
-    assert watched.run(1) == ["no quorum within 70 s (141 s in all); the next step asks again"]
+    assert watched.run(1) == [
+        "timed out waiting for a quorum after 70 s (141 s in total); the next step requests it again"
+    ]
     watched.run(10)
     watched.core.phase, watched.at = StepPhase.PLANNED, Phase.OUTSIDE
     assert watched.run(1) == ["the wait for a quorum is over after 11 s"]
@@ -108,7 +114,7 @@ def test_a_quorum_that_does_not_come_is_no_wait_that_is_over() -> None:
 
 def test_what_was_said_of_an_earlier_wait_is_not_said_of_this_one() -> None:
     watched = Watched()
-    watched.watch.told("waits for b at b-host:1")
+    watched.watch.reported("waits for b at b-host:1")
     watched.now_s = 100
     waits(watched, "a reduction")
     (line,) = watched.run(10)
@@ -126,6 +132,6 @@ def test_steps_that_are_short_say_nothing() -> None:
 def test_a_wait_for_a_group_says_why_the_last_one_was_not_built() -> None:
     watched = Watched()
     waits(watched, "the process group of the new quorum")
-    watched.failure = "replica replica_2 was not reached at 10.0.0.3 port 4321: connection refused"
+    watched.failure = "replica replica_2 could not be reached at 10.0.0.3 port 4321: connection refused"
     (line, *_) = watched.run(60)
     assert f"replica_1, replica_2 (the last one failed: {watched.failure})" in line

@@ -269,7 +269,7 @@ def test_a_time_out_that_passes_fails_the_reduction_and_ends_what_runs(
     (error,) = rig.manager.status().errors
     assert isinstance(error, CollectiveTimeoutError)
     assert isinstance(error, TimeoutError)
-    assert "a reduction of step 0, quorum 7.0000000000000007 did not end within 2 s and was aborted" in str(error)
+    assert "a reduction of step 0, quorum 7.0000000000000007 timed out after 2 s and was aborted" in str(error)
     assert rig.group.num_aborts == 1
     if future is not None:
         assert len(future.wait()) == 1
@@ -287,7 +287,7 @@ def test_the_time_out_of_a_wait_ends_what_runs_too(rigs: Any) -> None:
     rig.group.holds = True
     work = rig.manager.allreduce(torch.ones(2))
     assert not work.wait(timedelta(milliseconds=1))
-    assert "did not end within 0.001 s" in str(rig.manager.status().errors[0])
+    assert "timed out after 0.001 s" in str(rig.manager.status().errors[0])
     assert rig.group.errored() is not None
     assert not rig.manager.should_commit()
 
@@ -383,7 +383,7 @@ def test_a_failure_after_the_verdict_is_logged_and_costs_a_reconfiguration(
     work = rig.manager.allreduce(torch.ones(1), reduce_op=dist.ReduceOp.SUM)
     assert not work.wait()
     assert len(work.get_future().wait()) == 1
-    assert "came when that was over: the peer died" in caplog.text
+    assert "arrived after its end: the peer died" in caplog.text
     assert not rig.manager.allreduce(torch.ones(1), reduce_op=dist.ReduceOp.SUM).wait()
     assert rig.step()
     assert rig.coordinator.requests[1].needs_configure

@@ -305,7 +305,7 @@ def test_who_recovers_in_a_sync_speaks_before_it_takes_its_state(
         late.append(LateWord((2, 0, 0, 1, state_check(5, 9)) if end != "fails" else (1, 0, 0, 1, state_check(5, 9))))
         return late[-1]
 
-    monkeypatch.setattr(it.manager._parts.wording, "_exchange", exchange)
+    monkeypatch.setattr(it.manager._parts.control_words, "_exchange", exchange)
     it.manager.start_quorum(use_async_quorum=True)
     it.manager.wait_quorum()
     it.manager.strategy.reduce_in_sync(torch.ones(2))
@@ -328,10 +328,10 @@ def test_a_word_that_failed_by_a_time_out_is_told_as_it_failed(pair: Any, monkey
     def exchange(*_: Any, **__: Any) -> WordExchange:
         raise error
 
-    wording = it.manager._parts.wording
-    monkeypatch.setattr(wording, "_exchange", exchange)
-    wording.send(do.SendWord(0, QuorumKey(7, 7), (1, 0, 0, 1, 0), 4, hears=False))
-    assert wording.hear(do.HearWord(3, QuorumKey(7, 7), 4)) == on.WordEnded(3, None, error)
+    control_words = it.manager._parts.control_words
+    monkeypatch.setattr(control_words, "_exchange", exchange)
+    control_words.send(do.SendWord(0, QuorumKey(7, 7), (1, 0, 0, 1, 0), 4, hears=False))
+    assert control_words.hear(do.HearWord(3, QuorumKey(7, 7), 4)) == on.WordEnded(3, None, error)
 
 
 def test_who_can_not_say_all_wishes_in_time_says_no_lease() -> None:

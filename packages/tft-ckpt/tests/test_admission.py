@@ -73,7 +73,7 @@ def test_a_body_without_the_token_is_not_read() -> None:
 
 
 def test_who_proves_nothing_is_ended_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "PROOF_WITHIN_S", 0.2)
+    monkeypatch.setattr(admission, "AUTHENTICATION_TIMEOUT_S", 0.2)
     with serving() as port, connected(port) as member, connected(port) as silent, connected(port) as slow:
         assert is_served(member)
         slow.sendall(RIGHT[:-1])
@@ -86,7 +86,7 @@ def test_those_that_prove_nothing_are_few_and_push_out_no_member() -> None:
         member = ends.enter_context(connected(port))
         assert is_served(member)
         other = ends.enter_context(connected(port, "127.0.0.2"))
-        silent = [ends.enter_context(connected(port)) for _ in range(admission.MOST_UNPROVED_OF_A_HOST + 5)]
+        silent = [ends.enter_context(connected(port)) for _ in range(admission.UNAUTHENTICATED_PER_HOST_MAX + 5)]
         for each in silent[:5]:
             assert until_ended(each) == b""
         assert is_served(member)
@@ -96,7 +96,7 @@ def test_those_that_prove_nothing_are_few_and_push_out_no_member() -> None:
 
 def test_hosts_together_have_a_bound() -> None:
     hosts = [f"127.0.0.{number}" for number in range(1, 5)]
-    each_has = admission.MOST_UNPROVED // len(hosts)
+    each_has = admission.UNAUTHENTICATED_MAX // len(hosts)
     with serving() as port, ExitStack() as ends:
         silent = [ends.enter_context(connected(port, host)) for host in hosts for _ in range(each_has)]
         newcomer = ends.enter_context(connected(port, hosts[-1]))
@@ -110,7 +110,7 @@ def test_a_silence_in_the_handshake_counts() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert(HOST).configure_cert(context)
     with serving(context) as port, ExitStack() as ends:
-        silent = [ends.enter_context(connected(port)) for _ in range(admission.MOST_UNPROVED_OF_A_HOST + 2)]
+        silent = [ends.enter_context(connected(port)) for _ in range(admission.UNAUTHENTICATED_PER_HOST_MAX + 2)]
         for each in silent[:2]:
             assert until_ended(each) == b""
         trusting = ssl.create_default_context()

@@ -17,11 +17,11 @@ KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 CHUNK = 1 << 20
 
 
-def manifest(sums: Iterable[int], *, chunk_bytes: int = CHUNK, last_bytes: int = 100) -> Manifest:
-    sums = tuple(sums)
-    length = (len(sums) - 1) * chunk_bytes + last_bytes
+def manifest(checksums: Iterable[int], *, chunk_bytes: int = CHUNK, last_bytes: int = 100) -> Manifest:
+    checksums = tuple(checksums)
+    length = (len(checksums) - 1) * chunk_bytes + last_bytes
     layout = Layout(key=KEY, chunk_bytes=chunk_bytes, segments=(Segment(0, length),), root=None)
-    return Manifest(layout, sums)
+    return Manifest(layout, checksums)
 
 
 def made(num_chunks: int, *, own: str = "") -> ChunkPlan:
@@ -31,12 +31,12 @@ def made(num_chunks: int, *, own: str = "") -> ChunkPlan:
 
 
 def whole(plan: ChunkPlan, source: str = "a", now_s: float = 0.0) -> int:
-    return plan.join(source, now_s, has_all=True, is_fellow=False)
+    return plan.join(source, now_s, has_all=True, is_peer=False)
 
 
-def fellow(plan: ChunkPlan, source: str, *have: int, now_s: float = 0.0) -> int:
-    worker = plan.join(source, now_s, has_all=False, is_fellow=True)
-    plan.told(worker, sum(1 << chunk for chunk in have), now_s)
+def peer(plan: ChunkPlan, source: str, *have: int, now_s: float = 0.0) -> int:
+    worker = plan.join(source, now_s, has_all=False, is_peer=True)
+    plan.set_chunks(worker, sum(1 << chunk for chunk in have), now_s)
     return worker
 
 
@@ -104,7 +104,7 @@ def test_the_quick_one_gets_more_and_no_chunk_is_held_twice() -> None:
 def test_the_source_is_asked_for_what_no_fellow_has() -> None:
     plan = made(8, own="m")
     source = whole(plan)
-    friend = fellow(plan, "x", 0, 1, 2, 3)
+    friend = peer(plan, "x", 0, 1, 2, 3)
     assert plan.claim(source, 0.0) is not None
     taken = {chunk for each in plan._workers.values() for chunk in each.part}
     assert taken <= {4, 5, 6, 7}
@@ -115,7 +115,7 @@ def test_the_source_is_asked_for_what_no_fellow_has() -> None:
 
 def test_the_source_helps_out_when_the_fellows_are_too_slow() -> None:
     plan = made(100, own="m")
-    source, friend = whole(plan), fellow(plan, "x", *range(100))
+    source, friend = whole(plan), peer(plan, "x", *range(100))
     for now_s in range(2):
         fetch(plan, friend, float(4 * now_s), took_s=4.0)
     assert plan.claim(source, 8.0) is not None
@@ -124,7 +124,7 @@ def test_the_source_helps_out_when_the_fellows_are_too_slow() -> None:
 def test_the_source_waits_for_no_fellow_that_gives_nothing_of_what_it_has() -> None:
     """Else one that is slower than its word would hold up all: it is broken off when the source is done."""
     plan = made(24, own="m")
-    source, slow = whole(plan), fellow(plan, "x", *range(24))
+    source, slow = whole(plan), peer(plan, "x", *range(24))
     part = plan.claim(slow, 0.0)
     assert part is not None
     assert plan.claim(source, 0.1) is None, "the fellow has all of it"
@@ -139,7 +139,7 @@ def test_the_source_waits_for_no_fellow_that_gives_nothing_of_what_it_has() -> N
 def test_the_source_waits_for_no_fellow_that_does_not_say_more() -> None:
     """It asks the fellow what it has now, and gets no answer."""
     plan = made(8, own="m")
-    source, silent, gone = whole(plan), fellow(plan, "x", 0, 1), fellow(plan, "y", 0, 1)
+    source, silent, gone = whole(plan), peer(plan, "x", 0, 1), peer(plan, "y", 0, 1)
     assert plan.claim(gone, 0.1) == range(2)
     plan.leave(gone, 0.2)
     while fetched := plan.claim(source, 0.3):
@@ -176,7 +176,7 @@ def test_newcomers_begin_at_different_places_and_meet_from_the_other_side() -> N
         source = whole(plan)
         for other in urls:
             if other != own:
-                fellow(plan, other)
+                peer(plan, other)
         firsts[own] = []
         while len(firsts[own]) < 7:
             firsts[own].append(fetch(plan, source, 0.1, took_s=0.1))
@@ -194,7 +194,7 @@ def test_one_who_is_alone_asks_for_all_in_a_row() -> None:
     for chunk in range(30):
         plan.arrived(worker, chunk, 0.1)
     for chunk in range(20):
-        plan.lose(chunk)
+        plan.mark_missing(chunk)
     plan.leave(worker, 0.1)
     worker = whole(plan)
     assert plan.claim(worker, 0.1, is_alone=True) == range(20)
@@ -233,7 +233,7 @@ def test_a_connection_whose_rate_fell_is_broken_off_though_it_still_delivers() -
 
 def test_nobody_is_broken_off_for_one_who_has_not_got_the_chunks_or_is_slower() -> None:
     plan = made(8)
-    stalled, helper = whole(plan, "stalled"), fellow(plan, "helper", 7)
+    stalled, helper = whole(plan, "stalled"), peer(plan, "helper", 7)
     plan.claim(stalled, 0.0)
     assert plan.too_slow(100.0) == []
     plan = made(64)
@@ -247,12 +247,12 @@ def test_nobody_is_broken_off_for_one_who_has_not_got_the_chunks_or_is_slower() 
 
 def test_those_that_have_only_parts_do_not_wait_for_each_other_for_ever() -> None:
     plan = made(8, own="m")
-    friend = fellow(plan, "x", 1)
+    friend = peer(plan, "x", 1)
     fetch(plan, friend, 0.0, took_s=0.1)
     assert plan.claim(friend, 0.1) is None
     assert not plan.is_stuck(0.1 + STUCK_S / 2)
     assert plan.is_stuck(0.2 + STUCK_S)
-    plan.told(friend, 0b110, 0.2 + STUCK_S)
+    plan.set_chunks(friend, 0b110, 0.2 + STUCK_S)
     assert not plan.is_stuck(0.3 + STUCK_S)
     source = whole(plan, now_s=0.3)
     assert not plan.is_stuck(100.0)
@@ -265,11 +265,11 @@ def test_nor_for_one_that_comes_again_and_again_and_has_nothing() -> None:
     now_s = 0.0
     while now_s <= STUCK_S:
         assert not plan.is_stuck(now_s)
-        friend = fellow(plan, "x", now_s=now_s)
+        friend = peer(plan, "x", now_s=now_s)
         now_s += STUCK_S / 3
         plan.leave(friend, now_s)
     assert plan.is_stuck(now_s)
-    fellow(plan, "y", now_s=now_s)
+    peer(plan, "y", now_s=now_s)
     assert not plan.is_stuck(now_s)
 
 
@@ -281,12 +281,12 @@ def test_the_next_lead_confirms_what_is_here() -> None:
     assert plan.claim(worker, 0.0) == range(4)
     for chunk in range(4):
         plan.arrived(worker, chunk, 0.1)
-    plan.lose(2)
+    plan.mark_missing(2)
     plan.leave(worker, 0.1)
     assert plan.adopt(manifest([1, 99, 3, 4]))
     assert list(plan.good()) == [0, 3]
     assert plan.good_bytes == CHUNK + 100
-    plan.lose(0)
+    plan.mark_missing(0)
     assert list(plan.good()) == [3]
     assert plan.claim(whole(plan), 0.1) == range(3)
 
@@ -317,12 +317,12 @@ def test_whatever_happens_every_chunk_comes_once_from_one_that_has_it(own: str, 
         now_s += data.draw(st.floats(0, 1))
         match data.draw(st.sampled_from(["join", "told", "claim", "arrive", "leave"])):
             case "join" if len(has) < 6:
-                has[fellow(plan, data.draw(st.sampled_from("abxyz")), now_s=now_s)] = 0
+                has[peer(plan, data.draw(st.sampled_from("abxyz")), now_s=now_s)] = 0
             case "told":
                 worker = data.draw(st.sampled_from(sorted(has)))
                 if worker != 1:
                     has[worker] |= data.draw(st.integers(0, (1 << num_chunks) - 1))
-                    plan.told(worker, has[worker], now_s)
+                    plan.set_chunks(worker, has[worker], now_s)
             case "claim":
                 worker = data.draw(st.sampled_from(sorted(has)))
                 if worker not in held and (part := plan.claim(worker, now_s)) is not None:

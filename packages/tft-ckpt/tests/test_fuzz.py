@@ -147,7 +147,7 @@ def survive(seed: int, num_connections: int, seconds: float) -> None:
         limits=Limits(),
         allocate=Buffer,
     )
-    while not snapshot.sum_next_chunk():
+    while not snapshot.checksum_next_chunk():
         pass
     assert snapshot.manifest_bytes is not None
     manifest = decode(snapshot.manifest_bytes, limits=Limits())

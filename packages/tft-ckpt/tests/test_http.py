@@ -101,8 +101,8 @@ def test_the_manifest_and_any_range_of_the_data_are_there(source: HTTPTransport[
     response, body = ask(source.address(), manifest_path(KEY), **{WAIT_HEADER: "20000"})
     manifest = decode(body, limits=Limits())
     assert response.status == 200
-    assert (manifest.layout.key, manifest.layout.data_bytes, len(manifest.sums)) == (KEY, 8000, 2)
-    (leaf,) = manifest.layout.leaves()
+    assert (manifest.layout.key, manifest.layout.data_bytes, len(manifest.checksums)) == (KEY, 8000, 2)
+    leaf = manifest.layout.read(lambda leaf: leaf)["a"]
     assert (leaf.path, leaf.shape, leaf.stride, leaf.offset, leaf.length) == ("state['a']", (2000,), (1,), 0, 8000)
     response, whole = ask(source.address(), data_path(KEY))
     assert (response.status, len(whole)) == (200, 8000)
@@ -191,7 +191,9 @@ def test_what_cannot_be_read_is_answered_and_logged_in_a_sentence(
     for record in logged:
         assert record.levelname == "WARNING"
         assert record.exc_info is None
-        assert re.fullmatch(r"Error handling request.*: the request can't be read or .*\)", record.getMessage())
+        assert re.fullmatch(
+            r"Error handling request.*: the request can't be read or .*, so its .* closed", record.getMessage()
+        )
         assert len(record.getMessage()) < 300
     assert "s3cret" not in caplog.text
 
@@ -254,9 +256,9 @@ def test_a_transport_without_a_token_says_so(caplog: pytest.LogCaptureFixture) -
     with HTTPTransport[Any](bind="127.0.0.1", token="x"):
         assert not caplog.records
     with HTTPTransport[Any](bind="127.0.0.1"):
-        assert "no token is set; only this machine is served" in caplog.text
+        assert "no token is set; only this machine is served: every process that reaches" in caplog.text
     with HTTPTransport[Any](insecure=True):
-        assert "no token is set; whoever reaches" in caplog.text
+        assert "no token is set; every process that reaches" in caplog.text
 
 
 def test_without_a_token_only_this_machine_is_served() -> None:
@@ -326,7 +328,7 @@ def test_the_state_before_is_served_while_a_connection_holds_it_and_refused_afte
         assert (response.status, data) == (200, held)
     reader.close()
     until = time.monotonic() + 20
-    while len(source._server._shelf.keys) > 1 and time.monotonic() < until:
+    while len(source._server._store.keys) > 1 and time.monotonic() < until:
         time.sleep(0.01)
     response, data = ask(url, data_path(KEY))
     assert response.status == 409, (response.status, data)
@@ -432,7 +434,7 @@ def answer(body: bytes, status: str = "200 OK", **headers: object) -> bytes:
 
 def manifest_of(state: object, key: StateKey = KEY) -> tuple[bytes, bytes]:
     snapshot = Snapshot.take(state, key=key, chunk_bytes=4096, limits=Limits(), allocate=Buffer)
-    while not snapshot.sum_next_chunk():
+    while not snapshot.checksum_next_chunk():
         pass
     assert snapshot.manifest_bytes is not None
     return snapshot.manifest_bytes, bytes(snapshot.data)
@@ -508,7 +510,7 @@ def test_a_state_above_the_limit_takes_no_memory(source: HTTPTransport[Any]) -> 
     ["", "<n/a>", "http://", "http://host", "ftp://h:1", "http://h:x", "http://h:1/other", "http://[::1:5"],
 )
 def test_what_is_no_address_is_refused(metadata: str, receiver: HTTPTransport[Any]) -> None:
-    with pytest.raises(StateUnavailableError, match="no source's address"):
+    with pytest.raises(StateUnavailableError, match="not a source's address"):
         receiver.recv_checkpoint(0, metadata, 1, BOUND)
 
 
@@ -584,7 +586,7 @@ def test_nor_does_one_that_says_a_little_now_and_then(
     if asked == "manifest":
         assert report.sources == (source.metadata(),), "another one was quicker"
     else:
-        assert any(url in fault and "longer than it may" in fault for fault in report.faults)
+        assert any(url in fault and "took too long" in fault for fault in report.faults)
 
 
 def test_who_talks_without_end_is_interrupted(receiver: HTTPTransport[Any]) -> None:
@@ -764,6 +766,6 @@ def test_a_reader_that_has_hung_up_meanwhile_can_be_sent_off_all_the_same() -> N
             transport.abort()
             while ours.fileno() >= 0:
                 await asyncio.sleep(0)
-            app._break(transport)
+            app._disconnect(transport)
 
     asyncio.run(asyncio.wait_for(hang_up_first(), BOUND.total_seconds()))

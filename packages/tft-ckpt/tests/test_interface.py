@@ -61,7 +61,7 @@ def test_an_interface_with_ipv6_alone(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_what_is_no_interface_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"'nowhere', which this host has not; give one of .*lo"):
+    with pytest.raises(ConfigError, match=r"'nowhere', which this host does not have; give one of .*lo"):
         listen(None, 0, "nowhere")
     with pytest.raises(ConfigError, match="give one of them"):
         listen("127.0.0.1", 0, "lo")

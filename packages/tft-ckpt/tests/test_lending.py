@@ -20,7 +20,7 @@ from tft_ckpt import CheckpointError, HTTPTransport, StateKey, StateUnavailableE
 from tft_ckpt.state import lending as lending_module
 from tft_ckpt.state.buffers import BufferPool
 from tft_ckpt.state.lending import GRACE_S, NO_SHOW_S, Lending
-from tft_ckpt.state.live import LiveRun
+from tft_ckpt.state.live import LivePayload
 from tft_ckpt.state.manifest import describe
 from tft_ckpt.state.memory import FreeMemory
 from tft_ckpt.state.snapshot import Snapshot
@@ -29,7 +29,7 @@ from tft_ckpt.testing import assert_same_state, sample_state
 from tft_ckpt.transfer import server as server_module
 from tft_ckpt.transfer.address import parse_url
 from tft_ckpt.transfer.routes import data_path, manifest_path
-from tft_ckpt.transfer.snapshot_store import ASKERS_MAX, KEYS_ASKED_MAX, SnapshotStore
+from tft_ckpt.transfer.snapshot_store import KEYS_REQUESTED_MAX, REQUESTERS_MAX, SnapshotStore
 
 BOUND = timedelta(seconds=20)
 STEP_1 = StateKey(0, 0, 1, 0)
@@ -40,49 +40,49 @@ STEP_1 = StateKey(0, 0, 1, 0)
 
 def test_it_is_over_when_all_have_come_and_left() -> None:
     lending = Lending(2, 10.0)
-    assert not lending.is_over(num_come=1, num_holding=1, now_s=10.1)
-    assert not lending.is_over(num_come=1, num_holding=0, now_s=10.2)
-    assert not lending.is_over(num_come=2, num_holding=3, now_s=100.0)
-    assert not lending.is_over(num_come=2, num_holding=0, now_s=100.0 + GRACE_S - 0.1), "its connection may have broken"
-    assert not lending.is_over(num_come=2, num_holding=1, now_s=100.4)
-    assert lending.is_over(num_come=2, num_holding=0, now_s=100.4 + GRACE_S)
+    assert not lending.is_over(num_seen=1, num_holding=1, now_s=10.1)
+    assert not lending.is_over(num_seen=1, num_holding=0, now_s=10.2)
+    assert not lending.is_over(num_seen=2, num_holding=3, now_s=100.0)
+    assert not lending.is_over(num_seen=2, num_holding=0, now_s=100.0 + GRACE_S - 0.1), "its connection may have broken"
+    assert not lending.is_over(num_seen=2, num_holding=1, now_s=100.4)
+    assert lending.is_over(num_seen=2, num_holding=0, now_s=100.4 + GRACE_S)
 
 
 def test_who_came_before_and_got_it_elsewhere_is_not_waited_for() -> None:
     lending = Lending(1, 10.0)
-    assert not lending.is_over(num_come=1, num_holding=0, now_s=10.0)
-    assert lending.is_over(num_come=1, num_holding=0, now_s=10.0 + GRACE_S)
+    assert not lending.is_over(num_seen=1, num_holding=0, now_s=10.0)
+    assert lending.is_over(num_seen=1, num_holding=0, now_s=10.0 + GRACE_S)
 
 
 def test_who_does_not_come_is_given_up() -> None:
     lending = Lending(2, 10.0)
-    assert not lending.is_over(num_come=0, num_holding=0, now_s=9.9 + NO_SHOW_S)
-    assert not lending.is_over(num_come=1, num_holding=0, now_s=10.0 + NO_SHOW_S), "one more has come just now"
-    assert lending.is_over(num_come=1, num_holding=0, now_s=10.0 + 2 * NO_SHOW_S)
+    assert not lending.is_over(num_seen=0, num_holding=0, now_s=9.9 + NO_SHOW_S)
+    assert not lending.is_over(num_seen=1, num_holding=0, now_s=10.0 + NO_SHOW_S), "one more has come just now"
+    assert lending.is_over(num_seen=1, num_holding=0, now_s=10.0 + 2 * NO_SHOW_S)
 
 
 def test_the_shelf_counts_readers_before_the_state_is_there() -> None:
-    shelf = SnapshotStore()
+    store = SnapshotStore()
     wanted, later = StateKey(1, 0, 1, 0), StateKey(1, 0, 2, 0)
     for name in ("a", "b", "a"):
-        shelf.asked(wanted, name)
-    assert shelf.num_asked(wanted) == 2
-    shelf.begin(wanted)
-    assert shelf.num_asked(wanted) == 2
-    shelf.begin(later)
-    assert shelf.num_asked(wanted) == 0
-    shelf.asked(wanted, "a")
-    assert shelf.num_asked(wanted) == 0, "it will not come any more"
+        store.record_request(wanted, name)
+    assert store.num_requested(wanted) == 2
+    store.begin(wanted)
+    assert store.num_requested(wanted) == 2
+    store.begin(later)
+    assert store.num_requested(wanted) == 0
+    store.record_request(wanted, "a")
+    assert store.num_requested(wanted) == 0, "it will not come any more"
 
 
 def test_what_readers_can_make_the_shelf_remember_is_bounded() -> None:
-    shelf = SnapshotStore()
-    for number in range(ASKERS_MAX + 5):
-        shelf.asked(STEP_1, str(number))
-    assert shelf.num_asked(STEP_1) == ASKERS_MAX
+    store = SnapshotStore()
+    for number in range(REQUESTERS_MAX + 5):
+        store.record_request(STEP_1, str(number))
+    assert store.num_requested(STEP_1) == REQUESTERS_MAX
     for step in range(2, 20):
-        shelf.asked(StateKey(0, 0, step, 0), "a")
-    assert sum(shelf.num_asked(StateKey(0, 0, step, 0)) > 0 for step in range(20)) == KEYS_ASKED_MAX
+        store.record_request(StateKey(0, 0, step, 0), "a")
+    assert sum(store.num_requested(StateKey(0, 0, step, 0)) > 0 for step in range(20)) == KEYS_REQUESTED_MAX
 
 
 # ---- the run of a live state ----
@@ -91,7 +91,7 @@ def test_what_readers_can_make_the_shelf_remember_is_bounded() -> None:
 def test_every_range_of_a_live_run_is_that_of_a_copy() -> None:
     state = [torch.arange(10, dtype=torch.uint8), torch.arange(200, 255, dtype=torch.uint8), torch.zeros(0)]
     layout, spans = describe(state, key=STEP_1, chunk_bytes=4096, limits=Limits())
-    run = LiveRun(layout, spans)
+    run = LivePayload(layout, spans)
     whole = Snapshot.take(
         state, key=STEP_1, chunk_bytes=4096, limits=Limits(), allocate=BufferPool().take
     ).data.tobytes()
@@ -104,26 +104,26 @@ def test_every_range_of_a_live_run_is_that_of_a_copy() -> None:
 def test_a_piece_in_one_tensor_is_no_copy() -> None:
     tensor = torch.zeros(100, dtype=torch.uint8)
     layout, spans = describe([tensor], key=STEP_1, chunk_bytes=4096, limits=Limits())
-    piece = LiveRun(layout, spans).piece(10, 20)
+    piece = LivePayload(layout, spans).piece(10, 20)
     tensor.fill_(7)
     assert bytes(piece) == b"\7" * 10
 
 
 def test_a_live_state_that_has_ended_gives_nothing() -> None:
     snapshot = Snapshot.live([torch.ones(9000)], key=STEP_1, chunk_bytes=4096, limits=Limits())
-    assert not snapshot.sum_next_chunk()
+    assert not snapshot.checksum_next_chunk()
     snapshot.end()
-    assert snapshot.sum_next_chunk(), "there is nothing to sum any more"
+    assert snapshot.checksum_next_chunk(), "there is nothing to sum any more"
     assert snapshot.manifest_bytes is None
-    with pytest.raises(ConnectionResetError, match="trainer goes on"):
-        snapshot.pieces(0, 10)
+    with pytest.raises(ConnectionResetError, match="training continues"):
+        snapshot.views(0, 10)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_state_on_a_device_is_read_a_piece_at_a_time() -> None:
     state = [torch.randn(1 << 20, device="cuda"), torch.ones(3), torch.arange(5, device="cuda")]
     layout, spans = describe(state, key=STEP_1, chunk_bytes=4096, limits=Limits())
-    run = LiveRun(layout, spans)
+    run = LivePayload(layout, spans)
     run.wait_for_devices()
     whole = Snapshot.take(
         state, key=STEP_1, chunk_bytes=4096, limits=Limits(), allocate=BufferPool().take
@@ -186,12 +186,12 @@ def test_a_reader_gets_the_state_and_then_training_goes_on(caplog: pytest.LogCap
         got = receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
         wait()
         assert_same_state(got, state)
-        with pytest.raises(StateUnavailableError, match="which is over"):
+        with pytest.raises(StateUnavailableError, match="only while training waited"):
             receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
     (warning,) = [record.getMessage() for record in caplog.records if "without a second copy" in record.getMessage()]
     assert "training waits until 1 replicas have it" in warning
     assert "are free (a test)" in warning
-    assert "training goes on after" in caplog.text
+    assert "training continues after" in caplog.text
 
 
 @pytest.mark.usefixtures("short")
@@ -228,7 +228,7 @@ def test_readers_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyP
         HTTPTransport[Any](bind="127.0.0.1", token="t") as receiver,
     ):
         source.send_checkpoint([1], 1, [torch.ones(10)], BOUND)
-        with pytest.raises(StateUnavailableError, match="heal from the next one"):
+        with pytest.raises(StateUnavailableError, match="recover from the next state"):
             receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
 
 
@@ -259,7 +259,7 @@ def test_no_memory_is_got_ready_where_none_is_free(caplog: pytest.LogCaptureFixt
     with HTTPTransport[Any](bind="127.0.0.1", token="t") as source:
         source.prepare_to_send(1 << 20)
         source.shutdown()
-    assert "no memory is kept for serving a state: there is no memory for a second copy" in caplog.text
+    assert "no memory is reserved for serving a state: there is no memory for a second copy" in caplog.text
 
 
 def test_memory_that_the_system_refuses_is_as_if_none_were_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ quick = settings(derandomize=True, database=None, deadline=None, max_examples=15
 
 def snapshot_of(state: object, *, limits: Limits = LIMITS, chunk_bytes: int = 4096) -> Snapshot:
     snapshot = Snapshot.take(state, key=KEY, chunk_bytes=chunk_bytes, limits=limits, allocate=Buffer)
-    while not snapshot.sum_next_chunk():
+    while not snapshot.checksum_next_chunk():
         pass
     return snapshot
 
@@ -51,7 +51,7 @@ def transferred(state: object) -> Any:
     manifest = decode(snapshot.manifest_bytes, limits=LIMITS)
     received = Buffer(manifest.layout.data_bytes)
     received.view[: manifest.layout.data_bytes] = snapshot.data
-    for chunk, expected in enumerate(manifest.sums):
+    for chunk, expected in enumerate(manifest.checksums):
         start, end = manifest.layout.chunk_span(chunk)
         assert xxh3(received.view[start:end]) == expected
     return manifest.layout.build(received.view)
@@ -151,7 +151,7 @@ def test_named_tuples_travel_when_registered() -> None:
     assert got.right.equal(torch.ones(2))
     with pytest.raises(StateCorruptError, match="fields"):
         decode(with_body({"state": ["named", f"{__name__}.Pair", 1]}), limits=LIMITS)
-    with pytest.raises(StateUnsupportedError, match="unknown here"):
+    with pytest.raises(StateUnsupportedError, match="not registered here"):
         decode(with_body({"state": ["named", "os.system", "true"]}), limits=LIMITS)
     with pytest.raises(ConfigError):
         register_named_tuple(int)
@@ -271,17 +271,17 @@ def test_what_cannot_travel_is_refused_with_its_path(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "advice"),
     [
-        ("enum", "hold its .value"),
-        ("whole-number enum", "hold its .value"),
-        ("dataclass", "hold a dict of its fields"),
-        ("set", r"hold sorted\(...\)"),
+        ("enum", "store its .value"),
+        ("whole-number enum", "store its .value"),
+        ("dataclass", "store a dict of its fields"),
+        ("set", r"store sorted\(...\)"),
         ("text subclass", r"convert it with str\(...\)"),
         ("dict subclass", r"convert it with dict\(...\)"),
-        ("numpy time", "scalars and arrays of numbers"),
-        ("object", "make it numbers, strings"),
+        ("numpy time", "numpy scalar, or to an array of numbers"),
+        ("object", "convert it to numbers, strings"),
     ],
 )
-def test_the_refusal_says_what_to_hold_instead(kind: str, advice: str) -> None:
+def test_the_refusal_says_what_to_store_instead(kind: str, advice: str) -> None:
     with pytest.raises(StateUnsupportedError, match=advice):
         encoded([REFUSED[kind]])
 
@@ -305,7 +305,7 @@ def test_freed_memory_is_refused() -> None:
 def test_a_state_that_contains_itself_is_refused() -> None:
     state: dict[str, Any] = {}
     state["self"] = state
-    with pytest.raises(StateUnsupportedError, match="its own member"):
+    with pytest.raises(StateUnsupportedError, match="contains itself"):
         encoded(state)
 
 
@@ -314,7 +314,7 @@ def test_a_state_larger_than_the_limits_is_refused() -> None:
         encoded([1, 2, 3], limits=Limits(nodes=3))
     with pytest.raises(StateUnsupportedError, match="limit of 100"):
         encoded([torch.ones(100)], limits=Limits(data_bytes=100))
-    with pytest.raises(StateUnsupportedError, match=r"state\[0\] has 100 elements, many in one place"):
+    with pytest.raises(StateUnsupportedError, match=r"state\[0\] has 100 elements that share memory"):
         encoded([torch.ones(1).expand(100)], limits=Limits(data_bytes=100))
     with pytest.raises(StateUnsupportedError, match="limit of 1000"):
         encoded("x" * 1000, limits=Limits(manifest_bytes=1000))
@@ -479,7 +479,9 @@ def test_paths_are_cut_for_many_leaves_may_lie_under_a_long_one() -> None:
 
     with pytest.raises(StateUnsupportedError) as raised:
         encoded(nested(object()))
-    (leaf,) = decode(encoded(nested(torch.ones(1))), limits=LIMITS).layout.leaves()
+    leaves: list[Any] = []
+    decode(encoded(nested(torch.ones(1))), limits=LIMITS).layout.read(leaves.append)
+    (leaf,) = leaves
     for path in (leaf.path, raised.value.path):
         assert len(path) < PATH_LENGTH_MAX + 110
         assert path.endswith("…")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tft_ckpt.state.buffers import Buffer, BufferPool
-from tft_ckpt.state.memory import MARGIN_BYTES, FreeMemory, free_memory, gibibytes, why_no_room
+from tft_ckpt.state.memory import MARGIN_BYTES, FreeMemory, describe_shortage, free_memory, gibibytes
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:          100000 kB\nMemAvailable:    8388608 kB\nHugePages_Total: 0\n"
@@ -58,7 +58,7 @@ def test_without_a_cgroup_it_is_the_machines(machine: Machine) -> None:
 
 def test_a_system_that_says_nothing_has_room(tmp_path: Path) -> None:
     assert free_memory(tmp_path) is None
-    assert why_no_room(1 << 60, None) == ""
+    assert describe_shortage(1 << 60, None) == ""
 
 
 def test_the_limit_of_a_cgroup_counts_less_what_is_used_but_not_files(machine: Machine) -> None:
@@ -120,9 +120,9 @@ def test_this_system_says_something() -> None:
 
 def test_a_margin_stays_free() -> None:
     needed = GIB + MARGIN_BYTES + GIB // 16
-    assert why_no_room(GIB, FreeMemory(needed, "somewhere")) == ""
-    assert why_no_room(GIB, FreeMemory(needed - 1, "somewhere")) == (
-        "it takes 1.00 GiB and a margin of 0.19 GiB, and 1.19 GiB are free (somewhere)"
+    assert describe_shortage(GIB, FreeMemory(needed, "somewhere")) == ""
+    assert describe_shortage(GIB, FreeMemory(needed - 1, "somewhere")) == (
+        "the copy needs 1.00 GiB and a margin of 0.19 GiB, but only 1.19 GiB are free (somewhere)"
     )
     assert gibibytes(3 << 29) == "1.50 GiB"
 

@@ -26,7 +26,7 @@ LIMITS = Limits()
 
 def encoded(state: object) -> tuple[bytes, memoryview]:
     snapshot = Snapshot.take(state, key=KEY, chunk_bytes=4096, limits=LIMITS, allocate=Buffer)
-    while not snapshot.sum_next_chunk():
+    while not snapshot.checksum_next_chunk():
         pass
     assert snapshot.manifest_bytes is not None
     return snapshot.manifest_bytes, snapshot.data
@@ -37,7 +37,7 @@ def transferred(state: object, into: object = None) -> Any:
     layout = decode(manifest, limits=LIMITS).layout
     target = Target.into(layout, into, Buffer)
     at = 0
-    for piece in target.pieces(0, layout.data_bytes):
+    for piece in target.views(0, layout.data_bytes):
         piece[:] = data[at : at + len(piece)]
         at += len(piece)
     return target.finish()
@@ -124,13 +124,13 @@ def test_states_with_numpy_in_them_are_compared_and_received_in_place() -> None:
 )
 def test_what_is_no_such_value_is_refused(node: Any) -> None:
     layout = decode(with_state(node), limits=LIMITS).layout
-    with pytest.raises(StateUnsupportedError, match="state arrived"):
+    with pytest.raises(StateUnsupportedError, match="`unflatten` function failed"):
         Target.fresh(layout, Buffer(0)).finish()
 
 
 @pytest.mark.parametrize("name", ["numpy.load", "numpy.object", "numpy.", "numpy.float128"])
 def test_no_name_that_arrives_is_looked_up_in_numpy(name: str) -> None:
-    with pytest.raises(StateUnsupportedError, match="unknown here"):
+    with pytest.raises(StateUnsupportedError, match="not registered here"):
         decode(with_state(["subclass", name, None]), limits=LIMITS)
 
 
@@ -152,7 +152,8 @@ def test_an_older_reader_refuses_it_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     manifest, _ = encoded({"best": numpy.float32(1.0)})
     monkeypatch.setattr(numpy_values, "PREFIX", "no name begins like this")
     with pytest.raises(
-        StateUnsupportedError, match=r"state\['best'\] is a tensor subclass 'numpy.float32', unknown here"
+        StateUnsupportedError,
+        match=r"state\['best'\] is a tensor subclass 'numpy.float32', which is not registered here",
     ):
         decode(manifest, limits=LIMITS)
 

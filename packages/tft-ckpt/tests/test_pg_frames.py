@@ -91,7 +91,7 @@ def test_a_long_refusal_is_refused() -> None:
 def test_another_version_is_named() -> None:
     data = bytearray(Offer(KEY, 100).encode())
     data[8] = 2
-    with pytest.raises(StateUnsupportedError, match="version 2, this process reads 1"):
+    with pytest.raises(StateUnsupportedError, match="version 2, but this process reads version 1"):
         Offer.decode(resealed(bytes(data)), source=SOURCE, bytes_max=LIMIT)
 
 

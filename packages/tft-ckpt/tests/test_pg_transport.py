@@ -244,9 +244,9 @@ def test_two_members_give_each_other_a_state_at_the_same_time() -> None:
 def test_a_rank_that_is_not_in_the_group_is_refused_at_once() -> None:
     _, member = transports(2)
     for rank in (1, 2):
-        with pytest.raises(ConfigError, match=f"rank {rank} can't be asked from rank 1"):
+        with pytest.raises(ConfigError, match=rf"rank {rank} is not another member .* \(own rank 1\)"):
             member.recv_checkpoint(rank, "", 5, BOUND)
-        with pytest.raises(ConfigError, match=f"rank {rank} can't be asked from rank 1"):
+        with pytest.raises(ConfigError, match=rf"rank {rank} is not another member .* \(own rank 1\)"):
             member.send_checkpoint([0, rank], 5, {}, BOUND)
 
 
@@ -283,7 +283,7 @@ def test_what_a_group_says_while_it_is_waited_for_is_told_at_the_end() -> None:
 
         recv = send
 
-    with pytest.raises(TransferTimeoutError, match=r"the last try: .* the group is not configured"):
+    with pytest.raises(TransferTimeoutError, match=r"the last attempt: .* the group is not configured"):
         PGTransport[Any](Never(), BOUND, CPU).recv_checkpoint(0, "", 5, SHORT)
 
 
@@ -317,7 +317,7 @@ def test_a_receiver_that_does_not_come_ends_the_call_in_time() -> None:
     source, receiver = transports(2)
     with pytest.raises(TransferTimeoutError):
         source.send_checkpoint([1], 5, {"a": 1}, SHORT)
-    with pytest.raises(StateUnavailableError, match="broke off"):
+    with pytest.raises(StateUnavailableError, match="was interrupted"):
         receiver.recv_checkpoint(0, "", 5, BOUND)
 
 
@@ -433,7 +433,7 @@ def test_settings_that_can_not_work_are_refused() -> None:
         transport.send_checkpoint([-1], 5, {}, BOUND)
     with pytest.raises(ConfigError, match="give a rank in the group"):
         transport.recv_checkpoint(-1, "", 5, BOUND)
-    with pytest.raises(ConfigError, match="give the same one twice"):
+    with pytest.raises(ConfigError, match="give the same step in both"):
         transport.send_checkpoint([1], 6, {}, BOUND, key=KEY)
 
 
@@ -447,7 +447,7 @@ def test_one_send_and_one_receive_at_a_time() -> None:
 
     with running(lambda: receiver.recv_checkpoint(0, "", 5, BOUND, cancelled=cancelled)) as got:
         assert waits.wait(BOUND.total_seconds())
-        with pytest.raises(ConfigError, match="runs already"):
+        with pytest.raises(ConfigError, match="already running"):
             receiver.recv_checkpoint(0, "", 5, BOUND)
         source.send_checkpoint([1], 5, {"a": 1}, BOUND)
         assert got() == {"a": 1}

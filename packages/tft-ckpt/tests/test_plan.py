@@ -15,7 +15,15 @@ from tft_ckpt.errors import (
     StateUnsupportedError,
 )
 from tft_ckpt.key import StateKey
-from tft_ckpt.transfer.plan import ABSENCES_MAX, BREAKS_MAX, DAMAGES_MAX, FELLOWS_MAX, PAUSE_S, SLIPS_MAX, FetchPlan
+from tft_ckpt.transfer.plan import (
+    ABSENCES_MAX,
+    BREAKS_MAX,
+    DAMAGES_MAX,
+    HELPER_FAILURES_MAX,
+    PAUSE_S,
+    PEERS_MAX,
+    FetchPlan,
+)
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
 
@@ -42,12 +50,11 @@ def test_sources_take_turns_and_count_once() -> None:
     plan = FetchPlan(KEY, ["a", "b", "a"])
     assert plan.num_sources == 2
     assert order(plan, plan.not_yet, 4) == ["a", "b", "a", "b"]
-    assert plan.preferred == "a"
 
 
 def test_a_source_that_breaks_too_often_is_given_up() -> None:
     plan = FetchPlan(KEY, ["a", "b"])
-    asked = order(plan, lambda source, now_s: plan.broke(source, gone(source), now_s), 2 * BREAKS_MAX + 1)
+    asked = order(plan, lambda source, now_s: plan.connection_lost(source, gone(source), now_s), 2 * BREAKS_MAX + 1)
     assert asked == ["a", "b"] * BREAKS_MAX + [None]
     error = plan.verdict()
     assert isinstance(error, StateUnavailableError)
@@ -58,7 +65,7 @@ def test_a_source_that_breaks_too_often_is_given_up() -> None:
 def test_a_good_chunk_forgives_breaks_but_not_damage() -> None:
     plan = FetchPlan(KEY, ["a"])
     for now_s in range(10):
-        plan.broke("a", gone("a"), float(now_s))
+        plan.connection_lost("a", gone("a"), float(now_s))
         plan.delivered("a")
     for _ in range(DAMAGES_MAX):
         assert plan.next_source() == "a"
@@ -71,18 +78,18 @@ def test_a_good_chunk_forgives_breaks_but_not_damage() -> None:
 def test_each_break_makes_the_pause_longer_and_a_pause_is_waited_for() -> None:
     plan = FetchPlan(KEY, ["a", "b"])
     assert plan.pause_s("a", 0.0) == 0
-    plan.broke("a", gone("a"), 0.0)
+    plan.connection_lost("a", gone("a"), 0.0)
     assert plan.pause_s("a", 0.0) == PAUSE_S
     assert plan.due(0.0) == ["b"]
     assert plan.due(PAUSE_S) == ["b", "a"]
-    plan.broke("a", gone("a"), 1.0)
+    plan.connection_lost("a", gone("a"), 1.0)
     assert plan.pause_s("a", 1.0) == pytest.approx(2 * PAUSE_S)
 
 
 def test_several_connections_that_break_at_once_are_one_break() -> None:
     plan = FetchPlan(KEY, ["a"])
     for _ in range(2 * BREAKS_MAX):
-        plan.broke("a", gone("a"), 0.0)
+        plan.connection_lost("a", gone("a"), 0.0)
     assert plan.next_source() == "a"
 
 
@@ -90,47 +97,46 @@ def test_a_refusal_is_final_and_the_next_is_preferred() -> None:
     plan = FetchPlan(KEY, ["a", "b"])
     plan.refused("a", gone("a"))
     plan.refused("a", gone("a"))  # of another connection
-    assert (plan.next_source(), plan.preferred, plan.num_sources) == ("b", "b", 1)
+    assert (plan.next_source(), plan.num_sources) == ("b", 1)
 
 
 def test_a_helper_that_does_not_match_is_set_aside_until_another_leads() -> None:
     plan = FetchPlan(KEY, ["a", "b"])
-    for _ in range(SLIPS_MAX):
+    for _ in range(HELPER_FAILURES_MAX):
         assert plan.due(0.0) == ["a", "b"]
-        plan.slipped("b")
+        plan.helper_failed("b")
     assert plan.due(0.0) == ["a"]
     plan.refused("a", gone("a"))
     assert plan.next_source() == "b"
-    plan.led()
+    plan.primary_changed()
     assert plan.due(0.0) == ["b"]
 
 
 def test_fellows_are_met_once_and_lost_for_good() -> None:
     plan = FetchPlan(KEY, ["a"], own="m")
-    plan.met(["x", "b", "a", "m", "x"])
-    assert plan.due_fellows(0.0) == ["x", "b"], "in a ring, from the own address on"
+    plan.add_peers(["x", "b", "a", "m", "x"])
+    assert plan.due_peers(0.0) == ["x", "b"], "in a ring, from the own address on"
     assert plan.due(0.0) == ["a"]
-    plan.broke("x", gone("x"), 0.0)
-    plan.slipped("b")
-    plan.met(["x", "b"])
-    assert plan.due_fellows(9.0) == []
-    assert plan.errors == {}, "that a fellow leaves is nothing to complain of"
+    plan.connection_lost("x", gone("x"), 0.0)
+    plan.helper_failed("b")
+    plan.add_peers(["x", "b"])
+    assert plan.due_peers(9.0) == []
     assert [plan.is_source(name) for name in ("a", "x")] == [True, False]
 
 
 def test_a_fellow_with_nothing_is_forgotten_in_the_end() -> None:
     plan = FetchPlan(KEY, ["a"], own="m")
-    plan.met(["x"])
+    plan.add_peers(["x"])
     for now_s in range(ABSENCES_MAX):
-        assert plan.due_fellows(float(now_s)) == ["x"]
+        assert plan.due_peers(float(now_s)) == ["x"]
         plan.not_yet("x", float(now_s))
-    assert plan.due_fellows(100.0) == []
+    assert plan.due_peers(100.0) == []
 
 
 def test_fellows_are_bounded() -> None:
     plan = FetchPlan(KEY, ["a"], own="m")
-    plan.met(f"f{number}" for number in range(10 * FELLOWS_MAX))
-    assert len(plan.due_fellows(0.0)) == FELLOWS_MAX
+    plan.add_peers(f"f{number}" for number in range(10 * PEERS_MAX))
+    assert len(plan.due_peers(0.0)) == PEERS_MAX
 
 
 @pytest.mark.parametrize(
@@ -216,9 +222,9 @@ def test_who_failed_before_is_asked_last() -> None:
 
 def test_lies_and_slowness_are_kept_in_mind_and_a_break_is_not() -> None:
     plan = FetchPlan(KEY, ["a", "b", "c", "d"], own="m")
-    plan.met(["x"])
+    plan.add_peers(["x"])
     plan.damaged("a", damage("a"))
     plan.was_slow("b", "b is slow")
     plan.was_slow("x", "no source")
-    plan.broke("c", gone("c"), 0.0)
+    plan.connection_lost("c", gone("c"), 0.0)
     assert plan.poor == {"a": "a is damaged", "b": "b is slow"}

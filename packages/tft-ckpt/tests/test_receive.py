@@ -178,4 +178,4 @@ def test_a_slow_transfer_is_warned_about_unless_it_is_capped(
     source.send_checkpoint([1], 1, {"a": torch.zeros(TRANSFER_BYTES_MIN, dtype=torch.uint8)}, BOUND)
     with HTTPTransport[Any](bind="127.0.0.1", receive_bytes_per_s=1e12 if capped else None) as receiver:
         receiver.recv_checkpoint(0, source.metadata(), 1, BOUND)
-    assert ("came from 127.0.0.1 to 127.0.0.1 (interface lo)" in caplog.text) == (not capped)
+    assert ("received a state from 127.0.0.1 at 127.0.0.1 (interface lo)" in caplog.text) == (not capped)

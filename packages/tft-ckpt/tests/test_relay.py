@@ -23,9 +23,9 @@ from tft_ckpt.transfer.address import listen
 from tft_ckpt.transfer.peers import Tracker
 from tft_ckpt.transfer.relay import Relay
 from tft_ckpt.transfer.routes import (
-    FELLOWS_MAX,
     HAVE_COUNT_HEADER,
     PARTIAL_HEADER,
+    PEERS_MAX,
     RELAY_HEADER,
     URL_BYTES_MAX,
     WAIT_HEADER,
@@ -46,7 +46,7 @@ BOUND = timedelta(seconds=20).total_seconds()
 
 def snapshot_of(state: object, key: StateKey = KEY) -> Snapshot:
     snapshot = Snapshot.take(state, key=key, chunk_bytes=CHUNK_BYTES, limits=Limits(), allocate=Buffer)
-    while not snapshot.sum_next_chunk():
+    while not snapshot.checksum_next_chunk():
         pass
     return snapshot
 
@@ -98,9 +98,9 @@ class Rig:
     def chunks(self, **headers: str) -> tuple[set[int], list[str]]:
         response, body = self.ask(chunks_path(KEY), **headers)
         assert response.status == 200, body
-        have, fellows = parse_chunks(body, self.manifest.layout.num_chunks)
+        have, peers = parse_chunks(body, self.manifest.layout.num_chunks)
         number = int.from_bytes(have, "little")
-        return {chunk for chunk in range(self.manifest.layout.num_chunks) if number >> chunk & 1}, list(fellows)
+        return {chunk for chunk in range(self.manifest.layout.num_chunks) if number >> chunk & 1}, list(peers)
 
 
 @pytest.fixture
@@ -271,10 +271,10 @@ def test_relays_are_told_of_each_other(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("headers", "word"),
     [
-        ({RELAY_HEADER: "x"}, b"no source's address"),
+        ({RELAY_HEADER: "x"}, b"not a source's address"),
         ({RELAY_HEADER: "http://" + "a" * URL_BYTES_MAX + ":1"}, b"above the limit"),
-        ({HAVE_COUNT_HEADER: "-1"}, b"no number"),
-        ({WAIT_HEADER: "x"}, b"no number"),
+        ({HAVE_COUNT_HEADER: "-1"}, b"not a number"),
+        ({WAIT_HEADER: "x"}, b"not a number"),
     ],
 )
 def test_bad_questions_for_chunks_get_a_sentence(rig: Rig, headers: dict[str, str], word: bytes) -> None:
@@ -289,32 +289,32 @@ def test_bad_questions_for_chunks_get_a_sentence(rig: Rig, headers: dict[str, st
 
 def test_the_tracker_forgets_who_is_silent_and_who_is_one_too_many() -> None:
     tracker = Tracker()
-    tracker.heard(KEY, "a", 0.0)
-    tracker.heard(KEY, "b", 20.0)
-    tracker.heard(OTHER_KEY, "c", 20.0)
-    assert tracker.fellows(KEY, "b", 30.0) == ["a"]
-    assert tracker.fellows(KEY, None, 31.0) == ["b"]
-    tracker.heard(KEY, "a", 40.0)
-    assert tracker.fellows(KEY, None, 49.0) == ["a", "b"]
+    tracker.record(KEY, "a", 0.0)
+    tracker.record(KEY, "b", 20.0)
+    tracker.record(OTHER_KEY, "c", 20.0)
+    assert tracker.peers(KEY, "b", 30.0) == ["a"]
+    assert tracker.peers(KEY, None, 31.0) == ["b"]
+    tracker.record(KEY, "a", 40.0)
+    assert tracker.peers(KEY, None, 49.0) == ["a", "b"]
     tracker.keep_only({OTHER_KEY})
-    assert tracker.fellows(KEY, None, 49.0) == []
-    assert tracker.fellows(OTHER_KEY, None, 49.0) == ["c"]
+    assert tracker.peers(KEY, None, 49.0) == []
+    assert tracker.peers(OTHER_KEY, None, 49.0) == ["c"]
     for index in range(1000):
-        tracker.heard(KEY, str(index), 50.0)
-    assert tracker.fellows(KEY, "999", 50.0) == [str(index) for index in range(998, 998 - FELLOWS_MAX, -1)]
+        tracker.record(KEY, str(index), 50.0)
+    assert tracker.peers(KEY, "999", 50.0) == [str(index) for index in range(998, 998 - PEERS_MAX, -1)]
     for index in range(1000):
-        tracker.heard(KEY, "999", 51.0 + index)
-    assert len(tracker.fellows(KEY, None, 80.0)) == FELLOWS_MAX
+        tracker.record(KEY, "999", 51.0 + index)
+    assert len(tracker.peers(KEY, None, 80.0)) == PEERS_MAX
 
 
 def test_what_is_told_of_chunks_is_read_as_it_was_meant() -> None:
     for num_chunks in (0, 1, 8, 9):
         have = ((1 << num_chunks) - 1).to_bytes(-(-num_chunks // 8), "little")
-        fellows = ("http://[fd00::2]:7",) * FELLOWS_MAX
-        body = chunks_body(have, fellows)
-        assert parse_chunks(body, num_chunks) == (have, fellows)
+        peers = ("http://[fd00::2]:7",) * PEERS_MAX
+        body = chunks_body(have, peers)
+        assert parse_chunks(body, num_chunks) == (have, peers)
         assert len(body) <= chunks_bytes_max(num_chunks)
-    long = chunks_body(b"", ["\x01" * URL_BYTES_MAX] * FELLOWS_MAX)
+    long = chunks_body(b"", ["\x01" * URL_BYTES_MAX] * PEERS_MAX)
     assert len(long) <= chunks_bytes_max(0)
 
 
@@ -337,7 +337,7 @@ def test_what_is_told_of_chunks_is_read_as_it_was_meant() -> None:
         b'{"have":"01","fellows":"x"}',
         b'{"have":"01","fellows":[1]}',
         b'{"have":"01","fellows":["' + b"x" * (URL_BYTES_MAX + 1) + b'"]}',
-        b'{"have":"01","fellows":[' + b'"x",' * FELLOWS_MAX + b'"x"]}',
+        b'{"have":"01","fellows":[' + b'"x",' * PEERS_MAX + b'"x"]}',
     ],
 )
 def test_what_tells_nothing_of_chunks_is_refused(body: bytes) -> None:

@@ -19,11 +19,11 @@ import psutil
 import pytest
 import torch
 
-from tft_ckpt import ConfigError, Limits, StateKey
+from tft_ckpt import ConfigError, HTTPTransport, Limits, StateKey
 from tft_ckpt.state.snapshot import Snapshot
 from tft_ckpt.transfer import server as server_module
 from tft_ckpt.transfer.address import listen
-from tft_ckpt.transfer.app import _SilenceWatch, _writable
+from tft_ckpt.transfer.app import _joined_writes, _SilenceWatch
 from tft_ckpt.transfer.rate_limiter import RateLimiter, check_rate
 from tft_ckpt.transfer.routes import data_path
 from tft_ckpt.transfer.server import StateServer
@@ -76,12 +76,12 @@ def read(sock: socket.socket, num_bytes: int) -> int:
 
 
 def test_a_pace_gives_each_his_turn_and_saves_little_up() -> None:
-    pace = RateLimiter(1000.0)
-    assert pace.take(50, 0.0) == 0.0
-    assert pace.take(100, 0.0) == pytest.approx(0.1)
-    assert pace.take(100, 0.0) == pytest.approx(0.2)
-    assert pace.take(100, 0.2) == pytest.approx(0.1)
-    assert pace.take(100, 100.0) == pytest.approx(0.05), "a long silence is not made up for"
+    rate_limiter = RateLimiter(1000.0)
+    assert rate_limiter.take(50, 0.0) == 0.0
+    assert rate_limiter.take(100, 0.0) == pytest.approx(0.1)
+    assert rate_limiter.take(100, 0.0) == pytest.approx(0.2)
+    assert rate_limiter.take(100, 0.2) == pytest.approx(0.1)
+    assert rate_limiter.take(100, 100.0) == pytest.approx(0.05), "a long silence is not made up for"
     assert RateLimiter(1.0).piece_bytes == 16 << 10
     assert RateLimiter(200e6).piece_bytes == 10_000_000
 
@@ -90,10 +90,10 @@ def test_a_pace_gives_each_his_turn_and_saves_little_up() -> None:
 def test_what_is_no_rate_is_named_and_leaves_no_port(rate: Any) -> None:
     with pytest.raises(ConfigError, match="send_bytes_per_s"):
         check_rate("send_bytes_per_s", rate)
-    listener = listen("127.0.0.1", 0)
-    with pytest.raises(ConfigError):
-        StateServer(listener, token=None, chunk_bytes=4096, limits=Limits(), silence_s=1.0, send_bytes_per_s=rate)
-    assert listener.fileno() == -1
+    before = threading.active_count(), psutil.Process().num_fds()
+    with pytest.raises(ConfigError, match="send_bytes_per_s"):
+        HTTPTransport(bind="127.0.0.1", send_bytes_per_s=rate)
+    assert (threading.active_count(), psutil.Process().num_fds()) == before
 
 
 def test_all_readers_together_keep_to_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +101,9 @@ def test_all_readers_together_keep_to_the_rate(monkeypatch: pytest.MonkeyPatch) 
     asked: list[int] = []
     take = RateLimiter.take
 
-    def recording(pace: RateLimiter, num_bytes: int, now_s: float) -> float:
+    def recording(rate_limiter: RateLimiter, num_bytes: int, now_s: float) -> float:
         asked.append(num_bytes)
-        return take(pace, num_bytes, now_s)
+        return take(rate_limiter, num_bytes, now_s)
 
     monkeypatch.setattr(RateLimiter, "take", recording)
     num_bytes = 4 << 20
@@ -161,27 +161,27 @@ def test_a_watch_that_is_paused_breaks_nothing() -> None:
 
 
 def test_memory_that_is_not_to_be_kept_is_given_back_at_once() -> None:
-    shelf = SnapshotStore(keep_buffers=False)
+    store = SnapshotStore(keep_buffers=False)
 
     def put(step: int) -> tuple[Snapshot, weakref.ref[Snapshot]]:
         key = StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
-        shelf.begin(key)
+        store.begin(key)
         snapshot = Snapshot.take(
-            [torch.ones(1000)], key=key, chunk_bytes=4096, limits=Limits(), allocate=shelf.allocate
+            [torch.ones(1000)], key=key, chunk_bytes=4096, limits=Limits(), allocate=store.allocate
         )
-        shelf.publish(snapshot)
+        store.publish(snapshot)
         return snapshot, weakref.ref(snapshot)
 
-    assert not shelf.wants_memory(4000)
+    assert not store.wants_memory(4000)
     first, first_memory = put(1)
     del first
     assert first_memory() is not None, "it is on offer"
     second, second_memory = put(2)
     assert first_memory() is None
-    assert shelf.lease(second)
+    assert store.lease(second)
     _, third_memory = put(3)
     assert second_memory() is not None, "somebody reads it"
-    shelf.release(second)
+    store.release(second)
     del second
     assert second_memory() is None
     assert third_memory() is not None
@@ -189,24 +189,24 @@ def test_memory_that_is_not_to_be_kept_is_given_back_at_once() -> None:
 
 @pytest.mark.parametrize("keep_buffers", [False, True])
 def test_a_state_for_which_nobody_comes_is_let_go_of_unless_buffers_are_kept(keep_buffers: bool) -> None:
-    shelf = SnapshotStore(keep_buffers=keep_buffers)
+    store = SnapshotStore(keep_buffers=keep_buffers)
     key = StateKey(quorum_id=0, nonce=0, step=1, lineage=0)
-    shelf.withdraw()
-    shelf.begin(key)
-    snapshot = Snapshot.take([torch.ones(1000)], key=key, chunk_bytes=4096, limits=Limits(), allocate=shelf.allocate)
-    shelf.publish(snapshot)
-    assert shelf.lease(snapshot)
-    shelf.withdraw()
-    assert shelf.look_up(key) == Found(snapshot), "it is being read"
-    shelf.release(snapshot)
-    shelf.withdraw()
+    store.withdraw()
+    store.begin(key)
+    snapshot = Snapshot.take([torch.ones(1000)], key=key, chunk_bytes=4096, limits=Limits(), allocate=store.allocate)
+    store.publish(snapshot)
+    assert store.lease(snapshot)
+    store.withdraw()
+    assert store.look_up(key) == Found(snapshot), "it is being read"
+    store.release(snapshot)
+    store.withdraw()
     if keep_buffers:
-        assert shelf.look_up(key) == Found(snapshot)
+        assert store.look_up(key) == Found(snapshot)
     else:
-        answer = shelf.look_up(key)
+        answer = store.look_up(key)
         assert isinstance(answer, Refused)
-        assert "nobody came for it" in answer.sentence
-        assert not shelf.lease(snapshot)
+        assert "no replica requested it for long" in answer.sentence
+        assert not store.lease(snapshot)
 
 
 def test_the_server_lets_go_of_a_state_for_which_nobody_comes() -> None:
@@ -223,10 +223,10 @@ def test_the_server_lets_go_of_a_state_for_which_nobody_comes() -> None:
 def test_short_pieces_are_joined_and_long_ones_are_not_copied() -> None:
     long = memoryview(bytearray(100_000))
     short = memoryview(b"abc")
-    joined = list(_writable([short, short, long, short]))
+    joined = list(_joined_writes([short, short, long, short]))
     assert joined == [b"abcabc", long, b"abc"]
     assert joined[1] is long
-    assert list(_writable([])) == []
+    assert list(_joined_writes([])) == []
 
 
 # ---- readers ----
@@ -385,7 +385,7 @@ def test_a_web_server_that_can_not_be_imported_is_tried_again(
     assert finder.left == 0
     said = [(each.levelname, each.getMessage()) for each in caplog.records]
     assert [level for level, _ in said] == ["ERROR"]
-    assert "this process can't serve its state yet, and replicas that recover from it wait: its web" in said[0][1]
+    assert "this process can't serve its state yet, because importing the web server failed" in said[0][1]
     assert str(error) in said[0][1]
 
 
@@ -413,7 +413,7 @@ def test_an_end_during_the_import_asks_nobody_for_a_report(
                 begun.set()
                 assert goes_on.wait(BOUND_S)
 
-    monkeypatch.setattr(server_module, "_ENDS_WITHIN_S", 0.01)
+    monkeypatch.setattr(server_module, "_END_TIMEOUT_S", 0.01)
     monkeypatch.setattr("tft_ckpt.threads.join_within.__defaults__", (0.01,))
     forget_web_server(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", [Slow(), *sys.meta_path])
@@ -446,7 +446,7 @@ class SlowApp:
     def published(self, snapshot: Snapshot, expected: bool) -> None:
         SlowApp.told.append(snapshot.key)
 
-    def send_off(self, sources: object) -> None:
+    def disconnect_readers(self, sources: object) -> None:
         """Nobody reads."""
 
     def stop(self) -> None:

@@ -83,11 +83,11 @@ def test_a_source_killed_at_half_costs_less_than_a_tenth(stack: ExitStack) -> No
 
 
 def test_a_helper_with_another_state_is_named_and_nothing_of_it_is_taken(stack: ExitStack) -> None:
-    lead, other, receiver = source(stack), source(stack, big_state(seed=7)), newcomer(stack)
-    got = receiver.recv_checkpoint(0, lead.metadata(), 1, BOUND, sources=[other.metadata()])
+    primary, other, receiver = source(stack), source(stack, big_state(seed=7)), newcomer(stack)
+    got = receiver.recv_checkpoint(0, primary.metadata(), 1, BOUND, sources=[other.metadata()])
     assert_same_state(got, STATE)
     report = report_of(receiver)
-    assert dict(report.by_source) == {lead.metadata(): STATE_BYTES}
+    assert dict(report.by_source) == {primary.metadata(): STATE_BYTES}
     assert any(other.metadata() in fault for fault in report.faults)
 
 
@@ -254,5 +254,5 @@ def test_a_newcomer_that_damages_what_it_relays_is_left_alone(stack: ExitStack) 
     for got in receive_all([damaging, honest], origin.metadata()):
         assert_same_state(got, STATE)
     report = report_of(honest)
-    assert any(fault.startswith(f"{proxy.url} served chunk") for fault in report.faults)
+    assert any(fault.startswith(f"{proxy.url} sent chunk") for fault in report.faults)
     assert dict(report.by_source) == {origin.metadata(): STATE_BYTES}

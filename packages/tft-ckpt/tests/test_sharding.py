@@ -48,7 +48,7 @@ quick = settings(derandomize=True, database=None, deadline=None, max_examples=10
 
 def snapshot_of(state: object) -> Snapshot:
     snapshot = Snapshot.take(state, key=KEY, chunk_bytes=4096, limits=LIMITS, allocate=Buffer)
-    while not snapshot.sum_next_chunk():
+    while not snapshot.checksum_next_chunk():
         pass
     return snapshot
 

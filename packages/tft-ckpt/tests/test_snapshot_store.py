@@ -15,12 +15,12 @@ def key(quorum_id: int, step: int, lineage: int = 0, nonce: int = 0) -> StateKey
     return StateKey(quorum_id=quorum_id, nonce=nonce, step=step, lineage=lineage)
 
 
-def put(shelf: SnapshotStore, at: StateKey, num_bytes: int = 4096) -> Snapshot:
-    shelf.begin(at)
+def put(store: SnapshotStore, at: StateKey, num_bytes: int = 4096) -> Snapshot:
+    store.begin(at)
     snapshot = Snapshot.take(
-        [torch.ones(num_bytes // 4)], key=at, chunk_bytes=4096, limits=Limits(), allocate=shelf.allocate
+        [torch.ones(num_bytes // 4)], key=at, chunk_bytes=4096, limits=Limits(), allocate=store.allocate
     )
-    shelf.publish(snapshot)
+    store.publish(snapshot)
     return snapshot
 
 
@@ -28,106 +28,106 @@ def test_an_empty_shelf_asks_for_patience() -> None:
     assert shelf_says(SnapshotStore(), key(1, 1)) == "NotYet"
 
 
-def shelf_says(shelf: SnapshotStore, wanted: StateKey) -> str:
-    return type(shelf.look_up(wanted)).__name__
+def shelf_says(store: SnapshotStore, wanted: StateKey) -> str:
+    return type(store.look_up(wanted)).__name__
 
 
 def test_who_asks_gets_the_state_or_is_told_to_wait_or_to_go() -> None:
-    shelf = SnapshotStore()
-    snapshot = put(shelf, key(3, 5, lineage=9, nonce=1))
-    assert shelf.look_up(key(3, 5, lineage=9, nonce=1)) == Found(snapshot)
-    assert shelf.look_up(key(3, 6)) == NotYet()
-    assert shelf.look_up(key(4, 2)) == NotYet()
+    store = SnapshotStore()
+    snapshot = put(store, key(3, 5, lineage=9, nonce=1))
+    assert store.look_up(key(3, 5, lineage=9, nonce=1)) == Found(snapshot)
+    assert store.look_up(key(3, 6)) == NotYet()
+    assert store.look_up(key(4, 2)) == NotYet()
     for gone in (key(3, 4), key(2, 8), key(3, 5, lineage=8, nonce=1), key(3, 5, lineage=9, nonce=2)):
-        answer = shelf.look_up(gone)
+        answer = store.look_up(gone)
         assert isinstance(answer, Refused)
         assert answer.offered == snapshot.key
 
 
 def test_while_a_state_is_taken_its_readers_wait_and_older_ones_go() -> None:
-    shelf = SnapshotStore()
-    put(shelf, key(1, 1))
-    shelf.begin(key(1, 2))
-    assert shelf_says(shelf, key(1, 1)) == "Refused"
-    assert shelf_says(shelf, key(1, 2)) == "NotYet"
-    shelf.fail("a sentence")
-    answer = shelf.look_up(key(1, 2))
+    store = SnapshotStore()
+    put(store, key(1, 1))
+    store.begin(key(1, 2))
+    assert shelf_says(store, key(1, 1)) == "Refused"
+    assert shelf_says(store, key(1, 2)) == "NotYet"
+    store.fail("a sentence")
+    answer = store.look_up(key(1, 2))
     assert isinstance(answer, Refused)
     assert answer.offered == key(1, 2)
     assert "a sentence" in answer.sentence
 
 
 def test_memory_is_used_again_when_nobody_reads() -> None:
-    shelf = SnapshotStore()
-    first = put(shelf, key(1, 1))
-    second = put(shelf, key(1, 2))
+    store = SnapshotStore()
+    first = put(store, key(1, 1))
+    second = put(store, key(1, 2))
     assert second.buffer is first.buffer
 
 
 def test_memory_under_a_reader_is_left_alone() -> None:
-    shelf = SnapshotStore()
-    first = put(shelf, key(1, 1))
-    assert shelf.lease(first)
-    assert shelf.lease(first)
-    second = put(shelf, key(1, 2))
+    store = SnapshotStore()
+    first = put(store, key(1, 1))
+    assert store.lease(first)
+    assert store.lease(first)
+    second = put(store, key(1, 2))
     assert second.buffer is not first.buffer
-    shelf.release(first)
-    third = put(shelf, key(1, 3))
+    store.release(first)
+    third = put(store, key(1, 3))
     assert third.buffer is second.buffer, "one reader is still there"
-    shelf.release(first)
-    assert put(shelf, key(1, 4)).buffer in (first.buffer, third.buffer), "both are free now"
-    assert not shelf.lease(first), "taken down"
+    store.release(first)
+    assert put(store, key(1, 4)).buffer in (first.buffer, third.buffer), "both are free now"
+    assert not store.lease(first), "taken down"
 
 
 def test_a_state_that_is_still_read_can_be_had() -> None:
-    shelf = SnapshotStore()
-    first = put(shelf, key(1, 1))
-    shelf.lease(first)
-    second = put(shelf, key(1, 2))
-    assert shelf.look_up(first.key) == Found(first)
-    assert shelf.keys == {first.key, second.key}
-    assert shelf.lease(first)
-    shelf.release(first)
-    shelf.release(first)
-    assert shelf_says(shelf, first.key) == "Refused"
-    assert shelf.keys == {second.key}
+    store = SnapshotStore()
+    first = put(store, key(1, 1))
+    store.lease(first)
+    second = put(store, key(1, 2))
+    assert store.look_up(first.key) == Found(first)
+    assert store.keys == {first.key, second.key}
+    assert store.lease(first)
+    store.release(first)
+    store.release(first)
+    assert shelf_says(store, first.key) == "Refused"
+    assert store.keys == {second.key}
 
 
 def test_a_state_of_the_same_name_takes_the_place_of_the_one_that_is_still_read() -> None:
-    shelf = SnapshotStore()
-    first = put(shelf, key(1, 1))
-    shelf.lease(first)
-    shelf.begin(key(1, 1))
-    assert shelf.look_up(key(1, 1)) == NotYet()
+    store = SnapshotStore()
+    first = put(store, key(1, 1))
+    store.lease(first)
+    store.begin(key(1, 1))
+    assert store.look_up(key(1, 1)) == NotYet()
 
 
 def test_a_state_that_is_still_offered_keeps_its_memory_after_its_readers() -> None:
-    shelf = SnapshotStore()
-    first = put(shelf, key(1, 1))
-    shelf.lease(first)
-    shelf.release(first)
-    assert shelf.look_up(first.key) == Found(first)
-    assert shelf.allocate(4096) is not first.buffer
+    store = SnapshotStore()
+    first = put(store, key(1, 1))
+    store.lease(first)
+    store.release(first)
+    assert store.look_up(first.key) == Found(first)
+    assert store.allocate(4096) is not first.buffer
 
 
 def test_readers_of_states_long_gone_are_sent_off() -> None:
-    shelf = SnapshotStore()
+    store = SnapshotStore()
     held = []
     for step in range(1, 4):
-        held.append(put(shelf, key(1, step)))
-        shelf.lease(held[-1])
-    assert shelf.begin(key(1, 4)) == [held[0]]
-    shelf.release(held[0])
-    assert shelf.begin(key(1, 5)) == []
+        held.append(put(store, key(1, step)))
+        store.lease(held[-1])
+    assert store.begin(key(1, 4)) == [held[0]]
+    store.release(held[0])
+    assert store.begin(key(1, 5)) == []
 
 
 def test_a_cleared_shelf_keeps_no_memory() -> None:
-    shelf = SnapshotStore()
-    snapshot = put(shelf, key(1, 1))
-    shelf.lease(snapshot)
-    assert shelf.clear() == [snapshot]
-    shelf.release(snapshot)
-    assert shelf.allocate(4096) is not snapshot.buffer
+    store = SnapshotStore()
+    snapshot = put(store, key(1, 1))
+    store.lease(snapshot)
+    assert store.clear() == [snapshot]
+    store.release(snapshot)
+    assert store.allocate(4096) is not snapshot.buffer
 
 
 def test_a_buffer_is_kept_only_where_it_fits() -> None:
@@ -145,23 +145,23 @@ def test_a_buffer_is_kept_only_where_it_fits() -> None:
 
 
 def test_a_buffer_that_was_made_ready_is_the_next_states_memory() -> None:
-    shelf, ready = SnapshotStore(), Buffer(4096)
-    assert shelf.wants_memory(4096)
-    shelf.keep(ready)
-    assert not shelf.wants_memory(4096)
-    assert put(shelf, key(1, 1)).buffer is ready
-    assert not shelf.wants_memory(4096)  # what is on offer now is taken down for the next one
-    shelf.keep(Buffer(4096))
-    assert put(shelf, key(1, 2)).buffer is ready
+    store, ready = SnapshotStore(), Buffer(4096)
+    assert store.wants_memory(4096)
+    store.keep(ready)
+    assert not store.wants_memory(4096)
+    assert put(store, key(1, 1)).buffer is ready
+    assert not store.wants_memory(4096)  # what is on offer now is taken down for the next one
+    store.keep(Buffer(4096))
+    assert put(store, key(1, 2)).buffer is ready
 
 
 def test_no_buffer_is_kept_once_the_shelf_was_cleared() -> None:
-    shelf = SnapshotStore()
-    shelf.clear()
+    store = SnapshotStore()
+    store.clear()
     late = Buffer(4096)
-    shelf.keep(late)
-    assert not shelf.wants_memory(4096)
-    assert shelf.allocate(4096) is not late
+    store.keep(late)
+    assert not store.wants_memory(4096)
+    assert store.allocate(4096) is not late
 
 
 def test_a_buffer_is_touched_to_its_end_unless_nobody_wants_it_any_more() -> None:
@@ -174,22 +174,22 @@ def test_a_buffer_is_touched_to_its_end_unless_nobody_wants_it_any_more() -> Non
 
 
 def test_room_is_made_for_a_state_without_a_name_unless_the_one_on_offer_is_read() -> None:
-    shelf = SnapshotStore()
-    first = put(shelf, key(1, 1))
-    assert shelf.lease(first)
-    shelf.make_room()
-    assert shelf.look_up(key(1, 1)) == Found(first)
-    shelf.release(first)
-    shelf.make_room()
-    answer = shelf.look_up(key(1, 1))
+    store = SnapshotStore()
+    first = put(store, key(1, 1))
+    assert store.lease(first)
+    store.retire_unread()
+    assert store.look_up(key(1, 1)) == Found(first)
+    store.release(first)
+    store.retire_unread()
+    answer = store.look_up(key(1, 1))
     assert isinstance(answer, Refused)
-    assert "its memory was needed for the next one" in answer.sentence
-    assert shelf_says(shelf, key(1, 2)) == "NotYet"
-    assert shelf.allocate(4096) is first.buffer
+    assert "its memory was needed for the next state" in answer.sentence
+    assert shelf_says(store, key(1, 2)) == "NotYet"
+    assert store.allocate(4096) is first.buffer
 
 
 def test_the_memory_of_a_state_that_was_never_put_up_is_used_again() -> None:
-    shelf = SnapshotStore()
-    buffer = shelf.allocate(4096)
-    shelf.put_by(buffer)
-    assert shelf.allocate(4096) is buffer
+    store = SnapshotStore()
+    buffer = store.allocate(4096)
+    store.recycle(buffer)
+    assert store.allocate(4096) is buffer

@@ -76,7 +76,7 @@ def test_it_takes_the_place_of_the_state_before_and_its_memory(
     source.stage_checkpoint({"a": torch.zeros(5000)}, BOUND).drop()
     staged = source.stage_checkpoint({"a": torch.zeros(5000)}, BOUND)
     assert buffers[0] is buffers[1] is buffers[2]
-    with pytest.raises((StateUnavailableError, StateMismatchError), match="its memory was needed for the next one"):
+    with pytest.raises((StateUnavailableError, StateMismatchError), match="its memory was needed for the next state"):
         receive(receiver, source, StateKey(0, 0, 4, 0))
     staged.offer([], key=KEY)
     assert_same_state(receive(receiver, source, KEY), {"a": torch.zeros(5000)})
@@ -103,5 +103,5 @@ def test_after_the_end_nothing_is_staged_or_offered(source: HTTPTransport[Any]) 
 
 def test_a_transport_that_can_not_says_so() -> None:
     assert not PGTransport.stages
-    with pytest.raises(ConfigError, match="stages nothing; look at its `stages` first"):
+    with pytest.raises(ConfigError, match="can't stage a state; check its `stages` first"):
         PGTransport.stage_checkpoint(object.__new__(PGTransport), {}, BOUND)

@@ -15,12 +15,12 @@ from tft_ckpt import Limits, LocalShard, Placement, Sharding, StateKey, StateLay
 from tft_ckpt.state.buffers import Buffer
 from tft_ckpt.state.manifest import checksum
 from tft_ckpt.state.snapshot import Snapshot
-from tft_ckpt.state.target import DIRECT_BYTES_MIN, Target
+from tft_ckpt.state.target import IN_PLACE_BYTES_MIN, Target
 from tft_ckpt.state.tree import DTYPES
 from tft_ckpt.testing import assert_same_state, sample_state
 
 KEY = StateKey(quorum_id=1, nonce=2, step=3, lineage=4)
-BIG = DIRECT_BYTES_MIN // 4
+BIG = IN_PLACE_BYTES_MIN // 4
 """Elements of a float32 tensor that is received in place."""
 
 
@@ -46,12 +46,12 @@ def receive(target: Target, snapshot: Snapshot) -> Any:
     for chunk in reversed(range(target.layout.num_chunks)):
         start, end = target.layout.chunk_span(chunk)
         at = start
-        for piece in target.pieces(start, end):
+        for piece in target.views(start, end):
             assert not piece.readonly
             piece[:] = snapshot.data[at : at + len(piece)]
             at += len(piece)
         assert at == end
-        assert target.sum(start, end) == checksum(snapshot.data[start:end])
+        assert target.checksum(start, end) == checksum(snapshot.data[start:end])
     return target.finish()
 
 
@@ -72,15 +72,15 @@ def test_a_fresh_target_is_one_piece(num_bytes: int) -> None:
     state = sample_state(num_bytes=num_bytes)
     snapshot = snapshot_of(state)
     target = Target.fresh(snapshot.layout, Buffer(snapshot.layout.data_bytes))
-    assert len(target.pieces(0, snapshot.layout.data_bytes)) == 1
+    assert len(target.views(0, snapshot.layout.data_bytes)) == 1
     assert_same_state(receive(target, snapshot), state)
 
 
 def test_a_state_without_tensors_has_no_pieces() -> None:
     snapshot = snapshot_of({"a": 1})
     for target in (Target.fresh(snapshot.layout, Buffer(0)), Target.into(snapshot.layout, {}, Memory())):
-        assert target.pieces(0, 0) == []
-        assert target.sum(0, 0) == checksum(b"")
+        assert target.views(0, 0) == []
+        assert target.checksum(0, 0) == checksum(b"")
         assert target.finish() == {"a": 1}
 
 
@@ -166,7 +166,7 @@ def test_strided_tensors_are_received_in_place_and_nothing_beside_them_changes(k
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("size", [8, DIRECT_BYTES_MIN])
+@pytest.mark.parametrize("size", [8, IN_PLACE_BYTES_MIN])
 def test_every_dtype_and_other_strides(name: str, size: int) -> None:
     dtype = DTYPES[name]
     raw = torch.arange(2 * size, dtype=torch.int64).mul_(0x9E3779B1).to(torch.uint8)
@@ -220,7 +220,7 @@ def test_a_piece_outlives_its_target_and_its_tensor() -> None:
     """A piece keeps the memory that it looks into, whatever becomes of the tensors."""
     snapshot = snapshot_of([big(1.0)])
     target = Target.into(snapshot.layout, [big(2.0)], Memory())
-    (piece,) = target.pieces(0, 64)
+    (piece,) = target.views(0, 64)
     del target
     piece[:] = bytes(64)
     assert piece.tolist() == [0] * 64
@@ -276,7 +276,7 @@ def test_a_dtensor_is_received_into_and_stays_one() -> None:
         got = received({"w": state}, {"w": into})
         assert got["w"] is into
         assert_same_state(into, state)
-        with pytest.raises(StateLayoutError, match="comes as a whole tensor") as caught:
+        with pytest.raises(StateLayoutError, match="is a whole tensor at the source") as caught:
             received({"w": big(1.0, 2, BIG)}, {"w": into})
         assert caught.value.path == "state['w']"
 
@@ -329,7 +329,7 @@ def test_freed_memory_is_refused() -> None:
 
 def test_different_tensors_that_overlap_here_are_refused() -> None:
     base = torch.zeros(BIG + 64)
-    with pytest.raises(StateLayoutError, match="lie in one place here"):
+    with pytest.raises(StateLayoutError, match="share memory in `into`"):
         received([torch.ones(BIG), torch.ones(BIG)], [base[:BIG], base[64:]])
     # The same tensor twice is one tensor, there and here, whatever its strides.
     there, here = torch.ones(BIG, 2), torch.zeros(2, BIG).t()

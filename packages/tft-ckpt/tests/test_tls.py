@@ -241,5 +241,5 @@ def test_a_transport_with_tls_believes_no_plain_source(job: Job) -> None:
         HTTPTransport[Any](bind="127.0.0.1", tls=job.tls()) as receiver,
     ):
         plain.send_checkpoint([1], 1, STATE, bound)
-        with pytest.raises(StateUnavailableError, match="speaks plain HTTP"):
+        with pytest.raises(StateUnavailableError, match="uses plain HTTP"):
             receiver.recv_checkpoint(0, plain.metadata(), 1, bound)

@@ -46,7 +46,7 @@ quick = settings(derandomize=True, database=None, deadline=None, max_examples=15
 
 def snapshot_of(state: object) -> Snapshot:
     snapshot = Snapshot.take(state, key=KEY, chunk_bytes=4096, limits=LIMITS, allocate=Buffer)
-    while not snapshot.sum_next_chunk():
+    while not snapshot.checksum_next_chunk():
         pass
     return snapshot
 
@@ -64,7 +64,7 @@ def transferred(state: object, into: object = None) -> Any:
     layout = decode(snapshot.manifest_bytes, limits=LIMITS).layout
     target = Target.into(layout, into, Buffer)
     at = 0
-    for piece in target.pieces(0, layout.data_bytes):
+    for piece in target.views(0, layout.data_bytes):
         piece[:] = snapshot.data[at : at + len(piece)]
         at += len(piece)
     return target.finish()
@@ -387,7 +387,7 @@ def test_only_what_was_registered_is_called() -> None:
     name = body["state"][2][1]
     for other in ("os.system", "builtins.eval", name + "x", "torch.Tensor"):
         body["state"][2][1] = other
-        with pytest.raises(StateUnsupportedError, match="unknown here"):
+        with pytest.raises(StateUnsupportedError, match="not registered here"):
             decode(sealed(json.dumps(body).encode("ascii")), limits=LIMITS)
     for node in (["subclass"], ["subclass", name], ["subclass", [name], None], ["subclass", name, None, None]):
         body["state"] = node
@@ -396,7 +396,7 @@ def test_only_what_was_registered_is_called() -> None:
     # Parts of another form are for the registered function to refuse, once everything is here.
     body["state"], body["segments"], body["sums"] = ["subclass", name, ["dict", "table", 1]], [], ""
     layout = decode(sealed(json.dumps(body).encode("ascii")), limits=LIMITS).layout
-    with pytest.raises(StateUnsupportedError, match="arrived"):
+    with pytest.raises(StateUnsupportedError, match="`unflatten` function failed"):
         Target.fresh(layout, Buffer(0)).finish()
 
 
@@ -410,7 +410,7 @@ def test_functions_that_fail_are_named() -> None:
         encoded([scaled(0, 1.0)])
     assert caught.value.path == "state[0]"
     register_tensor_subclass(Scaled, flatten, lambda parts: parts["table"])
-    with pytest.raises(StateUnsupportedError, match="made a Tensor"):
+    with pytest.raises(StateUnsupportedError, match="returned a Tensor"):
         transferred([scaled(0, 1.0)])
 
 

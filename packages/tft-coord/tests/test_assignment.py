@@ -51,7 +51,9 @@ def test_every_quorum_of_three() -> None:
                 for name, (step, lineage), is_torn in zip("abc", chosen, torn, strict=True)
             )
             if all(torn):
-                with pytest.raises(ProtocolError, match=r"every member of quorum .* is torn"):
+                with pytest.raises(
+                    ProtocolError, match=r"the ranks of every member of quorum .* are in different states"
+                ):
                     assign(quorum(*members))
                 continue
             found = assign(quorum(*members))
@@ -150,7 +152,7 @@ def oracle(quorum: Quorum) -> tuple[int, set[int], set[int], set[int]] | None:
 def test_the_plan_is_the_oracles(given_quorum: Quorum) -> None:
     wanted = oracle(given_quorum)
     if wanted is None:
-        with pytest.raises(ProtocolError, match=r"every member of quorum .* is torn"):
+        with pytest.raises(ProtocolError, match=r"the ranks of every member of quorum .* are in different states"):
             assign(given_quorum)
         return
     found = assign(given_quorum)

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tft_coord.compat.member_data import MAX_DATA_BYTES, Aside, carried_by, parted, with_ours
+from tft_coord.compat.member_data import MAX_DATA_BYTES, RequestExtras, carried_by, pack_member, unpack_member
 from tft_coord.compat.replica_group import (
     BEAT_INTERVAL_MS,
     CallQuorum,
     CancelCall,
-    ForeignCore,
-    ForeignEffect,
     LeftOut,
     TellGroup,
+    TorchftEffect,
+    TorchftGroupCore,
 )
 from tft_coord.core import events
 from tft_coord.core.types import MAX_UINT64, Member, Quorum, QuorumKey, Refusal
@@ -28,14 +28,14 @@ from tft_coord.testing import stripped
 from tft_coord.timeouts import Timeouts
 
 TIMEOUTS = Timeouts()
-ASIDE = Aside("job", 7, QuorumKey(5, 1), 3)
+EXTRAS = RequestExtras("job", 7, QuorumKey(5, 1), 3)
 
 
 class Table:
     """Several groups, each with a core, and a lighthouse that gives one answer to all."""
 
     def __init__(self, *names: str, job: str = "job") -> None:
-        self.cores: dict[str, ForeignCore] = {}
+        self.cores: dict[str, TorchftGroupCore] = {}
         self.calls: dict[str, CallQuorum] = {}
         self.held: dict[str, QuorumKey | None] = {}
         self.said: list[str] = []
@@ -47,7 +47,9 @@ class Table:
 
     def join(self, name: str, job: str = "job") -> None:
         """A manager server starts, a further one of that group perhaps; its ranks hold what they held."""
-        self.cores[name] = ForeignCore(job=job, replica_id=name, timeouts=TIMEOUTS, words=lambda: next(self._words))
+        self.cores[name] = TorchftGroupCore(
+            job=job, replica_id=name, timeouts=TIMEOUTS, words=lambda: next(self._words)
+        )
         self.held.setdefault(name, None)
         self.cores[name].opened()
 
@@ -111,9 +113,9 @@ def test_what_a_member_says_comes_back_and_the_users_text_as_it_was(
         "a", session=9, step=4, lineage=lineage, min_replica_size=2, failed_heals=1, poor_sources=("b",), data=data
     )
     member = replace(member, **dict(zip(names, flags, strict=True)))  # type: ignore[arg-type]
-    aside = Aside("job", 7, held, 3)
-    told = with_ours(member, aside)
-    assert parted(Member("a", step=4, data=told.data)) == (member, aside)
+    extras = RequestExtras("job", 7, held, 3)
+    told = pack_member(member, extras)
+    assert unpack_member(Member("a", step=4, data=told.data)) == (member, extras)
 
 
 def test_a_field_of_a_type_that_is_not_checked_is_named() -> None:
@@ -126,26 +128,26 @@ def test_a_field_of_a_type_that_is_not_checked_is_named() -> None:
 
 
 def test_the_users_own_stands_beside_ours() -> None:
-    told = json.loads(with_ours(Member("a", data='{"zone": "b"}'), ASIDE).data)
+    told = json.loads(pack_member(Member("a", data='{"zone": "b"}'), EXTRAS).data)
     assert told["zone"] == "b"
     assert set(told) == {"zone", "tft"}
 
 
 def test_a_text_that_leaves_no_room_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="leaves no room"):
-        with_ours(Member("a", data="x" * (MAX_DATA_BYTES - 100)), ASIDE)
+    with pytest.raises(ProtocolError, match="which is too long"):
+        pack_member(Member("a", data="x" * (MAX_DATA_BYTES - 100)), EXTRAS)
 
 
 @pytest.mark.parametrize("data", ["", "{}", "[]", "17", "{", '{"other": {}}'])
 def test_torchfts_own_members_carry_nothing(data: str) -> None:
-    assert parted(Member("a", data=data)) is None
+    assert unpack_member(Member("a", data=data)) is None
 
 
 def test_members_on_such_a_lighthouse_have_no_lease() -> None:
     """It recalls nobody and answers no beat: all ask in every step, also one that is alone."""
-    told = with_ours(Member("a", step=4, lineage=1, lease_ms=60_000), Aside("job", 1, None, 2))
+    told = pack_member(Member("a", step=4, lineage=1, lease_ms=60_000), RequestExtras("job", 1, None, 2))
     assert "lease" not in told.data
-    own = parted(told)
+    own = unpack_member(told)
     assert own is not None
     assert own[0].lease_ms is None
     assert Quorum(QuorumKey(1, 1), (own[0],)).lease_ms is None
@@ -175,18 +177,32 @@ def test_members_on_such_a_lighthouse_have_no_lease() -> None:
     ],
 )
 def test_nonsense_in_it_is_refused_by_name(field: str, value: object) -> None:
-    told = json.loads(with_ours(Member("replica-a"), ASIDE).data)
+    told = json.loads(pack_member(Member("replica-a"), EXTRAS).data)
     told["tft"][field] = value
     with pytest.raises(ProtocolError, match=r"replica-a|outside"):
-        parted(Member("replica-a", data=json.dumps(told)))
+        unpack_member(Member("replica-a", data=json.dumps(told)))
+
+
+def test_a_field_that_an_older_version_leaves_out_has_its_default() -> None:
+    told = json.loads(pack_member(Member("a", live=True, poor_sources=("b",), min_replica_size=2), EXTRAS).data)
+    del told["tft"]["poor_sources"], told["tft"]["min_replica_size"]
+    assert unpack_member(Member("a", data=json.dumps(told))) == (Member("a", live=True), EXTRAS)
+
+
+@pytest.mark.parametrize("field", ["job", "word", "list", "seen"])
+def test_what_makes_the_key_is_never_left_out(field: str) -> None:
+    told = json.loads(pack_member(Member("replica-a"), EXTRAS).data)
+    del told["tft"][field]
+    with pytest.raises(ProtocolError, match=f"replica-a [a-z]+ {field} .None"):
+        unpack_member(Member("replica-a", data=json.dumps(told)))
 
 
 def test_a_text_that_grows_when_it_is_spelled_anew_is_refused() -> None:
-    ours = json.loads(with_ours(Member("replica-a"), ASIDE).data)
+    ours = json.loads(pack_member(Member("replica-a"), EXTRAS).data)
     said = json.dumps({"x": "é" * 30_000, **ours}, ensure_ascii=False)
     assert len(said.encode()) < MAX_DATA_BYTES
-    with pytest.raises(ProtocolError, match="replica-a says a data of"):
-        parted(Member("replica-a", data=said))
+    with pytest.raises(ProtocolError, match="replica-a sent a data of"):
+        unpack_member(Member("replica-a", data=said))
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -292,7 +308,7 @@ def test_torchfts_members_were_here_first_and_ours_are_refused_by_name() -> None
     assert table.answer(1, Member("torch:1")) == {}
     refused = table.refused["a"]
     assert refused.code == Refusal.OTHER_KIND.value
-    assert "torch:1 (torchft's own)" in refused.message
+    assert "torch:1 (torchft)" in refused.message
 
 
 def test_torchfts_members_that_come_later_are_left_out_and_named_once() -> None:
@@ -393,7 +409,7 @@ class Group:
     """One replica group, its ranks, and what was told to it."""
 
     name: str
-    core: ForeignCore
+    core: TorchftGroupCore
     session: int = 1
     open: bool = True
     held: QuorumKey | None = None  # by its ranks
@@ -409,7 +425,7 @@ class Call:
 
     name: str
     number: int
-    core: ForeignCore
+    core: TorchftGroupCore
     member: Member
     held: QuorumKey | None
     given: int
@@ -445,8 +461,8 @@ class ForeignJob(RuleBasedStateMachine):
         for name in "abc":
             self.groups[name] = Group(name, self.new_core(name))
 
-    def new_core(self, name: str) -> ForeignCore:
-        core = ForeignCore(job="job", replica_id=name, timeouts=TIMEOUTS, words=lambda: next(self.numbers))
+    def new_core(self, name: str) -> TorchftGroupCore:
+        core = TorchftGroupCore(job="job", replica_id=name, timeouts=TIMEOUTS, words=lambda: next(self.numbers))
         assert core.opened() == []
         return core
 
@@ -458,7 +474,7 @@ class ForeignJob(RuleBasedStateMachine):
 
     # --- what a core says -----------------------------------------------------------------------------------------
 
-    def heard(self, group: Group, effects: list[ForeignEffect], of: Given | None = None) -> None:
+    def heard(self, group: Group, effects: list[TorchftEffect], of: Given | None = None) -> None:
         for effect in effects:
             match effect:
                 case CallQuorum(number, member):
@@ -502,7 +518,7 @@ class ForeignJob(RuleBasedStateMachine):
             assert key.quorum_id > group.highest_id, "the ids of those who hold it do not rise"
 
     def said(self, of: Given) -> list[Member]:
-        told = [parted(each) for each in of.quorum.members]
+        told = [unpack_member(each) for each in of.quorum.members]
         return [each[0] for each in told if each is not None]
 
     # --- the groups -----------------------------------------------------------------------------------------------

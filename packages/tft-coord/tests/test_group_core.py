@@ -66,7 +66,7 @@ def test_one_rank_can_not_open_votes_without_end() -> None:
         assert isinstance(voted(step, step), effects.AnswerVote)
     refused = voted(998, MAX_ROUNDS)
     assert isinstance(refused, effects.FailRank)
-    assert "has 64 votes that are not over, so rank 0 can't vote on step 64" in refused.message
+    assert "has 64 undecided votes, so rank 0 can't vote on step 64" in refused.message
     assert isinstance(voted(999, 5), effects.AnswerVote)  # of a round that is kept
     both(core, request(), request())
     assert isinstance(voted(1_000, MAX_ROUNDS), effects.AnswerVote)
@@ -314,7 +314,9 @@ class TestWithdrawal:
         (order,) = core.tick(500)
         assert isinstance(order, effects.FailRank)
         assert order.code == "deadline"
-        assert order.message == ("got no quorum in time; rank 1 of the group has not asked; look whether it hangs")
+        assert order.message == (
+            "timed out waiting for a quorum; rank 1 of the group has not asked; check whether it hangs"
+        )
 
     def test_a_deadline_of_one_rank_leaves_the_other_waiting(self) -> None:
         core = group()
@@ -365,7 +367,7 @@ class TestLoss:
         assert core.next_deadline_ms() == 1_300
         assert core.tick(1_299) == []
         report, fail, told = core.tick(1_300)
-        assert report == effects.ReportDeath("rank 1's stream broke and was not back within 300 ms")
+        assert report == effects.ReportDeath("rank 1's stream disconnected and did not return within 300 ms")
         assert isinstance(fail, effects.FailRank)
         assert (fail.rank, fail.code) == (0, "group_lost")
         assert isinstance(told, effects.TellGroupLost)
@@ -389,7 +391,7 @@ class TestLoss:
         core = group()
         if broken:
             core.handle(events.RankDisconnected(1, 2), 1_000)
-        says = "rank 1 of replica a already lives (session 100); give each process of the group its own RANK"
+        says = "rank 1 of replica a is already running (session 100); give each process of the group its own RANK"
         refusal = effects.RefuseSession(9, Refusal.DUPLICATE, says)
         assert core.handle(events.RankConnected(1, 9, session), 1_100) == [refusal]
         core.handle(events.RankDisconnected(1, 9), 1_100)  # the end of the refused stream changes nothing

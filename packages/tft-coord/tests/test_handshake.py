@@ -19,8 +19,8 @@ from tft_coord.core.fingerprint import (
     differences,
     differences_of_ranks,
     fingerprint_of,
+    list_differences,
     merged,
-    said,
 )
 from tft_coord.core.handshake import PART_BYTES, SMALL_BYTES, Differs, Handshake, MemoryBudget, Precedence
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
@@ -52,8 +52,8 @@ class TestFingerprint:
         assert differences({"size": "2"}, of(size="4")) == ["size is '2' there and '4' here"]
 
     def test_three_differences_are_said(self) -> None:
-        assert said(list("abc")) == "a; b; c"
-        assert said(list("abcde")) == "a; b; c; and 2 more"
+        assert list_differences(list("abc")) == "a; b; c"
+        assert list_differences(list("abcde")) == "a; b; c; and 2 more"
 
     def test_too_many_parts_are_put_together_and_still_told_apart(self) -> None:
         parts = {f"parameter/{number:06d}": "float32 [1]" for number in range(MAX_PARTS + 10)}
@@ -86,8 +86,8 @@ class TestFingerprint:
             ((FingerprintPart("", "x"),), "printable names"),
             ((FingerprintPart("a\nb", "x"),), "printable names"),
             ((FingerprintPart("a", "x\n"),), "printable names"),
-            ((FingerprintPart("a" * 257, "x"),), "longer than"),
-            ((FingerprintPart("a", "x" * 1025),), "longer than"),
+            ((FingerprintPart("a" * 257, "x"),), "is too long"),
+            ((FingerprintPart("a", "x" * 1025),), "is too long"),
             ((FingerprintPart("a", "x"),) * (MAX_PARTS + 1), "16385 parts"),
             ((FingerprintPart("a", "x" * 1024),) * 1_100, "at most 1048576"),
         ],
@@ -238,7 +238,7 @@ class TestHandshake:
         for number in range(50):
             shake.asks(f"r{number}", TWO)
         weights.clear()
-        shake.forget_the_gone()
+        shake.forget_gone()
         assert len(shake) == 0
 
     def test_a_new_word_replaces_the_old_one(self) -> None:
@@ -256,7 +256,7 @@ class TestHandshake:
         assert other.asks("c", much("c")) == []
         (differs,) = shake.asks("d", much("d"))
         assert differs.replica_id == "d"
-        assert "replica d of job 'j' says of itself what no other does" in differs.message
+        assert "replica d of job 'j' sent a fingerprint that no other replica has" in differs.message
         assert shake.asks("d", ()) == [differs]  # it is not let in because nothing is known of it
         assert shake.asks("d", TWO) == []  # what is small finds room
         assert len(shake.asks("d", much("d"))) == 1

@@ -163,7 +163,7 @@ class TestTheLighthouse:
         orders = two.finish("b", 9)
         assert refused(orders) == [("c", Refusal.OVER)]
         (order,) = [each for each in orders if isinstance(each, effects.RefuseRequest)]
-        assert "job job has ended at step 9, where a, b finished; replica c of that run is at step 0" in order.message
+        assert "job job ended at step 9, finished by a, b; replica c of that run is at step 0" in order.message
 
     @pytest.mark.parametrize("step", [9, 12])
     def test_a_state_of_the_end_or_beyond_goes_on(self, two: Lighthouse, step: int) -> None:
@@ -243,8 +243,8 @@ class TestTheLighthouse:
         orders = two.ask("d", 0, live=False)
         assert members(orders) == [("d",)]
         warning = (
-            "job job has ended at step 9, where a, b finished; this is a new run of it, from step 0; if that is not "
-            "wanted, end it and load the result of step 9"
+            "job job ended at step 9, finished by a, b; a new run starts from step 0. If you do not want it, end it "
+            "and load the result of step 9"
         )
         assert [order for order in orders if isinstance(order, (effects.Warned, effects.TellWait))] == [
             effects.Warned("job", warning),

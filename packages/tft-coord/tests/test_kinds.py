@@ -83,7 +83,7 @@ def test_theirs_is_refused_by_name_while_one_of_ours_lives() -> None:
     assert table.beat("t") == []
     (order,) = table.ask("t", step=5)
     assert isinstance(order, effects.RefuseUnary)
-    assert order.message.startswith("replica t of torchft's can't join job 'default', in which replica a of ours lives")
+    assert order.message.startswith("replica t (torchft) can't join job 'default', because replica a (tft) is in it")
     table.kinds.handle(events.DeathReported(ord("a"), "over"), table.now_ms, table.now_ms)
     assert formed(table.ask("t", step=5)) == [("t",)]
 
@@ -93,7 +93,7 @@ def test_ours_is_refused_by_name_while_one_of_theirs_beats() -> None:
     table.beat("t")
     (order,) = table.hello("a", held=KEY)
     assert isinstance(order, effects.RefuseSession)
-    assert order.message.startswith("replica a of ours can't join job 'default', in which replica t of torchft's lives")
+    assert order.message.startswith("replica a (tft) can't join job 'default', because replica t (torchft) is in it")
     assert refused(table.hello("b", job="another")) == []
     table.pass_ms(TIMES.heartbeat_timeout_ms)
     assert refused(table.hello("c")) == []
@@ -110,7 +110,7 @@ def test_while_the_lighthouse_is_away_nobody_takes_theirs_for_gone() -> None:
     table.pass_ms(TIMES.heartbeat_timeout_ms - 100)
     (order,) = table.hello("a", held=KEY)
     assert isinstance(order, effects.RefuseSession)
-    assert "replica t of torchft's" in order.message  # and not s, which was gone before
+    assert "replica t (torchft)" in order.message  # and not s, which was gone before
     table.pass_ms(100)
     assert refused(table.hello("a", held=KEY)) == []
 
@@ -413,8 +413,8 @@ class BothKinds(RuleBasedStateMachine):
         if there and not stands:
             assert self.turned_out(orders, effects.RefuseSession) == {stream}
             assert len(orders) == 1, "somebody else is told something"
-            self.named(orders, stream, f"replica {name} of ours", " of torchft's")
-            assert any(f"replica {other} of torchft's" in order.message for other in there for order in orders)  # type: ignore[union-attr]
+            self.named(orders, stream, f"replica {name} (tft)", " (torchft)")
+            assert any(f"replica {other} (torchft)" in order.message for other in there for order in orders)  # type: ignore[union-attr]
             assert self.what_is() == before, "a refused stranger changes something"
         else:
             assert not self.turned_out(orders, effects.RefuseSession), "it is refused, and nobody else is there"
@@ -423,7 +423,7 @@ class BothKinds(RuleBasedStateMachine):
         if hello.job == "default" and welcomed:
             assert told == set(self.calls), "one of theirs that is turned out is not told"
             for call in told:
-                self.named(orders, call, f"replica {self.calls[call][0]} of torchft's", f"replica {name} of ours")
+                self.named(orders, call, f"replica {self.calls[call][0]} (torchft)", f"replica {name} (tft)")
             self.forget_theirs()
             if self.ours_since_ms is None:
                 self.ours_since_ms = self.now_ms
@@ -511,8 +511,8 @@ class BothKinds(RuleBasedStateMachine):
         if there and not stands:
             assert self.turned_out(orders, effects.RefuseUnary) == {call}
             assert len(orders) == 1, "somebody else is told something"
-            self.named(orders, call, f"replica {name} of torchft's")
-            assert any(f"replica {other} of ours" in order.message for other in there for order in orders)  # type: ignore[union-attr]
+            self.named(orders, call, f"replica {name} (torchft)")
+            assert any(f"replica {other} (tft)" in order.message for other in there for order in orders)  # type: ignore[union-attr]
             assert self.what_is() == before, "a refused stranger changes something"
             return
         assert not self.turned_out(orders, effects.RefuseUnary), "it is refused, and nobody else is there"
@@ -520,7 +520,7 @@ class BothKinds(RuleBasedStateMachine):
             streams = {each.stream: own for own, each in self.ours.items() if each.stream is not None}
             assert told == set(streams), "one of ours that is turned out is not told"
             for stream, own in streams.items():
-                self.named(orders, stream, f"replica {own} of ours", f"replica {name} of torchft's")
+                self.named(orders, stream, f"replica {own} (tft)", f"replica {name} (torchft)")
             self.forget_ours()
         else:
             assert not told
@@ -553,8 +553,8 @@ class BothKinds(RuleBasedStateMachine):
     @invariant()
     def only_one_kind_lives(self) -> None:
         assert not (self.living_ours() and self.living_theirs())
-        assert (self.core.living("default", self.now_ms) is None) is (not self.living_ours())
-        assert (self.torchft.living(self.now_ms) is None) is (not self.living_theirs())
+        assert (self.core.any_alive("default", self.now_ms) is None) is (not self.living_ours())
+        assert (self.torchft.any_alive(self.now_ms) is None) is (not self.living_theirs())
 
     def teardown(self) -> None:
         """Whoever comes when all others are silent is welcome, of whatever kind."""

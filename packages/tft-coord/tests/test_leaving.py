@@ -408,7 +408,7 @@ class TestTheLighthouse:
         quorum = before.trains("a", "b", "c")
         table = Table()
         told = table.hello("c", held=quorum.key, left=True)
-        assert effects.ReplicaLeft("job", "c", 1, "it says that it has", 0) in told
+        assert effects.ReplicaLeft("job", "c", 1, "reported in its hello", 0) in told
         assert effects.AskForQuorum(3, quorum.key) in told  # it may be the one that knows
         table.give(events.QuorumReported(3, quorum))
         for name in ("a", "b"):
@@ -444,8 +444,8 @@ class TestDraining:
         assert asked not in table.hello("b", left=True)
         (refused,) = self.drain(table, "b")
         assert isinstance(refused, effects.RefuseUnary)
-        assert "has no living replica 'b': b left the job (" in refused.message
-        assert refused.message.endswith("; there is a")
+        assert "has no running replica 'b': b left the job (" in refused.message
+        assert refused.message.endswith("; running replicas: a")
 
     def test_who_is_lost_cannot_be_asked_and_is_to_be_ended(self) -> None:
         table = Table()
@@ -453,8 +453,8 @@ class TestDraining:
         table.give(events.DeathReported(2, "over"))
         (refused,) = self.drain(table, "b")
         assert isinstance(refused, effects.RefuseUnary)
-        assert "has no living replica 'b': b is lost (its manager server reports:" in refused.message
-        assert refused.message.endswith("): end it; there is a")
+        assert "has no running replica 'b': b is lost (its manager server reports:" in refused.message
+        assert refused.message.endswith("): end its process; running replicas: a")
 
     def test_a_name_is_enough_where_one_replica_has_it(self) -> None:
         table = Table()
@@ -470,7 +470,7 @@ class TestDraining:
         table.hello(f"b:eu:{UUID}")
         (refused,) = self.drain(table, "b")
         assert isinstance(refused, effects.RefuseUnary)
-        assert "has no living replica 'b'; there is b:eu:" in refused.message
+        assert "has no running replica 'b'; running replicas: b:eu:" in refused.message
 
     def test_the_short_id_of_logs_is_enough(self) -> None:
         table = Table()
@@ -487,13 +487,13 @@ class TestDraining:
         (refused,) = self.drain(table, "a")
         assert isinstance(refused, effects.RefuseUnary)
         assert (refused.call, refused.refusal) == (9, Refusal.UNKNOWN)
-        assert f"has 2 replicas of the name 'a'; give the id of one of them: a:{UUID}, a:{OTHER}" in refused.message
+        assert f"has 2 replicas named 'a'; give the id of one of them: a:{UUID}, a:{OTHER}" in refused.message
 
     @pytest.mark.parametrize(
         ("job", "replica", "words"),
         [
-            ("other", "a", "this lighthouse knows no job 'other'; it knows job"),
-            ("job", "z", "job job has no living replica 'z'; there is a, b"),
+            ("other", "a", "this lighthouse knows no job 'other'; known jobs: job"),
+            ("job", "z", "job job has no running replica 'z'; running replicas: a, b"),
         ],
     )
     def test_whom_nobody_knows_is_refused_with_who_is_there(self, job: str, replica: str, words: str) -> None:
@@ -509,4 +509,4 @@ class TestDraining:
         table.hello("b", lighthouse_started_ms=1_000_500, cluster_id="cluster")
         (refused,) = self.drain(table, "a")
         assert isinstance(refused, effects.RefuseUnary)
-        assert refused.message == "this lighthouse knows no job 'job'; it knows none so far"
+        assert refused.message == "this lighthouse knows no job 'job'; known jobs: none so far"

@@ -208,7 +208,7 @@ class TestForming:
         orders = table.ask("b", 6, live=True)
         assert formed(orders) == []
         assert unchanged(orders) == {1, 2}
-        assert table.core.waiting_for("job") == "nobody has asked"
+        assert table.core.waiting_for("job") == "a replica to ask for a quorum"
 
     def test_no_quorum_without_a_survivor_of_the_last_one(self) -> None:
         table = Table(join_timeout_ms=0)
@@ -311,7 +311,7 @@ class TestUnchanged:
         table.held["b"] = QuorumKey(3, 3)
         orders = table.ask("b", 6, live=True)
         # It lost its answer, and another has gone on: broken for all.
-        assert formed(orders) == [(("a", "b"), "b does not hold it")]
+        assert formed(orders) == [(("a", "b"), "b did not receive it")]
 
     def test_at_step_0_somebody_heals(self) -> None:
         table = Table()
@@ -396,7 +396,7 @@ class TestLostAnswer:
         table.held["b"] = None
         assert whole(table.ask("b", 3, lineage=None)) == {}
         orders = table.ask("a", 5, live=True)
-        assert formed(orders) == [(("a", "b"), "b does not hold it")]
+        assert formed(orders) == [(("a", "b"), "b did not receive it")]
 
     def test_an_answer_that_came_after_giving_up_is_given_again_to_the_next_request(self) -> None:
         table = Table()
@@ -418,7 +418,7 @@ class TestLostAnswer:
         table.ask("a", 7, live=True)
         table.ask("c", 7, live=True)
         assert formed(table.pass_ms(1_000, "a", "b", "c")) == []
-        assert table.core.waiting_for("job") == "b heals and its bytes arrive"
+        assert table.core.waiting_for("job") == "b is healing and receives data"
 
 
 class TestRequestsAndStreams:
@@ -577,7 +577,7 @@ class TestLossNotices:
         table, key = self.of_three()
         table.held["b"] = None  # its answer was lost
         table.ask("a", 5, live=True, commit_failures=1)
-        left = LossNotice(key, "b", 1, "does not hold it", lives=True)
+        left = LossNotice(key, "b", 1, "did not receive it", lives=True)
         assert told(table.ask("b", 5, live=True)) == {1: [left], 3: [left]}
 
     def test_a_step_that_goes_well_is_nobodys_business(self) -> None:
@@ -633,7 +633,7 @@ class TestLossNotices:
         table.close("b")
         orders = table.hello("b", stream=22, session=2, address="b:9", held=None)
         assert not any(isinstance(order, effects.ReplicaLost) for order in orders)
-        notice = LossNotice(key, "b", 1, "session 2 has taken its place")
+        notice = LossNotice(key, "b", 1, "replaced by session 2")
         assert told(orders) == {1: [notice], 3: [notice]}
         assert told(table.pass_ms(1_000, "a", "b", "c")) == {}
 
@@ -695,13 +695,13 @@ class TestLostState:
         table = self.healing()
         assert formed(table.pass_ms(500, "c")) == []
         waits = "the state of step 35, which a held until it was lost 0 s ago; continue or restart that replica, or the"
-        assert table.core.waiting_for("job") == f"{waits} others go on from before it in 2 s"
-        assert table.core.wait_sentence("job", table.now_ms).count("or the others go on") == 1
+        assert table.core.waiting_for("job") == f"{waits} others resume from an older step in 2 s"
+        assert table.core.wait_sentence("job", table.now_ms).count("or the others resume") == 1
         assert "ends when" not in table.core.wait_sentence("job", table.now_ms)
         table.core.look_at_waits(table.now_ms)
         assert table.core.warnings("job") == (
-            f"the job stands still and waits for {waits} others go on from before it in 2 s. With --on-lost-state "
-            "restart the lighthouse waits for heartbeat_timeout alone",
+            f"the job has stopped and waits for {waits} others resume from an older step in 2 s. With --on-lost-state "
+            "restart the lighthouse waits for heartbeat_timeout only",
         )
         table.sessions["a"] = 2  # another manager server, of the same trainer
         assert formed(table.hello("a")) == []
@@ -752,7 +752,7 @@ class TestLostState:
         waits = (
             "the state of step 100, which b held until it was lost 0 s ago; continue or restart that replica, or the"
         )
-        assert table.core.waiting_for("job") == f"{waits} others go on from before it in 2 s"
+        assert table.core.waiting_for("job") == f"{waits} others resume from an older step in 2 s"
         assert [ids for ids, _ in formed(table.pass_ms(2_000, "a"))] == [("a",)]
 
     def test_at_step_0_there_is_nothing_to_wait_for(self) -> None:
@@ -861,7 +861,7 @@ class TestPoorSources:
         table.ask("a", 6, live=True)
         orders = table.ask("b", 6, live=True, poor_sources=("a",))
         (warned,) = [order for order in orders if isinstance(order, effects.Warned)]
-        assert "replica b found source a silent, wrong or slow" in warned.sentence
+        assert "replica b could not heal well from source a" in warned.sentence
         assert "the host of a:1" in warned.sentence
         table.ask("a", 7, live=True)
         orders = table.ask("b", 7, live=True, poor_sources=("a",))
@@ -1003,7 +1003,7 @@ class TestWithoutMemory:
         table.hello("x")
         table.ask("x")
         assert formed(table.pass_ms(4_800, "x")) == []
-        assert table.core.waiting_for("job").startswith("who was in quorum 900000.")
+        assert table.core.waiting_for("job").startswith("unknown members of quorum 900000.")
         self.comes_back(table, "b")
         assert formed(table.give(events.QuorumReported(2, self.OLD))) == []
         assert formed(table.ask("b", 6, live=True)) == []  # c has its time, too
@@ -1051,7 +1051,7 @@ class TestWithoutMemory:
         table.give(events.QuorumReported(table.streams["x"], older))
         table.ask("x")
         assert formed(table.pass_ms(4_900, "x")) == []
-        assert "nobody here can name" in table.core.waiting_for("job")
+        assert "unknown members of quorum" in table.core.waiting_for("job")
 
     def test_a_quorum_that_is_named_in_a_request_alone_counts(self) -> None:
         """Its manager server is a new one."""
@@ -1263,7 +1263,7 @@ class TestWithoutMemory:
         table = Table()
         self.comes_back(table, "a")
         table.hello("b", session=2, held=None)
-        notice = LossNotice(self.OLD.key, "b", 1, "session 2 has taken its place")
+        notice = LossNotice(self.OLD.key, "b", 1, "replaced by session 2")
         assert told(table.give(events.QuorumReported(1, self.OLD))) == {1: [notice]}
 
     def test_and_a_successor_under_another_name(self) -> None:

@@ -16,7 +16,7 @@ from tft_coord import LighthouseClient, ManagerClient
 from tft_coord.errors import ProtocolError, UnreachableError
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.listener import _PREFACE, _verdict, look
+from tft_coord.transport.diagnosis import _PREFACE, _verdict, diagnose
 from tft_coord.transport.settings import channel_options
 
 SETTINGS_FRAME = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00"
@@ -37,14 +37,14 @@ UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
         (b"HTTP/1.1 503 Ser", UnreachableError, "a proxy answers there with HTTP status 503"),
         (b"HTTP/1.0 504 Gat", UnreachableError, "a proxy answers there with HTTP status 504"),
         (b"<!DOCTYPE HTML P", ProtocolError, "an HTTP server answers there"),
-        (b"SSH-2.0-OpenSSH_", ProtocolError, "a server of another kind answers there"),
-        (b"\x15\x03\x01\x00\x02\x02\x46", ProtocolError, "wants TLS"),
+        (b"SSH-2.0-OpenSSH_", ProtocolError, "a server of another protocol answers there"),
+        (b"\x15\x03\x01\x00\x02\x02\x46", ProtocolError, "expects TLS"),
         (SETTINGS_FRAME, UnreachableError, "the connection broke"),
         (GOAWAY_FRAME, UnreachableError, "the connection broke"),
         (SETTINGS_FRAME[:2], UnreachableError, "the connection broke"),
-        (b"\x00\x00\x06\x04\x00text", ProtocolError, "a server of another kind answers there"),
-        (b"", UnreachableError, "takes the connection and ends it"),
-        (None, UnreachableError, "says nothing within 1 s"),
+        (b"\x00\x00\x06\x04\x00text", ProtocolError, "a server of another protocol answers there"),
+        (b"", UnreachableError, "accepts the connection and closes it"),
+        (None, UnreachableError, "sends nothing within 1 s"),
     ],
 )
 def test_the_first_bytes_tell_who_listens(answer: bytes | None, kind: type[Exception], says: str) -> None:
@@ -76,7 +76,7 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])  # which has two addresses on most machines
 def test_a_name_of_several_addresses_is_refused_as_one(host: str) -> None:
-    assert str(look(f"{host}:{free_port()}")).startswith("nobody listens there (connection refused)")
+    assert str(diagnose(f"{host}:{free_port()}")).startswith("no server listens there (connection refused)")
 
 
 def test_who_drops_the_first_packet_is_not_said_to_take_the_connection() -> None:
@@ -90,9 +90,9 @@ def test_who_drops_the_first_packet_is_not_said_to_take_the_connection() -> None
                 client.connect(server.getsockname())
             except TimeoutError:
                 is_full = True
-        found = look(f"127.0.0.1:{server.getsockname()[1]}")
+        found = diagnose(f"127.0.0.1:{server.getsockname()[1]}")
     assert isinstance(found, UnreachableError)
-    assert "no connection can be made (none stands after 1 s; the host is down" in str(found)
+    assert "no connection can be made (timed out after 1 s; the host is down" in str(found)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -100,7 +100,7 @@ def test_a_client_waits_for_a_server_only_if_it_is_to(waits: bool) -> None:
     within_s = 1.0 if waits else 60.0
     started = time.monotonic()
     with pytest.raises(
-        UnreachableError, match=r"can't be reached.*: nobody listens there \(connection refused\)"
+        UnreachableError, match=r"can't be reached.*: no server listens there \(connection refused\)"
     ) as raised:
         LighthouseClient(f"127.0.0.1:{free_port()}", timedelta(seconds=within_s), waits=waits)
     lasted_s = time.monotonic() - started
@@ -138,7 +138,7 @@ def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
         (GOAWAY_FRAME, UnreachableError, "the connection broke"),
         (SETTINGS_FRAME[:8], UnreachableError, "the connection broke"),
         (UNAVAILABLE, UnreachableError, "HTTP status 503"),
-        (b"SSH-2.0-OpenSSH_9.9\r\n", ProtocolError, "another kind"),
+        (b"SSH-2.0-OpenSSH_9.9\r\n", ProtocolError, "another protocol"),
     ],
     ids=["settings", "goaway", "part of a frame", "503", "ssh"],
 )
@@ -153,7 +153,7 @@ def test_an_answer_may_come_in_pieces(answer: bytes, kind: type[Exception], says
             pass
 
     with serving(in_pieces) as address:
-        found = look(address)
+        found = diagnose(address)
     assert type(found) is kind
     assert says in str(found)
 
@@ -187,7 +187,7 @@ def test_a_client_waits_while_a_proxy_says_in_http_2_that_the_server_is_unavaila
 
 
 def test_a_client_waits_while_a_proxy_says_in_http_1_that_the_server_is_unavailable() -> None:
-    """The server behind it is there for the attempt after the client's look at the address."""
+    """The server behind it is there for the attempt after the client's diagnose at the address."""
     looked = threading.Event()
     with grpc_server(num_unavailable=0) as behind:
 
@@ -219,8 +219,8 @@ def copy(one: socket.socket, other: socket.socket) -> None:
 def test_another_kind_of_server_is_waited_for_by_nobody() -> None:
     with serving(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.9\r\n")) as address:
         started = time.monotonic()
-        with pytest.raises(ProtocolError, match="is no lighthouse: a server of another kind answers there"):
+        with pytest.raises(ProtocolError, match="is not a lighthouse: a server of another protocol answers there"):
             LighthouseClient(address, timedelta(seconds=60))
-        with pytest.raises(ProtocolError, match="is no manager server: a server of another kind answers there"):
+        with pytest.raises(ProtocolError, match="is not a manager server: a server of another protocol answers there"):
             ManagerClient(address, timedelta(seconds=60))
         assert time.monotonic() - started < 20

@@ -189,7 +189,7 @@ def test_a_lighthouse_that_is_not_there_is_said_within_seconds(caplog: pytest.Lo
         logging.getLogger("tft_coord").removeHandler(listener)
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert "the lighthouse at 127.0.0.1:9 can't be reached" in record.getMessage()
-    assert "still trying" in record.getMessage()
+    assert "retrying" in record.getMessage()
 
 
 def test_each_wait_of_a_rank_is_told_why_the_lighthouse_is_not_reached() -> None:
@@ -202,7 +202,7 @@ def test_each_wait_of_a_rank_is_told_why_the_lighthouse_is_not_reached() -> None
 
     with serve(world_size=1) as server, client_of(server, 0, listener=listen):
         for _ in range(2):
-            assert "the lighthouse at 127.0.0.1:9 can't be reached: nobody listens there" in told.get(timeout=20)
+            assert "the lighthouse at 127.0.0.1:9 can't be reached: no server listens there" in told.get(timeout=20)
 
 
 def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:
@@ -232,7 +232,7 @@ def test_a_rank_that_asks_again_makes_its_older_request_void() -> None:
 
 def test_a_rank_with_a_session_is_asked_for_by_nobody_else() -> None:
     with serve(world_size=1) as server, client_of(server, 0), client_of(server) as other:
-        with pytest.raises(RefusedError, match=r"rank 0 of replica \S+ has a session, and asks and votes on it"):
+        with pytest.raises(RefusedError, match=r"rank 0 of replica \S+ has a session, and only that session may ask"):
             other.quorum(0, RankRequest(step=0, checkpoint_metadata="http://elsewhere:1"), LATE)
         with pytest.raises(RefusedError, match=r"rank 0 of replica \S+ has a session"):
             other.should_commit(0, 0, True, LATE)
@@ -295,7 +295,7 @@ def test_a_listener_that_raises_does_not_end_its_ranks_stream(caplog: pytest.Log
         assert told.wait(10)
         with pytest.raises(ReplicaGroupLostError, match="lost a rank"):
             zero.quorum(0, RankRequest(step=1), LATE)
-    assert "its listener raised at: replica group:1 lost a rank" in caplog.text
+    assert "the listener raised an error for: replica group:1 lost a rank" in caplog.text
 
 
 def test_a_stream_that_broke_leaves_nothing_to_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_a_stream_that_broke_leaves_nothing_to_the_collector(monkeypatch: pytest
 def test_two_processes_with_one_rank_are_refused_by_name(server: ManagerServer) -> None:
     with client_of(server, 1) as one:
         with pytest.raises(
-            RefusedError, match=r"rank 1 of replica group:1 already lives \(session \d+\); .* its own RANK"
+            RefusedError, match=r"rank 1 of replica group:1 is already running \(session \d+\); .* its own RANK"
         ):
             client_of(server, 1)
         # The one that was there first goes on.
@@ -343,7 +343,7 @@ def test_a_second_hello_on_one_stream_ends_it() -> None:
         assert answers[0] == rank_codec.RankWelcome(1)
         refusal = answers[1]
         assert isinstance(refusal, rank_codec.RankRefused)
-        assert "a rank's stream has one hello" in refusal.message
+        assert "a second hello arrived on a rank's stream" in refusal.message
 
 
 def test_calls_under_way_end_when_their_client_is_closed() -> None:
@@ -407,7 +407,7 @@ def test_a_kill_reaches_every_rank_and_says_who_asked(server: ManagerServer) -> 
     for rank in (0, 1):
         order = heard[rank]
         assert isinstance(order, KillOrder)
-        assert order.message.startswith("it is wedged (asked by 127.0.0.1:")
+        assert order.message.startswith("it is wedged (requested by 127.0.0.1:")
 
 
 def test_a_rank_that_wishes_to_leave_takes_the_group_with_it(server: ManagerServer) -> None:
@@ -464,13 +464,13 @@ def test_a_manager_server_that_ended_is_known_to_have_ended(server: ManagerServe
 
 def test_nobody_answers_within_connect_timeout() -> None:
     with pytest.raises(
-        UnreachableError, match=r"can't be reached within 0\.2 s \(connect_timeout\): nobody listens there"
+        UnreachableError, match=r"can't be reached within 0\.2 s \(connect_timeout\): no server listens there"
     ):
         ManagerClient(NOBODY, timedelta(seconds=0.2))
 
 
 def test_a_rank_that_does_not_reach_its_server_says_what_it_saw_last() -> None:
-    says = r"was not taken within 0\.5 s \(the name no\.such\.host\.invalid is unknown \(.*\)\); check the address"
+    says = r"was not accepted within 0\.5 s \(the name no\.such\.host\.invalid is unknown \(.*\)\); check the address"
     with pytest.raises(UnreachableError, match=says):
         ManagerClient("no.such.host.invalid:1", timedelta(seconds=0.5), group_rank=0, connect_now=False)
 
@@ -500,17 +500,17 @@ def test_an_address_that_cannot_be_bound_is_said_in_one_sentence(in_process: boo
     [
         ({"replica_id": ""}, "replica_id is ''"),
         ({"replica_id": "x" * 257}, "replica_id is"),
-        ({"lighthouse_addr": "nowhere"}, "'nowhere' is no address"),
+        ({"lighthouse_addr": "nowhere"}, "'nowhere' is not an address"),
         ({"hostname": "x y"}, "hostname is 'x y'; give a host's name or address without a port"),
         ({"hostname": "node-1:29510"}, "hostname is 'node-1:29510'"),
         ({"world_size": 0}, "world_size is 0"),
         ({"job": ""}, "job is ''"),
         ({"quorum_retries": -1}, "quorum_retries is -1"),
-        ({"connect_timeout": timedelta(0)}, "longer than nothing"),
+        ({"connect_timeout": timedelta(0)}, "above zero"),
         ({"token": "two words"}, "shared secret"),
         (
             {"hostname": "node-1"},
-            "hostname is 'node-1' and no shared secret is set, so that only",
+            "hostname is 'node-1' and no shared secret is set, so the server accepts only",
         ),
         ({"bind": "192.0.2.1:0"}, "bind is '192.0.2.1:0' and no shared secret is set; to serve other machines set TFT"),
     ],
@@ -564,7 +564,7 @@ def test_a_server_that_is_not_waited_for_says_at_once_that_its_port_is_taken() -
     with serve() as other:
         port = other.address().rpartition(":")[2]
         for host in ("127.0.0.1", "[::]"):
-            with pytest.raises(ConfigError, match=rf"can't listen at {re.escape(host)}:{port}: the address is taken"):
+            with pytest.raises(ConfigError, match=rf"can't listen at {re.escape(host)}:{port}: the address is in use"):
                 ManagerServer("a", NOBODY, "127.0.0.1", f"{host}:{port}", "", 1, wait=False)
 
 

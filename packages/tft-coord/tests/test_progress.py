@@ -58,7 +58,7 @@ def test_only_own_work_that_is_not_excused_hangs(said: Progress, is_hung: bool, 
 def group_of(*words: Progress, at_ms: int = 0) -> GroupProgress:
     progress = GroupProgress(len(words), TIMEOUTS)
     for rank, said in enumerate(words):
-        progress.said(rank, said, at_ms)
+        progress.reported(rank, said, at_ms)
     return progress
 
 
@@ -96,7 +96,7 @@ def test_ranks_make_one_word(words: tuple[Progress, ...], together: Progress) ->
 
 def test_a_rank_that_was_not_heard_of_does_not_reduce() -> None:
     progress = GroupProgress(2, TIMEOUTS)
-    progress.said(0, word(REDUCING, 5_000), 0)
+    progress.reported(0, word(REDUCING, 5_000), 0)
     said = progress.now(0)
     assert said is not None
     assert said.phase is WAITING
@@ -129,7 +129,7 @@ class TestSilence:
         assert progress.now(49 + late_ms) == word(OUTSIDE, late_ms - 1, step=8), "join_timeout may decide until then"
         assert progress.now(50 + late_ms) == word(OWN, late_ms, step=8)
         assert progress.is_hung(50 + late_ms)
-        progress.said(0, word(OUTSIDE, late_ms, step=8), 50 + late_ms)
+        progress.reported(0, word(OUTSIDE, late_ms, step=8), 50 + late_ms)
         assert not progress.is_hung(60 + late_ms), "it evaluates, and says so"
         progress.ended(0, 8, 60 + late_ms)
         assert not progress.is_hung(1_000_000)
@@ -174,13 +174,13 @@ class TestSilence:
         """It was on its way when the rank was answered, and evaluates now without giving its lock up."""
         progress = group_of(word(OWN, 100))
         progress.ended(0, 8, 50)
-        progress.said(0, late, 53)
+        progress.reported(0, late, 53)
         assert not progress.is_hung(1_000_000)
 
     def test_nor_does_one_that_a_request_overtook(self) -> None:
         progress = group_of(word(OUTSIDE))
         progress.asked(0, 8, 100)
-        progress.said(0, word(OUTSIDE, 300), 102)
+        progress.reported(0, word(OUTSIDE, 300), 102)
         assert progress.now(110) == word(WAITING, 10, step=8, excused=True)
 
     def test_the_next_beat_is_believed(self) -> None:
@@ -188,21 +188,21 @@ class TestSilence:
         progress = group_of(word(OWN, 100))
         progress.planned(0, 8, 50, excused=False, heals=False)
         for at_ms in (60, 60 + TIMEOUTS.beat_interval_ms):
-            progress.said(0, word(WAITING, at_ms), at_ms)
+            progress.reported(0, word(WAITING, at_ms), at_ms)
         assert progress.now(2_000) == word(WAITING, 2_000)
 
     def test_so_is_one_of_what_came_after(self) -> None:
         progress = group_of(word(OWN, 100))
         progress.ended(0, 8, 50)
-        progress.said(0, word(OWN, 1), 60)  # its optimizer
+        progress.reported(0, word(OWN, 1), 60)  # its optimizer
         assert progress.is_hung(60 + LIMIT_MS)
 
     def test_a_beat_that_was_long_on_its_way_makes_no_hang_shorter(self) -> None:
         """Beats that were held up come together; the first of them would seem to tell of a trainer that goes on."""
         progress = group_of(word(OWN, 2_900), at_ms=10_000)
-        progress.said(0, word(OWN, 4_000), 12_000)  # almost a second late
+        progress.reported(0, word(OWN, 4_000), 12_000)  # almost a second late
         assert progress.now(12_000) == word(OWN, 4_900)
-        progress.said(0, word(OWN, 4_900), 12_000)
+        progress.reported(0, word(OWN, 4_900), 12_000)
         assert progress.now(12_500) == word(OWN, 5_400)
 
     def test_nor_do_those_that_a_stopped_manager_server_reads_together(self) -> None:
@@ -211,13 +211,13 @@ class TestSilence:
         progress = group_of(word(OWN, 300), at_ms=10_000)
         assert progress.is_hung(13_700)
         for told_ms in (1_300, 2_300, 3_300):
-            progress.said(0, word(OWN, told_ms), 13_700)
+            progress.reported(0, word(OWN, told_ms), 13_700)
             assert progress.now(13_700) == word(OWN, 4_000)
 
     def test_nor_the_first_of_them_after_a_plan(self) -> None:
         progress = group_of(word(WAITING), at_ms=9_000)
         progress.planned(0, 7, 10_000, excused=False, heals=False)
-        progress.said(0, word(OWN, 1_000), 13_000)
+        progress.reported(0, word(OWN, 1_000), 13_000)
         assert progress.now(13_000) == word(OWN, 3_000)
 
     @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ class TestSilence:
     )
     def test_what_began_after_the_last_beat_is_believed(self, said: Progress, at_ms: int) -> None:
         progress = group_of(word(OWN, 2_900), at_ms=10_000)
-        progress.said(0, said, at_ms)
+        progress.reported(0, said, at_ms)
         assert progress.now(at_ms) == said
 
 
@@ -417,7 +417,7 @@ class TestLighthouse:
         assert notices(orders) == {1: ("b", False), 3: ("b", False)}
         (told,) = (order for order in orders if isinstance(order, effects.TellLost))
         assert told.stream == 2
-        assert "its trainer hangs: busy with step 7 for 2000 ms, and slowest_step is 2000 ms" in told.message
+        assert "its trainer hangs: busy with step 7 for 2000 ms, longer than slowest_step (2000 ms)" in told.message
         assert lost(job.pass_ms(1_000)) == []
 
     def test_the_others_go_on_at_once_and_it_comes_back_by_a_newer_session(self) -> None:

@@ -119,7 +119,7 @@ def test_the_sentence_says_for_how_long_a_state_is_waited_for() -> None:
     )
     assert decide(waits) == Wait(
         "the state of step 7, which a held until it was lost 4 s ago; continue or restart that replica, or the others "
-        "go on from before it in 26 s"
+        "resume from an older step in 26 s"
     )
 
 
@@ -194,9 +194,11 @@ def situation(**changes: object) -> Situation:
 
 def test_it_says_what_it_waits_for() -> None:
     assert decide(situation()) == Wait("c is healthy and has not asked; join_timeout ends in 600 ms")
-    assert decide(situation(healing={"c"}, now_ms=9_000)) == Wait("c heals and its bytes arrive")
+    assert decide(situation(healing={"c"}, now_ms=9_000)) == Wait("c is healing and receives data")
     assert decide(situation(min_replicas=3)) == Wait("2 of min_replicas 3 have asked")
-    assert decide(situation(fast_only=True)) == Wait("the lighthouse has just started and waits to hear who trains")
+    assert decide(situation(fast_only=True)) == Wait(
+        "the lighthouse has just started and waits for running replicas to reconnect"
+    )
     assert decide(situation(healthy={"a", "b", "c", "d"}, now_ms=9_000)) == Wait(
         "2 of 4 healthy replicas have asked, and a majority is needed"
     )
@@ -235,7 +237,7 @@ def test_who_may_not_take_part_does_not_hurry_the_others() -> None:
         (("a",), None, "b is gone"),
         (("a", "b", "c"), None, "c joined"),
         (("a", "c"), "b was lost", "c joined, b is gone"),
-        (("a", "b"), "b does not hold it", "b does not hold it"),
+        (("a", "b"), "b did not receive it", "b did not receive it"),
     ],
 )
 def test_why_an_id_rises(after: tuple[str, ...], broken: str | None, reason: str | None) -> None:

@@ -489,7 +489,7 @@ def test_nobody_waits_for_one_that_is_kept_out_and_has_not_asked() -> None:
         job.ask("a", step=step)
         job.ask("b", step=step, works=False)
         job.wait(200)
-        assert job.waits == "nobody has asked"
+        assert job.waits == "a replica to ask for a quorum"
 
 
 def test_a_stranger_that_is_named_is_nobody() -> None:
@@ -556,7 +556,7 @@ def test_a_reason_is_kept_short() -> None:
     job.ask("a", Unreached("b", Via.GROUP, "x" * 4_000), step=3)
     link = reach_of(job)._links.link("a", "b")
     assert link is not None
-    assert len(link.said["a"]) < 320
+    assert len(link.reports["a"]) < 320
 
 
 def test_a_member_that_lost_its_answer_is_given_it_again_while_a_store_is_avoided() -> None:
@@ -596,8 +596,8 @@ def test_the_cover_is_found_once_while_nothing_changes(monkeypatch: pytest.Monke
 
 def test_what_is_gone_is_looked_for_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    right = BadLinks.forget_the_gone
-    monkeypatch.setattr(BadLinks, "forget_the_gone", counts(right, looks))
+    right = BadLinks.forget_gone
+    monkeypatch.setattr(BadLinks, "forget_gone", counts(right, looks))
     job = a_job("abcd")
     for name in "abc":
         job.ask(name, group("d"), step=3)
@@ -622,10 +622,10 @@ def test_of_many_that_are_left_out_all_are_named_and_nobody_is_told_of_each() ->
 
 def test_the_own_word_of_one_that_missed_its_own_store_proves_it() -> None:
     links = BadLinks()
-    links.say("b", "b", "store: refused", QuorumKey(1, 1), 0)
-    links.works("a", {"a"}, QuorumKey(2, 1))
+    links.report("b", "b", "store: refused", QuorumKey(1, 1), 0)
+    links.prove("a", {"a"}, QuorumKey(2, 1))
     assert links.counted(100, None) == {"b": {"b"}}
-    links.works("b", {"a", "b"}, QuorumKey(2, 1))
+    links.prove("b", {"a", "b"}, QuorumKey(2, 1))
     assert links.counted(100, None) == {}
     assert len(links) == 0
 
@@ -640,15 +640,15 @@ def test_a_name_that_starts_again_goes_on_with_its_pause() -> None:
     links = BadLinks()
     for number, (name, length_ms) in enumerate(zip(lives, (5_000, 10_000, 20_000), strict=True)):
         now_ms = number * 60_000
-        links.say("a", name, "no answer", QuorumKey(number, 1), now_ms)
+        links.report("a", name, "no answer", QuorumKey(number, 1), now_ms)
         link = links.link("a", name)
         assert link is not None
         assert link.pause.length_ms == length_ms
         assert links.counted(now_ms, None) == {"a": {name}, name: {"a"}}
-        links.forget_the_gone({"a"}, now_ms + 1_000)
+        links.forget_gone({"a"}, now_ms + 1_000)
         assert links.counted(now_ms + 1_000, None) == {}
-    links.works("a", {lives[2]}, QuorumKey(9, 1))  # it was in a group that was built
-    links.say("a", lives[2], "no answer", QuorumKey(10, 1), 200_000)
+    links.prove("a", {lives[2]}, QuorumKey(9, 1))  # it was in a group that was built
+    links.report("a", lives[2], "no answer", QuorumKey(10, 1), 200_000)
     link = links.link("a", lives[2])
     assert link is not None
     assert link.pause.length_ms == 5_000
@@ -664,11 +664,11 @@ def test_what_counts_is_the_same_when_it_is_found_anew() -> None:
         key = QuorumKey(number // 20, 1)
         match rng.randrange(4):
             case 0:
-                links.works(one, set(rng.sample("abcdefgh", 3)) - {one}, key)
+                links.prove(one, set(rng.sample("abcdefgh", 3)) - {one}, key)
             case 1:
-                links.forget_the_gone("abcdefgh".replace(one, ""), now_ms)
+                links.forget_gone("abcdefgh".replace(one, ""), now_ms)
             case _:
-                links.say(one, other, "no answer", key, now_ms)
+                links.report(one, other, "no answer", key, now_ms)
         kept = links.counted(now_ms, None)
         kept = {name: set(others) for name, others in kept.items()}
         links.changed()
@@ -707,7 +707,7 @@ def test_one_that_does_not_reach_them_is_kept_out_and_told_why() -> None:
     job.wait(100)
     assert job.waits == "n can't reach b (no answer; it tries again in 1 s)"
     sentence = job.core.wait_sentence("job", job.now_ms)
-    assert sentence == f"left out: {job.waits}; the others go on; ends when it is reached, or reaches them"
+    assert sentence == f"left out: {job.waits}; the others train on; ends when the link works again"
     told = [chr(order.stream) for order in job.said if isinstance(order, effects.TellWait)]
     assert sorted(told) == ["b", "n"]
     job.wait(1_000)
@@ -742,7 +742,7 @@ def test_a_trial_that_may_find_a_set_is_waited_for_before_all_are_tried_again() 
     job.wait(800)
     a_newcomer(job, "b")
     job.wait(300)
-    assert job.waits == "the trial of b, with whom a set may be found"
+    assert job.waits == "the trial of b, which may complete a set"
     job.tried("b")
     job.wait(100)
     assert job.members == "bc"

@@ -15,8 +15,8 @@ import pytest
 
 from tft_coord import descriptors
 from tft_coord.timeouts import Timeouts
+from tft_coord.transport import registered_server, settings
 from tft_coord.transport import server as module
-from tft_coord.transport import settings, steady
 from tft_coord.transport.server import Server
 from tft_coord.transport.settings import Options
 from tft_coord.wire import services
@@ -108,7 +108,7 @@ def test_a_name_that_is_no_text_is_one_call_that_is_unimplemented(caplog: pytest
             stream = stream_stub(channel, STREAM)()
             for count in range(3):
                 answer = await asyncio.wait_for(say(port, opening(NO_TEXT)), WITHIN_S)
-                assert not steady.is_offered() or UNIMPLEMENTED in answer
+                assert not registered_server.is_supported() or UNIMPLEMENTED in answer
                 await until_answered(channel)
                 async with at(port) as newcomer:
                     await until_answered(newcomer)
@@ -145,13 +145,13 @@ def test_a_refused_call_is_refused_by_its_headers(method: str) -> None:
 
 
 def test_a_flood_of_refused_calls_is_answered_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "LATE_S", 2 * WITHIN_S)
-    most_at_once = 2 * services.AT_ONCE_A_SECOND  # a second may end meanwhile
+    monkeypatch.setattr(services, "REFUSAL_DELAY_S", 2 * WITHIN_S)
+    most_at_once = 2 * services.PROMPT_REFUSALS_PER_S  # a second may end meanwhile
 
     async def run() -> None:
         async with listening(token="a secret of the job") as (_, port), at(port) as channel, at(port) as honest:
             calls = [asyncio.ensure_future(status_of(channel, ECHO)) for _ in range(4 * most_at_once)]
-            while sum(each.done() for each in calls) < services.AT_ONCE_A_SECOND:
+            while sum(each.done() for each in calls) < services.PROMPT_REFUSALS_PER_S:
                 await asyncio.wait([each for each in calls if not each.done()], return_when=asyncio.FIRST_COMPLETED)
             show = (("authorization", "Bearer a secret of the job"),)
             for _ in range(10):
@@ -167,13 +167,13 @@ def test_a_flood_of_refused_calls_is_answered_late(monkeypatch: pytest.MonkeyPat
 
 
 def test_no_more_refused_calls_wait_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "LATE_S", 2 * WITHIN_S)
-    monkeypatch.setattr(services, "MOST_LATE", 3)
+    monkeypatch.setattr(services, "REFUSAL_DELAY_S", 2 * WITHIN_S)
+    monkeypatch.setattr(services, "MAX_DELAYED_REFUSALS", 3)
 
     async def run() -> None:
         async with listening(token="a secret of the job") as (_, port), at(port) as channel:
             calls = [asyncio.ensure_future(status_of(channel, ECHO)) for _ in range(80)]
-            while sum(not each.done() for each in calls) > services.MOST_LATE:
+            while sum(not each.done() for each in calls) > services.MAX_DELAYED_REFUSALS:
                 await asyncio.wait([each for each in calls if not each.done()], return_when=asyncio.FIRST_COMPLETED)
             for each in calls:
                 each.cancel()
@@ -263,7 +263,7 @@ def test_few_descriptors_are_warned_of_once_in_a_while(
 
     asyncio.run(asyncio.wait_for(run(), WITHIN_S))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "nearly all of its 5 descriptors in use" in line
+    assert "nearly all of its 5 file descriptors" in line
 
 
 def test_the_number_of_open_files_is_seen() -> None:
@@ -311,7 +311,7 @@ class Ends(logging.Handler):
         self.said.put_nowait(record.getMessage())
 
 
-def test_where_no_steady_server_is_offered_another_one_takes_the_port(
+def test_where_registered_methods_are_unsupported_another_server_takes_the_port(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what has ended is stopped once more: grpc's own stop of it breaks off before its memory is given back.
@@ -333,7 +333,7 @@ def test_where_no_steady_server_is_offered_another_one_takes_the_port(
         made.append(server)
         return server
 
-    monkeypatch.setattr(module, "is_offered", lambda: False)
+    monkeypatch.setattr(module, "is_supported", lambda: False)
     monkeypatch.setattr(grpc.aio, "server", spied)
 
     async def run() -> None:
@@ -343,13 +343,13 @@ def test_where_no_steady_server_is_offered_another_one_takes_the_port(
             async with listening() as (_, port):
                 for _ in range(3):
                     await asyncio.wait_for(say(port, opening(NO_TEXT)), WITHIN_S)
-                    if steady.is_offered():
-                        assert "ended the listening" in await asyncio.wait_for(ends.said.get(), WITHIN_S)
+                    if registered_server.is_supported():
+                        assert "closed the port" in await asyncio.wait_for(ends.said.get(), WITHIN_S)
                     async with at(port) as channel:
                         await until_answered(channel)
         finally:
             module.logger.removeHandler(ends)
 
     asyncio.run(run())
-    assert len(made) == (4 if steady.is_offered() else 1)
+    assert len(made) == (4 if registered_server.is_supported() else 1)
     assert set(made) == set(stopped)

@@ -420,7 +420,7 @@ def test_one_of_another_cluster_that_is_found_by_a_look_is_named_once_and_not_di
     (said,) = core.looked(1, "theirs", 60, serves=True)
     assert isinstance(said, Say)
     assert said.address == 1
-    assert "is of cluster theirs; of several addresses only those of cluster ours are used" in said.message
+    assert "belongs to cluster theirs; of several lighthouses only those of cluster ours are used" in said.message
     assert core.looked(1, "theirs", 60, serves=True) == []
     core.stream_broke(70)
     assert dialed(core.stream_broke(80)) == 2

@@ -20,7 +20,7 @@ from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.security import admits, call_metadata, read_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import check_host, join_host_port, target
-from tft_coord.transport.dial import cancelled
+from tft_coord.transport.dial import cancel_and_wait
 from tft_coord.transport.loop import THREAD_NAME, LoopShare
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import error_of
@@ -57,12 +57,12 @@ def test_addresses_as_users_write_them(address: str, dialled: str) -> None:
     ],
 )
 def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"is no address; give host:port, for example localhost:29510"):
+    with pytest.raises(ConfigError, match=r"is not an address; give host:port, such as localhost:29510"):
         target(address)
 
 
 def test_an_address_that_asks_for_tls_is_told_that_there_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"'https://h:1' asks for TLS, which is not there yet; give http://host:port"):
+    with pytest.raises(ConfigError, match=r"'https://h:1' asks for TLS, which is not supported; give http://host:port"):
         target("https://h:1")
 
 
@@ -108,11 +108,11 @@ def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None
     [
         ({"TFT_TOKEN": "a", "TFT_TOKEN_FILE": "b"}, "both set"),
         ({"TFT_TOKEN": ""}, "TFT_TOKEN is empty; .* printable ASCII"),
-        ({"TFT_TOKEN": "two words"}, "TFT_TOKEN is no secret: .* printable ASCII"),
+        ({"TFT_TOKEN": "two words"}, "TFT_TOKEN is invalid: .* printable ASCII"),
         ({"TFT_TOKEN_FILE": "/no/such/file"}, "/no/such/file, which can't be read"),
         ({"TFT_TOKEN_FILE": ""}, "TFT_TOKEN_FILE is empty"),
         ({"TFT_TOKEN_FILE": "/"}, "names /, which can't be read"),
-        ({"TFT_TOKEN_FILE": "/dev/zero"}, "/dev/zero, which can't be read: it is no regular file"),
+        ({"TFT_TOKEN_FILE": "/dev/zero"}, "/dev/zero, which can't be read: it is not a regular file"),
     ],
 )
 def test_a_secret_that_is_none_is_refused(environment: dict[str, str], says: str) -> None:
@@ -124,12 +124,14 @@ def test_a_file_that_holds_no_secret_is_neither_waited_for_nor_read_whole(tmp_pa
     pipe, large = tmp_path / "pipe", tmp_path / "large"
     os.mkfifo(pipe)
     large.write_bytes(b"x" * 10_000_000)
-    for path, says in ((pipe, "it is no regular file"), (large, "larger than a shared secret")):
+    for path, says in ((pipe, "it is not a regular file"), (large, "larger than a shared secret")):
         with pytest.raises(ConfigError, match=f"{path.name}, which can't be read: .*{says}"):
             read_token({"TFT_TOKEN_FILE": str(path)})
     empty = tmp_path / "empty"
     empty.write_text("\n")
-    with pytest.raises(ConfigError, match=r"TFT_TOKEN_FILE names .*empty, which holds no secret: .*printable ASCII"):
+    with pytest.raises(
+        ConfigError, match=r"TFT_TOKEN_FILE names .*empty, which holds no valid secret: .*printable ASCII"
+    ):
         read_token({"TFT_TOKEN_FILE": str(empty)})
 
 
@@ -184,7 +186,7 @@ def test_a_task_that_loses_a_cancellation_is_cancelled_again() -> None:
     async def main() -> bool:
         task = asyncio.create_task(dials_for_ever())
         await asyncio.sleep(0)
-        await cancelled(task)
+        await cancel_and_wait(task)
         return task.done()
 
     assert asyncio.run(main())
@@ -293,7 +295,7 @@ def test_after_our_own_goodbye_it_is_no_news_that_we_are_dead(
         await link.close()
 
     asyncio.run(scenario())
-    news = "replica a: the lighthouse refuses it (dead): replica a was reported dead"
+    news = "replica a: refused by the lighthouse (dead): replica a was reported dead"
     assert [record.getMessage() for record in caplog.records] == ([] if said_goodbye else [news])
 
 
@@ -304,13 +306,13 @@ def test_what_is_wrong_with_a_stranger_is_said_for_as_long_as_it_is_dialed() -> 
         link = link_to("127.0.0.1:9,127.0.0.1:10")
         for cluster_id, trouble in (
             ("ours", ""),
-            ("theirs", "is of cluster theirs;"),
-            ("theirs", "is of cluster theirs;"),
+            ("theirs", "belongs to cluster theirs;"),
+            ("theirs", "belongs to cluster theirs;"),
         ):
             link._core.stream_opened(0)
             link._received(codec.encode_from_lighthouse(Welcome(0, link._core.session, 5, cluster_id)))
-            assert trouble in link.trouble
-            assert bool(trouble) == bool(link.trouble)
+            assert trouble in link.failure
+            assert bool(trouble) == bool(link.failure)
         await link.close()
 
     asyncio.run(scenario())
@@ -327,13 +329,13 @@ def test_a_stop_is_said_once_and_that_it_is_over_too(caplog: pytest.LogCaptureFi
         lost = codec.encode_from_lighthouse(TellLost(0, link._core.session, "replica a was lost: it is stopped"))
         for _ in range(3):
             link._received(lost)
-        link.went_on()
+        link.resumed()
         await link.close()
 
     asyncio.run(scenario())
     assert [record.getMessage() for record in caplog.records] == [
         "replica a: replica a was lost: it is stopped",
-        "replica a goes on, and joins again with a newer session",
+        "replica a has resumed, and rejoins with a new session",
     ]
 
 

@@ -129,7 +129,7 @@ def test_all_ok_at_one_state_is_a_yes() -> None:
 
 def test_a_word_that_does_not_complete_is_a_no() -> None:
     vote = Rank().core.summed(None, LINEAGE)
-    assert (vote.yes, vote.why) == (False, "the word of the round did not complete")
+    assert (vote.yes, vote.why) == (False, "the exchange of words in this round did not complete")
 
 
 def test_one_error_fails_the_round_for_all() -> None:
@@ -165,7 +165,7 @@ def test_a_wish_of_one_ends_the_standing_of_all(what: str) -> None:
     own = rank.word()
     assert rank.ends(own, replace(own, **{what: True})) == Vote(yes=True, stands=False)
     assert rank.core.state is State.ASKS
-    assert rank.core.next_round(rank.now_ms) == Ask("the word of the last round said so")
+    assert rank.core.next_round(rank.now_ms) == Ask("a member asked, left or recovered in the last round")
 
 
 def test_a_sum_of_another_length_is_refused() -> None:
@@ -403,7 +403,7 @@ def test_without_an_answer_the_lease_ends() -> None:
     assert isinstance(rank.core.next_round(1_000 + LEASE_MS - 1), GoOn)
     rank = Rank().stands()
     over = rank.core.next_round(1_000 + LEASE_MS)
-    assert over == Ask("the lease of its quorum is over: the lighthouse has not answered its beats", breaks=True)
+    assert over == Ask("the lease of its quorum expired: the lighthouse has not answered its heartbeats", breaks=True)
 
 
 def test_the_lease_counts_from_the_sending_of_the_beat() -> None:
@@ -509,7 +509,7 @@ def test_a_failed_sync_fails_all_that_are_in_flight() -> None:
     rank.core.asked(rank.now_ms)
     rank.core.planned(plan(), rank.now_ms, in_flight=1)
     assert rank.core.decided(yes=False, stands=False)
-    with pytest.raises(ProtocolError, match="a round ends that has not begun"):
+    with pytest.raises(ProtocolError, match="no round is running"):
         rank.word()
 
 

@@ -189,7 +189,7 @@ def breaks_for_nobody(self: LivingQuorum, members: Iterable[Any]) -> None:
     return None
 
 
-def waits_for_the_late_once_more(self: LivingQuorum, now_ms: int) -> int:
+def waits_for_the_late_once_more(self: LivingQuorum) -> int:
     return self._timeouts.join_timeout_ms
 
 
@@ -319,7 +319,7 @@ MUTANTS = [
     Mutant(
         5,
         ReplicaGroupCore,
-        "_breaks_alone",
+        "_leave_standing",
         tells_no_other_rank,
         ALONE.test_the_others_are_told_that_the_quorum_is_broken,
     ),

@@ -12,10 +12,10 @@ from tft_coord.core.lineage import checked_lineage, fold_lineage, initial_lineag
 from tft_coord.core.step import Effects, Healing, Phase, Stage, StepCore, StepName, StepSettings
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.step.asking import standing_plan
 from tft_coord.core.step.attempt import MAX_ERRORS_KEPT
 from tft_coord.core.step.errors import HealingError, StepAbandonedError, SyncAbandonedError, UsageError, UserStateError
 from tft_coord.core.step.losses import MAX_NOTICES_KEPT
+from tft_coord.core.step.starting import standing_plan
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey, RankRequest, Refusal, Source
 from tft_coord.errors import RefusedError, ReplicaGroupLostError, StaleQuorumError
 
@@ -203,7 +203,7 @@ def test_unchanged_leaves_spares_out() -> None:
 def test_unchanged_of_a_quorum_that_is_not_held_is_no_plan() -> None:
     rank = Rank()
     rank.ask()
-    with pytest.raises(StaleQuorumError, match="this rank holds None"):
+    with pytest.raises(StaleQuorumError, match="this rank has None"):
         rank.plan(QuorumKey(7, 7))
     assert rank.status.plan is None
 
@@ -597,7 +597,7 @@ def test_a_weight_is_said_once_a_step_before_it_is_used() -> None:
     order = reduce(rank)
     assert (order.weight, order.factor, order.shared) == (4.0 * 2.0**-32, 4.0 * 2.0**-32, True)
     rank.tell(on.WeightSet(4.0))
-    with pytest.raises(UsageError, match="say one weight a step"):
+    with pytest.raises(UsageError, match="set one weight per step"):
         rank.tell(on.WeightSet(5.0))
     assert not reduce(rank, weight=8.0).shared
     rank.end(True)
@@ -617,7 +617,7 @@ def test_between_two_steps_those_give_that_committed(yes: bool, weight: float) -
 
 
 def test_a_rank_for_which_another_one_reduces_keeps_its_tensor() -> None:
-    rank = Rank(is_island=True, stands_by=True, world_size=2, rank=1)
+    rank = Rank(is_rank0_only=True, is_passive_rank=True, world_size=2, rank=1)
     rank.begin(plan_of(7, size=2))
     assert rank.tell(on.ReductionAsked()) == (do.KeepTensor(),)
 
@@ -720,7 +720,7 @@ def test_a_fetched_state_of_another_lineage_is_refused() -> None:
     member = Rank()
     member.begin(plan_of(3, rank=1, size=2, healing=[1], step=9, lineage=99))
     effects = heals(member, {"step": 9, "batches_committed": 18, "lineage": f"{98:016x}"})
-    assert "it was dropped" in str(one(do.ReportHealFailed, effects).error)
+    assert "it was discarded" in str(one(do.ReportHealFailed, effects).error)
     assert member.status.step == 0
 
 
@@ -771,7 +771,7 @@ def test_a_load_that_fails_twice_for_the_same_reason_ends_the_process() -> None:
         member.end(False)
     assert ends[:3] == [[], [], []]
     (words,) = ends[3] or [""]
-    assert "replica a, rank 1, could not take over step 9 for the same reason" in words
+    assert "replica a, rank 1, failed to recover step 9 twice for the same reason" in words
 
 
 STAGES = [
@@ -815,7 +815,7 @@ def test_a_group_heals_whole_in_four_votes() -> None:
     votes, effects = through_stages(healing_group())
     assert votes == [Purpose.STAGED, Purpose.WITHOUT_OWN, Purpose.MATCHED, Purpose.LOADED]
     assert not none(do.ReportHealed, effects)
-    votes, _ = through_stages(healing_group(is_island=True))
+    votes, _ = through_stages(healing_group(is_rank0_only=True))
     assert votes == [Purpose.STAGED, Purpose.SPREAD, Purpose.MATCHED, Purpose.LOADED]
 
 
@@ -1026,7 +1026,7 @@ def test_a_divergence_is_counted_once_after_a_failed_fetch() -> None:
         if fails:
             astray.tell(on.DivergenceExplained())
             astray.tell(on.StageEnded(Stage.LOAD, HealingError("no")))
-            astray.core._books.own.torn = False  # it was put right by hand
+            astray.core._state.own.torn = False  # it was put right by hand
         astray.end(False)
     assert astray.status.divergences == 1
 
@@ -1197,7 +1197,7 @@ def test_an_error_of_one_in_flight_fails_that_one() -> None:
 def test_what_a_strategy_gives_up_breaks_the_quorum_of_the_others() -> None:
     rank, (number,) = flying(1)
     rank.tell(on.FlightsGivenUp())
-    assert "gave up" in str(rank.status.attempt(number).abandoned)
+    assert "discarded its steps" in str(rank.status.attempt(number).abandoned)
     rank.tell(on.FlightsDropped((number,)))
     assert rank.status.attempt(number) is None
     assert rank.ask().needs_configure
@@ -1323,7 +1323,7 @@ def test_a_rank_whose_group_has_left_without_it_leaves_too() -> None:
     rank.ask()
     rank.tell(on.QuorumFailed(1, RefusedError("it has left", code=Refusal.LEFT.value)))
     effects = rank.tell(on.ReductionsEnded())
-    assert one(do.TellLeaving, effects).reason == "another rank of the group was told to"
+    assert one(do.TellLeaving, effects).reason == "another rank of the group leaves"
 
 
 def test_a_loop_that_ends_by_itself_after_a_commit_has_finished() -> None:

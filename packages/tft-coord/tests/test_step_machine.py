@@ -102,13 +102,13 @@ class Steps(OneRank):
 
     @rule(usable=st.booleans())
     def asks(self, usable: bool) -> None:
-        left_others = self.core.status.plan is not None and self.errors > 0
+        peers_may_wait = self.core.status.plan is not None and self.errors > 0
         request = self.ask(usable=usable)
         self.errors = 0
         assert (request.step, request.lineage, request.torn) == (self.step, self.lineage, self.torn)
         assert (request.commit_failures, request.failed_heals) == (self.failures, self.failed_heals)
         held = request.held.quorum_id if request.held is not None else None
-        works = usable and self.configured == held and held not in self.broken and not left_others
+        works = usable and self.configured == held and held not in self.broken and not peers_may_wait
         assert request.needs_configure == (held is not None and not works)
 
     @precondition(lambda self: self.core.status.phase is Phase.ASKED)

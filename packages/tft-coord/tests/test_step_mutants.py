@@ -16,7 +16,6 @@ import pytest
 from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.step import Phase, Stage, StepStatus, losses, recovery, reducing
 from tft_coord.core.step import effects as do
-from tft_coord.core.step.asking import Asking
 from tft_coord.core.step.attempt import Attempt
 from tft_coord.core.step.ending import Ending
 from tft_coord.core.step.in_flight import StepsInFlight
@@ -26,6 +25,7 @@ from tft_coord.core.step.own_state import OwnState
 from tft_coord.core.step.recovery import Recovery
 from tft_coord.core.step.reducing import Reducing
 from tft_coord.core.step.repeats import Repeats
+from tft_coord.core.step.starting import Starting
 from tft_coord.core.step.state import StepState
 from tft_coord.core.types import LossNotice, Plan, Purpose, QuorumKey
 
@@ -67,17 +67,17 @@ def must_be_seen(
         transcript(*mutant.case)
 
 
-right_planned = right_of(Asking, "_planned")
-right_cast = right_of(Ending, "_cast")
+right_planned = right_of(Starting, "_use_plan")
+right_cast = right_of(Ending, "_cast_vote")
 right_failed = right_of(Recovery, "_failed")
 right_committed = right_of(OwnState, "committed")
 right_healed = right_of(OwnState, "healed")
 right_plan_of_state = right_of(OwnState, "planned")
 right_diverges = right_of(OwnState, "diverges_from")
-right_enters = right_of(Reducing, "_enters")
+right_enters = right_of(Reducing, "_weight_part")
 right_open_ended = right_of(StepsInFlight, "open_ended")
 right_begin = right_of(StepsInFlight, "begin")
-right_wished = right_of(GracefulShutdown, "wished")
+right_wished = right_of(GracefulShutdown, "requested")
 right_reductions_ended = right_of(Ending, "reductions_ended")
 
 
@@ -164,49 +164,49 @@ def counts_no_steps_in_flight(self: StepsInFlight, step: int, *, is_asynchronous
     return bool(right_begin(self, step - len(self.deferred), is_asynchronous=is_asynchronous))
 
 
-def says_its_failure_each_time(self: Asking, plan: Plan) -> Any:
+def says_its_failure_each_time(self: Starting, plan: Plan) -> Any:
     effects = right_planned(self, plan)
-    self._books.flights.failure_is_news = True
+    self._state.attempts.has_unreported_failure = True
     return effects
 
 
-def excuses_nobody(self: Asking, plan: Plan) -> Any:
+def excuses_nobody(self: Starting, plan: Plan) -> Any:
     effects = right_planned(self, plan)
-    self._books.excused = False
+    self._state.excused = False
     return effects
 
 
-def stays_left_out(self: Asking, plan: Plan) -> Any:
-    before = self._books.is_left_out
+def stays_left_out(self: Starting, plan: Plan) -> Any:
+    before = self._state.is_left_out
     effects = right_planned(self, plan)
-    self._books.is_left_out = before
+    self._state.is_left_out = before
     return effects
 
 
-def aborts_nothing_that_was_told_early(self: Asking, plan: Plan) -> Any:
+def aborts_nothing_that_was_told_early(self: Starting, plan: Plan) -> Any:
     return tuple(effect for effect in right_planned(self, plan) if not isinstance(effect, do.BreakQuorum))
 
 
-def builds_each_time(self: Asking, plan: Plan) -> Any:
-    self._books.configured = None
+def builds_each_time(self: Starting, plan: Plan) -> Any:
+    self._state.configured = None
     return right_planned(self, plan)
 
 
-def begins_beside_an_open_step(self: Asking, event: Any, now_ms: int) -> Any:
-    self._books.failed_between = True
-    return (do.EndLoop(""),) if self._books.leaving.left else ()
+def begins_beside_an_open_step(self: Starting, event: Any, now_ms: int) -> Any:
+    self._state.failed_between = True
+    return (do.EndLoop(""),) if self._state.leaving.left else ()
 
 
-def begins_after_the_end(self: Asking, event: Any, now_ms: int) -> Any:
+def begins_after_the_end(self: Starting, event: Any, now_ms: int) -> Any:
     return ()
 
 
-def waits_though_there_is_news(self: Asking, event: Any, now_ms: int) -> Any:
-    pause_ms = self._books.flights.pause_ms
+def waits_though_there_is_news(self: Starting, event: Any, now_ms: int) -> Any:
+    pause_ms = self._state.attempts.pause_ms
     return (do.Pause(pause_ms),) if pause_ms else ()
 
 
-# --- errors, votes and flights ----------------------------------------------------------------------------------------
+# --- errors, votes and attempts in flight -----------------------------------------------------------------------------
 
 
 def keeps_every_error(self: Attempt, error: Exception) -> None:
@@ -256,7 +256,7 @@ def votes_in_spite_of_an_error(self: Ending, number: int, attempt: Attempt, now_
 
 
 def says_too_few_each_time(self: Ending, number: int, attempt: Attempt, now_ms: int) -> Any:
-    self._said_too_few = None
+    self._reported_too_few = None
     return right_cast(self, number, attempt, now_ms)
 
 
@@ -270,13 +270,13 @@ def blames_every_abort(self: Ending, event: Any, now_ms: int) -> Any:
     assert attempt is not None
     if event.group_error is not None:
         attempt.note(event.group_error)
-        return (do.ReportError(attempt.name, event.group_error, True), *self._cast(event.attempt, attempt, now_ms))
-    return self._cast(event.attempt, attempt, now_ms)
+        return (do.ReportError(attempt.name, event.group_error, True), *self._cast_vote(event.attempt, attempt, now_ms))
+    return self._cast_vote(event.attempt, attempt, now_ms)
 
 
 def commits_twice(self: Ending, event: Any, now_ms: int) -> Any:
-    self._books.flights.phase = Phase.PLANNED
-    return self._concluded(event.attempt, yes=event.yes, leaves=event.leaves, now_ms=now_ms)
+    self._state.attempts.phase = Phase.PLANNED
+    return self._conclude(event.attempt, yes=event.yes, leaves=event.leaves, now_ms=now_ms)
 
 
 def ends_in_any_order(self: Ending, event: Any, now_ms: int) -> Any:
@@ -332,7 +332,7 @@ def goes_on_after_it_lost_a_reduction(self: Reducing, error: Exception, name: An
 
 
 def believes_every_weight(self: Reducing, event: Any, now_ms: int) -> Any:
-    self._books.flights.last.weight = event.weight
+    self._state.attempts.last.weight = event.weight
     return ()
 
 
@@ -344,7 +344,7 @@ def finds_every_state_right(plan: Plan, own: Any) -> None:
 
 
 def loads_without_a_word(self: Recovery, plan: Plan) -> Any:
-    self._awaits = Stage.LOAD
+    self._expected_report = Stage.LOAD
     return (do.LoadState(plan),)
 
 
@@ -368,10 +368,10 @@ def goes_on_unhealed(self: Recovery, event: Any, now_ms: int) -> Any:
 
 def heals_for_ever(self: Recovery, plan: Plan) -> Any:
     assert self._own is not None
-    if self._books.own.diverges_from(self._own):
-        self._awaits = Stage.LOAD
+    if self._state.own.diverges_from(self._own):
+        self._expected_report = Stage.LOAD
         return (do.ExplainDivergence(plan, False, False),)
-    return self._loads(plan)
+    return self._start_load(plan)
 
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -382,7 +382,7 @@ def tells_losses_by_their_words(notice: LossNotice) -> Any:
 
 
 def hears_only_of_its_own_quorum(self: Losses, notice: LossNotice) -> bool:
-    if notice.key == self._held:
+    if notice.key == self._current:
         return right_heard(self, notice)
     return False
 
@@ -392,14 +392,14 @@ def breaks_by_any_loss(self: Losses, notice: LossNotice) -> bool:
     return True
 
 
-right_heard = cast("Callable[[Losses, LossNotice], bool]", right_of(Losses, "heard"))
+right_heard = cast("Callable[[Losses, LossNotice], bool]", right_of(Losses, "add"))
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 
 def leaves_with_the_only_state(self: GracefulShutdown, now_ms: int) -> bool:
-    return self._told or self._reason is not None
+    return self._group_left or self._reason is not None
 
 
 def believes_the_last_wish(self: GracefulShutdown, reason: str, by_ms: int) -> None:
@@ -415,8 +415,8 @@ def waits_though_it_is_left_out(self: GracefulShutdown, now_ms: int, *, is_left_
 
 
 def leaves_what_is_in_flight(self: Ending, now_ms: int, finished_step: int | None = None) -> Any:
-    self._books.leaving.left = True
-    return (do.TellLeaving(self._books.leaving.reason, 0, finished_step),)
+    self._state.leaving.left = True
+    return (do.TellLeaving(self._state.leaving.reason, 0, finished_step),)
 
 
 def has_finished_whatever_happened(self: Ending) -> bool:
@@ -472,42 +472,42 @@ MUTANTS = [
         StepsInFlight, "begin", counts_no_steps_in_flight, "steps_in_flight_are_named_after_the_step_that_they_will_be"
     ),
     Mutant(
-        Asking,
-        "_planned",
+        Starting,
+        "_use_plan",
         says_its_failure_each_time,
         "a_failed_commit_is_said_once_while_others_are_in_flight_that_were_begun_since",
     ),
     Mutant(
-        Asking,
-        "_planned",
+        Starting,
+        "_use_plan",
         excuses_nobody,
         "the_first_attempt_of_a_quorum_is_excused_and_those_of_a_recovery_and_after",
     ),
-    Mutant(Asking, "_planned", stays_left_out, "a_quorum_that_does_not_come_for_a_straggler_is_no_failure"),
+    Mutant(Starting, "_use_plan", stays_left_out, "a_quorum_that_does_not_come_for_a_straggler_is_no_failure"),
     Mutant(
-        Asking,
-        "_planned",
+        Starting,
+        "_use_plan",
         aborts_nothing_that_was_told_early,
         "a_notice_that_comes_before_its_quorum_is_kept_for_it_and_one_of_an_older_is_not",
     ),
-    Mutant(Asking, "_planned", builds_each_time, "the_group_is_configured_once_for_each_key"),
-    Mutant(Asking, "_is_asked", says_yes, "an_answer_to_an_earlier_attempt_changes_nothing"),
-    Mutant(Asking, "_is_built", says_no, "a_rank_waits_for_its_quorum_until_the_group_is_built"),
-    Mutant(Asking, "group_configured", orders_nothing, "the_group_is_configured_once_for_each_key"),
-    Mutant(Asking, "configure_failed", orders_nothing, "a_group_that_could_not_be_configured_asks_for_a_new_id"),
-    Mutant(Asking, "server_restarted", orders_nothing, "a_new_manager_server_holds_no_quorum_and_is_asked_again"),
+    Mutant(Starting, "_use_plan", builds_each_time, "the_group_is_configured_once_for_each_key"),
+    Mutant(Starting, "_is_asked", says_yes, "an_answer_to_an_earlier_attempt_changes_nothing"),
+    Mutant(Starting, "_configuring_ended", says_no, "a_rank_waits_for_its_quorum_until_the_group_is_built"),
+    Mutant(Starting, "group_configured", orders_nothing, "the_group_is_configured_once_for_each_key"),
+    Mutant(Starting, "configure_failed", orders_nothing, "a_group_that_could_not_be_configured_asks_for_a_new_id"),
+    Mutant(Starting, "server_restarted", orders_nothing, "a_new_manager_server_holds_no_quorum_and_is_asked_again"),
     Mutant(
-        Asking,
+        Starting,
         "start_asked",
         begins_beside_an_open_step,
         "a_step_that_is_open_beside_others_is_put_aside_before_the_next",
     ),
-    Mutant(Asking, "start_asked", begins_after_the_end, LEAVES),
+    Mutant(Starting, "start_asked", begins_after_the_end, LEAVES),
     Mutant(
-        Asking, "start_ready", waits_though_there_is_news, "what_fails_again_and_again_is_asked_for_ever_more_slowly"
+        Starting, "start_ready", waits_though_there_is_news, "what_fails_again_and_again_is_asked_for_ever_more_slowly"
     ),
-    Mutant(Asking, "attempt_settled", orders_nothing, GIVEN),
-    Mutant(Asking, "attempt_settled", orders_nothing, "a_fetch_ends_with_its_attempt"),
+    Mutant(Starting, "attempt_settled", orders_nothing, GIVEN),
+    Mutant(Starting, "attempt_settled", orders_nothing, "a_fetch_ends_with_its_attempt"),
     Mutant(StepsInFlight, "pause_ms", says_no, "what_fails_again_and_again_is_asked_for_ever_more_slowly"),
     # errors and votes
     Mutant(Attempt, "note", keeps_every_error, "an_attempt_keeps_a_bounded_number_of_errors"),
@@ -517,8 +517,8 @@ MUTANTS = [
         knows_no_fatal_error,
         "what_this_process_cant_go_on_with_is_raised_before_the_vote_whatever_came_before",
     ),
-    Mutant(StepsInFlight, "counting", blames_the_newest, "an_error_of_an_earlier_attempt_comes_too_late_to_count"),
-    Mutant(StepsInFlight, "counting", blames_the_open_one_only, "an_error_of_one_in_flight_fails_that_one"),
+    Mutant(StepsInFlight, "find", blames_the_newest, "an_error_of_an_earlier_attempt_comes_too_late_to_count"),
+    Mutant(StepsInFlight, "find", blames_the_open_one_only, "an_error_of_one_in_flight_fails_that_one"),
     Mutant(
         StepState,
         "fatal_of",
@@ -532,18 +532,18 @@ MUTANTS = [
     Mutant(StepsInFlight, "_count", forgives_nothing, "a_commit_ends_the_row_of_failures"),
     Mutant(
         Ending,
-        "_cast",
+        "_cast_vote",
         votes_with_too_few,
         "too_few_participants_vote_no_without_an_error_and_are_reported_once",
     ),
     Mutant(
         Ending,
-        "_cast",
+        "_cast_vote",
         says_too_few_each_time,
         "too_few_participants_vote_no_without_an_error_and_are_reported_once",
     ),
-    Mutant(Ending, "_cast", votes_in_spite_of_an_error, "an_error_fails_its_own_attempt"),
-    Mutant(Ending, "_cast", wishes_nothing, LEAVES),
+    Mutant(Ending, "_cast_vote", votes_in_spite_of_an_error, "an_error_fails_its_own_attempt"),
+    Mutant(Ending, "_cast_vote", wishes_nothing, LEAVES),
     Mutant(
         Ending,
         "device_synchronized",
@@ -587,18 +587,22 @@ MUTANTS = [
         (3, 0.25, 0.75),
     ),
     Mutant(
-        Reducing, "_enters", weighs_what_it_does_not_give, "between_two_steps_those_give_that_committed", (False, 0.0)
+        Reducing,
+        "_weight_part",
+        weighs_what_it_does_not_give,
+        "between_two_steps_those_give_that_committed",
+        (False, 0.0),
     ),
-    Mutant(Reducing, "_enters", weighs_unscaled, "a_weight_is_said_once_a_step_before_it_is_used"),
+    Mutant(Reducing, "_weight_part", weighs_unscaled, "a_weight_is_said_once_a_step_before_it_is_used"),
     Mutant(
         reducing,
-        "_STAYS_OUT",
+        "_ABORTED_RESULT",
         (do.LoseReduction(),),
         "after_an_error_of_the_step_it_stays_out_and_ends_it_for_the_others",
     ),
     Mutant(
         Reducing,
-        "_lost_with",
+        "_lose",
         goes_on_after_it_lost_a_reduction,
         "nothing_is_started_in_a_broken_quorum_and_the_step_fails_by_it",
     ),
@@ -607,11 +611,13 @@ MUTANTS = [
     Mutant(recovery, "mismatch", finds_every_state_right, "a_fetched_state_of_another_lineage_is_refused"),
     Mutant(Recovery, "state_served", orders_nothing, GIVEN),
     Mutant(Recovery, "exchange_asked", goes_on_unhealed, HEALS),
-    Mutant(Recovery, "_loads", loads_without_a_word, "a_load_that_broke_off_leaves_a_torn_state_that_asks_to_heal"),
+    Mutant(
+        Recovery, "_start_load", loads_without_a_word, "a_load_that_broke_off_leaves_a_torn_state_that_asks_to_heal"
+    ),
     Mutant(Recovery, "_agree", agrees_with_itself, "a_group_heals_whole_in_four_votes"),
     Mutant(
         recovery,
-        "_LOST_RANK_SHOWS",
+        "_FAILED_BY_LOST_RANK",
         (),
         "a_group_that_was_lost_meanwhile_heals_no_more",
         (Purpose.LOADED,),
@@ -639,17 +645,17 @@ MUTANTS = [
     Mutant(losses, "_identity", tells_losses_by_their_words, "the_same_loss_in_other_words_is_the_same_loss"),
     Mutant(
         Losses,
-        "heard",
+        "add",
         hears_only_of_its_own_quorum,
         "a_notice_that_comes_before_its_quorum_is_kept_for_it_and_one_of_an_older_is_not",
     ),
     Mutant(
         Losses,
-        "heard",
+        "add",
         breaks_by_any_loss,
         "a_notice_that_comes_before_its_quorum_is_kept_for_it_and_one_of_an_older_is_not",
     ),
-    Mutant(Losses, "_judge", does_nothing, "a_loss_in_a_quorum_breaks_it_and_asks_for_another"),
+    Mutant(Losses, "_update_broken", does_nothing, "a_loss_in_a_quorum_breaks_it_and_asks_for_another"),
     # leaving
     Mutant(
         GracefulShutdown,
@@ -657,8 +663,8 @@ MUTANTS = [
         leaves_with_the_only_state,
         "who_alone_holds_the_state_stays_until_others_do_or_its_time_is_over",
     ),
-    Mutant(GracefulShutdown, "wished", believes_the_last_wish, LEAVES),
-    Mutant(GracefulShutdown, "told", does_nothing, "a_rank_whose_group_has_left_without_it_leaves_too"),
+    Mutant(GracefulShutdown, "requested", believes_the_last_wish, LEAVES),
+    Mutant(GracefulShutdown, "group_left", does_nothing, "a_rank_whose_group_has_left_without_it_leaves_too"),
     Mutant(GracefulShutdown, "gives_up", gives_up_again_and_again, NO_QUORUM_LEAVES),
     Mutant(
         GracefulShutdown,
@@ -672,7 +678,7 @@ MUTANTS = [
         does_nothing,
         "who_leaves_serves_those_that_heal_from_it_for_the_rest_of_its_time",
     ),
-    Mutant(Ending, "_leaves", leaves_what_is_in_flight, "who_leaves_fails_what_it_has_in_flight"),
+    Mutant(Ending, "_leave", leaves_what_is_in_flight, "who_leaves_fails_what_it_has_in_flight"),
     *(
         Mutant(Ending, "_has_finished", has_finished_whatever_happened, NOT_FINISHED, (case,))
         for case in ("no step", "a no", "an error since", "a start that failed", "torn", "lost", "in flight")

@@ -14,7 +14,7 @@ from tft_coord.core.lineage import fold_lineage, state_check
 from tft_coord.core.step import Effects, Stage
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.step.rounds import ERROR_IS_SAID_FOR_MS
+from tft_coord.core.step.rounds import ERROR_WORD_WITHIN_MS
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews, Unreached, Via
 from tft_coord.timeouts import Timeouts
 
@@ -194,7 +194,7 @@ def test_a_rank_of_a_larger_group_begins_what_the_others_begin_and_fails_it(what
     assert none(do.Configure, effects)
     report = one(do.ReportError, effects)
     assert (report.counts, report.name.step) == (True, 1)
-    assert "can't go on in quorum" in str(report.error)
+    assert "can't continue in quorum" in str(report.error)
     assert not rank.status.pends
     assert rank.tell(on.ReductionAsked()) == (do.LoseReduction(aborts=True),)
     rank.tell(on.EndAsked())
@@ -426,7 +426,7 @@ def test_who_has_an_error_after_its_reductions_says_so_for_a_moment() -> None:
     one(do.Reduce, rank.tell(on.ReductionAsked()))
     rank.tell(on.UserReportedError(RuntimeError("no room")))
     word = rank.say()
-    assert (word.values[0], word.within_ms) == (0, ERROR_IS_SAID_FOR_MS)
+    assert (word.values[0], word.within_ms) == (0, ERROR_WORD_WITHIN_MS)
 
 
 @pytest.mark.parametrize("what", ["lost", "failed", "unbuilt"])

@@ -13,12 +13,12 @@ from tft_coord.core.standing import StandingQuorum, Vote, Word
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.step import state as step_state
-from tft_coord.core.step.asking import Asking
 from tft_coord.core.step.attempt import Attempt
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.ending import Ending
 from tft_coord.core.step.own_state import OwnState
 from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.step.starting import Starting
 from tft_coord.core.step.state import StepState
 from tft_coord.core.step.status import StepStatus
 from tft_coord.core.types import Plan
@@ -28,18 +28,18 @@ HARNESS = runpy.run_path(str(Path(__file__).with_name("test_step_mutants.py")))
 Mutant, right_of, must_be_seen = (HARNESS[name] for name in ("Mutant", "right_of", "must_be_seen"))
 
 
-right_started = right_of(Asking, "step_started")
-right_goes_on = right_of(Asking, "_goes_on")
+right_started = right_of(Starting, "step_started")
+right_goes_on = right_of(Starting, "_continue_standing")
 right_word = right_of(Rounds, "word")
 right_asked = right_of(Ending, "word_asked")
-right_said = right_of(Ending, "_word")
-right_cast = right_of(Ending, "_cast")
-right_unfit = right_of(Asking, "_unfit")
+right_said = right_of(Ending, "_send_word")
+right_cast = right_of(Ending, "_cast_vote")
+right_unfit = right_of(Starting, "_why_not_continue")
 right_summed = right_of(Rounds, "summed")
 right_decided = right_of(Rounds, "decided")
 right_planned = right_of(StandingQuorum, "planned")
 right_next_round = right_of(StandingQuorum, "next_round")
-right_fails = right_of(Asking, "_fails_with_its_group")
+right_fails = right_of(Starting, "_fail_with_group")
 
 
 def nothing(*_: object, **__: object) -> tuple[()]:
@@ -58,16 +58,16 @@ def same(timeouts: Any) -> Any:
     return timeouts
 
 
-def asks_without_an_abort(self: Asking, event: on.StepStarted, now_ms: int) -> Effects:
+def asks_without_an_abort(self: Starting, event: on.StepStarted, now_ms: int) -> Effects:
     return tuple(each for each in right_started(self, event, now_ms) if not isinstance(each, do.AbortGroup))
 
 
-def asks_in_every_step(self: Asking, event: on.StepStarted, now_ms: int) -> Effects:
-    self._books.changed = "of no reason"
+def asks_in_every_step(self: Starting, event: on.StepStarted, now_ms: int) -> Effects:
+    self._state.changed = "of no reason"
     return cast("Effects", right_started(self, event, now_ms))
 
 
-def says_no_lease(self: Asking, event: on.StepStarted, now_ms: int) -> Effects:
+def says_no_lease(self: Starting, event: on.StepStarted, now_ms: int) -> Effects:
     effects = right_started(self, event, now_ms)
     return tuple(
         replace(each, request=replace(each.request, lease_ms=None)) if isinstance(each, do.Ask) else each
@@ -75,11 +75,11 @@ def says_no_lease(self: Asking, event: on.StepStarted, now_ms: int) -> Effects:
     )
 
 
-def goes_on_as_it_is(self: Asking, *, usable: bool) -> str:
+def goes_on_as_it_is(self: Starting, *, usable: bool) -> str:
     return ""
 
 
-def forgets_what_it_has_to_say(self: Asking, event: on.StepStarted, going: Any) -> Effects:
+def forgets_what_it_has_to_say(self: Starting, event: on.StepStarted, going: Any) -> Effects:
     return cast("Effects", right_goes_on(self, replace(event, unreached=()), going))
 
 
@@ -105,7 +105,7 @@ def votes_without_its_state(self: Ending, number: int, attempt: Attempt, now_ms:
 
 def leaves_by_its_vote(self: Ending, number: int, attempt: Attempt, now_ms: int) -> Effects:
     (*reports, vote) = right_cast(self, number, attempt, now_ms)
-    return (*reports, replace(vote, leaving=self._books.leaving.is_due(now_ms)))
+    return (*reports, replace(vote, leaving=self._state.leaving.is_due(now_ms)))
 
 
 def says_it_is_well(self: Rounds, attempt: Attempt, now_ms: int) -> Word | None:
@@ -115,7 +115,7 @@ def says_it_is_well(self: Rounds, attempt: Attempt, now_ms: int) -> Word | None:
 
 def speaks_twice(self: Ending, event: on.WordAsked, now_ms: int) -> Effects:
     effects = right_asked(self, event, now_ms)
-    self._books.flights.last.sent_word = None
+    self._state.attempts.last.sent_word = None
     return effects
 
 
@@ -132,7 +132,7 @@ def always_speaks_first(self: StepStatus) -> bool:
 
 
 def takes_its_own_lineage(self: Rounds, attempt: Attempt, plan: Plan) -> int | None:
-    return self._books.own.lineage
+    return self._state.own.lineage
 
 
 def agrees_in_any_case(self: Rounds, attempt: Attempt, sums: Any) -> None:
@@ -141,7 +141,7 @@ def agrees_in_any_case(self: Rounds, attempt: Attempt, sums: Any) -> None:
 
 def aborts_at_the_verdict(self: Rounds, attempt: Attempt | None, **verdict: bool) -> Effects:
     if attempt is not None:
-        attempt.heard_a_no = False
+        attempt.has_failed_member = False
     return cast("Effects", right_decided(self, attempt, **verdict))
 
 
@@ -157,7 +157,7 @@ def fails_what_all_ask_about(self: StandingQuorum, now_ms: int, unfit: str = "",
     return right_next_round(self, now_ms, unfit, together=True)
 
 
-def fails_in_silence(self: Asking, plan: Plan, why: str) -> Effects:
+def fails_in_silence(self: Starting, plan: Plan, why: str) -> Effects:
     return tuple(each for each in right_fails(self, plan, why) if not isinstance(each, do.AbortGroup))
 
 
@@ -173,14 +173,14 @@ KNEW = "all_ranks_of_a_larger_group_ask_where_one_knew_of_the_break_when_it_vote
 LEFT = "after_an_error_between_two_reductions_nobody_is_kept_waiting_in_the_second"
 MUTANTS = [
     # rule 1: the word
-    Mutant(Ending, "_word", waits_for_the_state_first, "the_word_comes_before_the_state_of_who_recovers"),
-    Mutant(Ending, "_word", sends_over_a_failed_group, "where_the_group_is_gone_no_word_is_sent", ("failed",)),
+    Mutant(Ending, "_send_word", waits_for_the_state_first, "the_word_comes_before_the_state_of_who_recovers"),
+    Mutant(Ending, "_send_word", sends_over_a_failed_group, "where_the_group_is_gone_no_word_is_sent", ("failed",)),
     Mutant(Rounds, "can_send", yes, "where_the_group_is_gone_no_word_is_sent", ("lost",)),
     Mutant(Rounds, "can_send", yes, "where_the_group_is_gone_no_word_is_sent", ("unbuilt",)),
     Mutant(Rounds, "has_left_reductions", no, LEFT),
     Mutant(Rounds, "has_left_reductions", yes, "who_has_an_error_after_its_reductions_says_so_for_a_moment"),
-    Mutant(Rounds, "unheard", nothing, LEFT),
-    Mutant(Rounds, "unheard", nothing, "a_word_that_does_not_complete_is_a_no"),
+    Mutant(Rounds, "abort_incomplete", nothing, LEFT),
+    Mutant(Rounds, "abort_incomplete", nothing, "a_word_that_does_not_complete_is_a_no"),
     Mutant(Rounds, "word", says_it_is_well, "an_error_here_is_told_by_the_word"),
     Mutant(Ending, "word_asked", never_speaks_first, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
     Mutant(Ending, "word_asked", speaks_twice, "who_recovers_in_a_sync_speaks_before_it_waits_for_its_state"),
@@ -188,24 +188,27 @@ MUTANTS = [
     Mutant(StepStatus, "speaks_first", always_speaks_first, "nobody_else_speaks_before_the_end"),
     Mutant(Rounds, "word", says_it_is_well, "too_few_participants_are_a_no"),
     Mutant(Rounds, "_lineage", takes_its_own_lineage, "who_recovers_votes_by_the_word_and_its_state", (True,)),
-    Mutant(Attempt, "speaks", no, "a_thousand_steady_steps_ask_nobody"),
-    Mutant(Attempt, "speaks", yes, "without_a_lease_in_the_plan_there_is_no_word_and_each_step_asks"),
+    Mutant(Attempt, "sends_word", no, "a_thousand_steady_steps_ask_nobody"),
+    Mutant(Attempt, "sends_word", yes, "without_a_lease_in_the_plan_there_is_no_word_and_each_step_asks"),
     Mutant(Rounds, "words_refused", nothing, "whoever_can_not_exchange_words_says_no_lease"),
     Mutant(OwnState, "is_due_next", no, "all_ask_before_the_state_is_compared"),
     # rule 2: the vote
-    Mutant(Ending, "_cast", votes_by_its_errors, ERROR),
-    Mutant(Ending, "_cast", votes_by_its_errors, "an_error_that_comes_after_the_word_changes_no_vote"),
-    Mutant(Ending, "_cast", votes_without_its_state, "who_recovers_votes_by_the_word_and_its_state", (False,)),
+    Mutant(Ending, "_cast_vote", votes_by_its_errors, ERROR),
+    Mutant(Ending, "_cast_vote", votes_by_its_errors, "an_error_that_comes_after_the_word_changes_no_vote"),
+    Mutant(Ending, "_cast_vote", votes_without_its_state, "who_recovers_votes_by_the_word_and_its_state", (False,)),
     Mutant(Rounds, "summed", agrees_in_any_case, "members_that_hold_different_states_commit_nothing"),
     Mutant(Rounds, "summed", agrees_in_any_case, "a_word_that_does_not_complete_is_a_no"),
     # rule 3: the next round
-    Mutant(Asking, "step_started", asks_in_every_step, "a_thousand_steady_steps_ask_nobody"),
-    Mutant(Asking, "step_started", says_no_lease, "a_request_says_the_lease"),
-    *(Mutant(Asking, "_unfit", goes_on_as_it_is, CHANGED, (case,)) for case in ("torn", "loaded", "unusable")),
-    Mutant(Asking, "_unfit", goes_on_as_it_is, "a_new_manager_server_is_asked"),
+    Mutant(Starting, "step_started", asks_in_every_step, "a_thousand_steady_steps_ask_nobody"),
+    Mutant(Starting, "step_started", says_no_lease, "a_request_says_the_lease"),
+    *(
+        Mutant(Starting, "_why_not_continue", goes_on_as_it_is, CHANGED, (case,))
+        for case in ("torn", "loaded", "unusable")
+    ),
+    Mutant(Starting, "_why_not_continue", goes_on_as_it_is, "a_new_manager_server_is_asked"),
     Mutant(
-        Asking,
-        "_goes_on",
+        Starting,
+        "_continue_standing",
         forgets_what_it_has_to_say,
         "news_for_the_lighthouse_goes_with_the_request_after_the_next_word",
     ),
@@ -214,10 +217,10 @@ MUTANTS = [
         for case in ("torn", "unusable", "lost", "lease")
     ),
     Mutant(StandingQuorum, "next_round", fails_what_all_ask_about, CHANGED, ("torn",)),
-    Mutant(Asking, "_fails_with_its_group", fails_in_silence, TOGETHER, ("torn",)),
+    Mutant(Starting, "_fail_with_group", fails_in_silence, TOGETHER, ("torn",)),
     Mutant(
         Ending,
-        "_cast",
+        "_cast_vote",
         stands_by_the_word_alone,
         KNEW,
     ),
@@ -225,18 +228,18 @@ MUTANTS = [
     Mutant(Rounds, "decided", nothing, ERROR),
     Mutant(Rounds, "decided", nothing, "a_no_of_another_rank_of_the_group_aborts_at_once"),
     Mutant(Rounds, "decided", aborts_at_the_verdict, ERROR),
-    Mutant(Rounds, "left_open", nothing, "an_open_step_that_is_left_is_a_no"),
+    Mutant(Rounds, "close_open", nothing, "an_open_step_that_is_left_is_a_no"),
     Mutant(Rounds, "given_up", nothing, "a_strategy_that_gives_up_aborts_what_the_others_wait_in"),
-    Mutant(Asking, "step_started", asks_without_an_abort, CHANGED, ("torn",)),
+    Mutant(Starting, "step_started", asks_without_an_abort, CHANGED, ("torn",)),
     Mutant(StepState, "abort", nothing, CHANGED, ("torn",)),
     Mutant(StepState, "abort", nothing, ERROR),
-    Mutant(Ending, "_cast", leaves_by_its_vote, "a_group_leaves_by_its_word_and_a_later_wish_waits_for_the_next"),
+    Mutant(Ending, "_cast_vote", leaves_by_its_vote, "a_group_leaves_by_its_word_and_a_later_wish_waits_for_the_next"),
     # rules 6 to 10: news
     Mutant(StandingQuorum, "told", no, "a_recall_is_told_by_the_next_word"),
     Mutant(Rounds, "broken", nothing, "news_of_a_quorum_that_overtook_its_plan_end_it"),
     Mutant(StandingQuorum, "speaks", yes, "news_mean_nothing_to_a_rank_without_words"),
     Mutant(StandingQuorum, "late", nothing, "a_round_that_waits_for_too_long_is_reported_once"),
-    Mutant(step_state, "_patient", same, "a_round_is_late_before_its_reductions_end_by_their_own_time_out"),
+    Mutant(step_state, "_round_timeouts", same, "a_round_is_late_before_its_reductions_end_by_their_own_time_out"),
     # rule 13: syncs in flight
     Mutant(
         StandingQuorum, "planned", forgets_those_in_flight, "a_word_asks_for_the_next_start_and_those_in_flight_go_on"

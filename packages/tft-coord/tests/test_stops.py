@@ -26,13 +26,13 @@ def test_a_stop_counts_after_several_looks() -> None:
     for now_ms in (0, 100, 200, 300):
         watch.seen({0: True, 1: False}, now_ms)
         assert watch.stopped(now_ms) == ()
-        assert watch.is_held(0)
-        assert not watch.is_held(1)
+        assert watch.is_stopped(0)
+        assert not watch.is_stopped(1)
     watch.seen({0: True, 1: False}, 400)
     assert watch.stopped(400) == (0,)
     watch.seen({0: False}, 500)
     assert watch.stopped(500) == ()
-    assert not watch.is_held()
+    assert not watch.is_stopped()
 
 
 def test_looks_that_were_held_up_themselves_prove_nothing() -> None:
@@ -108,7 +108,9 @@ def test_on_a_lighthouse_that_does_not_probe_it_is_dead_as_before() -> None:
     """Nobody there would go by a stop."""
     core = group()
     core.handle(events.RankDisconnected(0, 1), 1_000)
-    assert effects.ReportDeath("rank 0's stream broke and was not back within 300 ms") in look(core, True, 1_000, 1_400)
+    assert effects.ReportDeath("rank 0's stream disconnected and did not return within 300 ms") in look(
+        core, True, 1_000, 1_400
+    )
 
 
 def test_one_that_goes_on_and_does_not_come_back_is_lost() -> None:
@@ -116,7 +118,7 @@ def test_one_that_goes_on_and_does_not_come_back_is_lost() -> None:
     core.handle(events.ProbeCame(7), 0)
     core.handle(events.RankDisconnected(0, 1), 1_000)
     look(core, True, 1_000, 4_000)
-    assert effects.ReportDeath("rank 0's stream broke and was not back within 300 ms") in look(
+    assert effects.ReportDeath("rank 0's stream disconnected and did not return within 300 ms") in look(
         core, False, 4_000, 10_000
     )
 
@@ -134,7 +136,9 @@ def test_a_rank_that_nobody_looks_at_has_the_grace() -> None:
     core = group(2)
     core.handle(events.RankDisconnected(1, 2), 1_000)
     assert look(core, True, 1_000, 1_300) == []
-    assert effects.ReportDeath("rank 1's stream broke and was not back within 300 ms") in look(core, True, 1_300, 1_400)
+    assert effects.ReportDeath("rank 1's stream disconnected and did not return within 300 ms") in look(
+        core, True, 1_300, 1_400
+    )
 
 
 # --- what the kernel says ---------------------------------------------------------------------------------------

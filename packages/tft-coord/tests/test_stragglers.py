@@ -22,8 +22,8 @@ from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.progress import GroupProgress, Phase, Progress
 from tft_coord.core.stragglers import (
     LEAST_SHARE,
-    Company,
     PaceKind,
+    QuorumContext,
     StragglerAction,
     StragglerNotice,
     StragglerPolicy,
@@ -69,7 +69,7 @@ class Model:
                 self.step += 1
             for name in self.own_ms:
                 self.watch.heard(name, self._progress(name))
-            for change in self.watch.look(sorted(self.members), self.now_ms, self._company):
+            for change in self.watch.look(sorted(self.members), self.now_ms, self._quorum_context):
                 news = change.news
                 self.news.append((self.now_ms, news))
                 if change.ends_quorum:
@@ -95,11 +95,11 @@ class Model:
         excused = self.step == self._trial_step.get(name)
         return Progress(self.step, phase, running_ms, excused, own_ms=self._own(name) if measured else 0)
 
-    def _company(self) -> Company:
+    def _quorum_context(self) -> QuorumContext:
         names = sorted(self.own_ms)
         waiting = [name for name in names if name not in self.members]
         holders = names if self.holders is None else self.holders
-        return Company(names, sorted(self.members), waiting, holders, self.min_replicas)
+        return QuorumContext(names, sorted(self.members), waiting, holders, self.min_replicas)
 
     @property
     def kinds(self) -> list[tuple[str, str]]:
@@ -118,7 +118,7 @@ def test_a_straggler_is_warned_of_once_and_named_with_the_numbers() -> None:
     assert (news.own_ms, news.median_ms) == (1_500, 500)
     assert 5_000 <= at_ms <= 9_000
     assert news.sentence.startswith(
-        "replica c is a straggler: its own part of a step takes 1.50 s, and the median of the others is 0.50 s"
+        "replica c is a straggler: its own part of a step takes 1.50 s (median of the others: 0.50 s)"
     )
     assert model.watch.warnings == (news.sentence,)
 
@@ -230,7 +230,7 @@ def test_nobody_is_left_out_whom_the_others_need(
     model.holders = holders
     model.run(120_000)
     assert {kind for _, kind in model.kinds} == {"SLOW"}
-    assert model.news[0][1].sentence.endswith(f"; it is not left out, because {why}")
+    assert model.news[0][1].sentence.endswith(f". It is not left out, because {why}")
 
 
 def test_two_slow_of_three_are_not_stragglers() -> None:
@@ -256,7 +256,7 @@ def test_a_replica_that_is_lost_while_it_is_left_out_is_not_kept_in_mind() -> No
     model = Model({"a": 400, "b": 400, "c": 2_000}, StragglerAction.LEAVE_OUT).run(10_000)
     assert model.watch.left_out == {"c"}
     model.watch.gone("c")
-    company = Company(["a", "b"], ["a", "b"], [], ["a", "b"], 1)
+    company = QuorumContext(["a", "b"], ["a", "b"], [], ["a", "b"], 1)
     looks = [model.watch.look("ab", now_ms, lambda: company) for now_ms in range(10_000, 20_000, BEAT_MS)]
     changes = [change for look in looks for change in look]
     assert [(change.news.replica_id, change.news.kind) for change in changes] == [("c", PaceKind.LET_BACK)]
@@ -269,9 +269,9 @@ def test_one_that_is_forgotten_is_not_left_out_either() -> None:
     model.watch.gone("c")
     for number in range(20):  # other starts of the replicas, which have died since
         model.watch.heard(f"old:{number}", Progress(0, Phase.OUTSIDE, 0))
-    company = Company(["a", "b", "c"], ["a", "b"], [], ["a", "b"], 1)
+    company = QuorumContext(["a", "b", "c"], ["a", "b"], [], ["a", "b"], 1)
     answers = iter([company])  # it dies within this look
-    dead = Company(["a", "b"], ["a", "b"], [], ["a", "b"], 1)
+    dead = QuorumContext(["a", "b"], ["a", "b"], [], ["a", "b"], 1)
     for now_ms in range(10_000, 20_000, BEAT_MS):
         model.watch.look("ab", now_ms, lambda: next(answers, dead))
         assert model.watch.left_out == frozenset(), "it is let back, or forgotten"
@@ -287,8 +287,8 @@ def test_a_share_follows_the_pace_down_and_up() -> None:
     assert model.shares["c"] == 1.0
     assert model.kinds == [("c", "SHARE"), ("c", "KEEPS_UP")]
     assert model.news[1][1].sentence == (
-        "replica c keeps up again and is to take its whole batch: its own part of a step takes 0.10 s, and the median "
-        "of the others is 0.40 s"
+        "replica c keeps up again and must take its whole batch: its own part of a step takes 0.10 s (median of the "
+        "others: 0.40 s)"
     )
     assert model.watch.warnings == ()
 
@@ -300,8 +300,8 @@ def test_a_share_that_rises_is_no_complaint() -> None:
     assert model.kinds == [("c", "SHARE"), ("c", "SHARE")]
     assert model.shares["c"] == 0.5
     assert model.news[1][1].sentence == (
-        "replica c may take more of its batch again, 0.5: with the smaller part its own part of a step takes 0.08 s, "
-        "and the median of the others is 0.40 s"
+        "replica c may take more of its batch again, 0.5: with the smaller part its own part of a step takes 0.08 s "
+        "(median of the others: 0.40 s)"
     )
 
 
@@ -343,7 +343,7 @@ def test_members_that_say_nothing_are_not_judged() -> None:
         assert watch.look("abcde", now_ms, _no_company) == []
 
 
-def _no_company() -> Company:
+def _no_company() -> QuorumContext:
     raise AssertionError("asked who is there, and nobody is slow")
 
 
@@ -369,8 +369,8 @@ def test_a_share_is_told_to_who_says_hello_where_shares_change() -> None:
 
 def test_a_group_is_as_slow_as_its_slowest_rank() -> None:
     group = GroupProgress(2, Timeouts())
-    group.said(0, Progress(3, Phase.REDUCING, 10, own_ms=400), 0)
-    group.said(1, Progress(3, Phase.REDUCING, 20, own_ms=900), 0)
+    group.reported(0, Progress(3, Phase.REDUCING, 10, own_ms=400), 0)
+    group.reported(1, Progress(3, Phase.REDUCING, 20, own_ms=900), 0)
     assert group.now(0) == Progress(3, Phase.REDUCING, 10, own_ms=900)
     group.asked(1, 4, 10)
     group.planned(1, 4, 20, excused=False, heals=False)
@@ -476,8 +476,8 @@ def test_all_are_told_when_a_step_is_not_waited_for() -> None:
     told = [(order.stream, str(order.notice)) for order in orders if isinstance(order, NotifyLoss)]
     assert [stream for stream, _ in told] == [1, 2, 3]
     assert told[0][1].endswith(
-        "is broken: replica c is left out as a straggler: its own part of a step takes 5.00 s, and the median of the "
-        "others is 0.40 s"
+        "is broken: replica c is left out as a straggler: its own part of a step takes 5.00 s (median of the "
+        "others: 0.40 s)"
     )
     assert not [order for order in orders if isinstance(order, ReplicaLost)]
 
@@ -506,7 +506,7 @@ def test_as_many_stay_as_a_commit_needs() -> None:
     orders = Table(min_replica_size=3).beat(8, {"c": 4_000})
     assert kinds(orders) == ["SLOW"]
     (news,) = [order.news for order in orders if isinstance(order, PaceChanged)]
-    assert news.sentence.endswith("it is not left out, because 2 replicas would stay, and at least 3 are needed")
+    assert news.sentence.endswith("It is not left out, because 2 replicas would stay, and at least 3 are needed")
 
 
 def test_who_can_not_be_reached_does_not_stay_in_a_straggler_s_place() -> None:
@@ -517,7 +517,7 @@ def test_who_can_not_be_reached_does_not_stay_in_a_straggler_s_place() -> None:
     orders += table.beat(4, {"b": 4_000})
     assert kinds(orders) == ["SLOW"]
     (news,) = [order.news for order in orders if isinstance(order, PaceChanged)]
-    assert news.sentence.endswith("it is not left out, because 1 replicas would stay, and at least 2 are needed")
+    assert news.sentence.endswith("It is not left out, because 1 replicas would stay, and at least 2 are needed")
 
 
 def test_a_straggler_is_let_back_when_a_link_between_the_others_fails() -> None:

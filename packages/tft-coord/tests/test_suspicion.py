@@ -39,7 +39,7 @@ class Three:
         self.waits = {"a": False, "b": True, "c": True}
         self.stopped, self.stopped_long = "", False
         for name in self.signs:
-            self.core.answered(name, self.core.met(name, 0), 10)
+            self.core.answered(name, self.core.begin(name, 0), 10)
 
     def look(self, now_ms: int, spared: Collection[str] = ()) -> Findings:
         members = [
@@ -122,7 +122,7 @@ def test_a_minute_later_a_slow_answer_counts_no_more() -> None:
 
 def test_who_has_never_answered_is_not_judged() -> None:
     three = Three()
-    three.core.met("a", 0)
+    three.core.begin("a", 0)
     three.hear_the_waiting(4_000)
     assert three.look(4_000).lost == ()
 
@@ -144,7 +144,7 @@ def test_the_waiting_must_have_been_heard_since_the_probe() -> None:
 def test_answers_that_have_waited_for_the_lighthouse_are_not_slow() -> None:
     three = Three()
     ((_, number),) = three.look(500).probes
-    three.core.begin_anew()
+    three.core.restart()
     three.signs = dict.fromkeys("abc", 3_000)
     three.core.answered("a", number, 3_000)
     assert [name for name, _ in three.look(3_100).probes] == ["a"]
@@ -219,24 +219,24 @@ def waits(since_ms: int, phase: Phase = Phase.REDUCING) -> Progress:
 
 def test_a_group_waits_when_all_its_ranks_have_said_so() -> None:
     ranks = group()
-    ranks.said(0, waits(300), 1_000)
+    ranks.reported(0, waits(300), 1_000)
     assert ranks.waits_since_ms(1_000) is None
-    ranks.said(1, waits(320), 1_100)
+    ranks.reported(1, waits(320), 1_100)
     assert ranks.waits_since_ms(1_100) == 780
-    ranks.said(1, Progress(5, Phase.OWN, 10), 1_200)
+    ranks.reported(1, Progress(5, Phase.OWN, 10), 1_200)
     assert ranks.waits_since_ms(1_200) is None
 
 
 def test_a_wait_that_had_just_begun_is_no_proof_of_one_that_lasts() -> None:
     """Whoever is stopped in a reduction has said with its last beat that it was in one."""
     ranks = group(1)
-    ranks.said(0, waits(5), 1_000)
+    ranks.reported(0, waits(5), 1_000)
     assert ranks.waits_since_ms(1_600) is None
 
 
 def test_who_has_asked_waits_whatever_its_beats_say() -> None:
     ranks = group(1)
-    ranks.said(0, Progress(5, Phase.OUTSIDE, 0), 1_000)
+    ranks.reported(0, Progress(5, Phase.OUTSIDE, 0), 1_000)
     ranks.asked(0, 5, 1_010)
     assert ranks.waits_since_ms(1_200) is None
     assert ranks.waits_since_ms(1_310) == 1_010
@@ -244,7 +244,7 @@ def test_who_has_asked_waits_whatever_its_beats_say() -> None:
 
 def test_what_was_said_long_ago_is_no_wait() -> None:
     ranks = group(1)
-    ranks.said(0, waits(400), 1_000)
+    ranks.reported(0, waits(400), 1_000)
     assert ranks.waits_since_ms(2_400) == 600
     assert ranks.waits_since_ms(2_600) is None
 

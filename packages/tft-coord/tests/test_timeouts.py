@@ -79,8 +79,8 @@ def test_silence_outlasts_the_lease_on_a_slower_clock() -> None:
     assert timeouts.silence_after_lease_ms(0) == timeouts.heartbeat_timeout_ms
 
 
-def test_the_defaults_leave_no_doubt() -> None:
-    assert Timeouts().doubts() == ()
+def test_the_defaults_give_no_warning() -> None:
+    assert Timeouts().warnings() == ()
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ def test_the_defaults_leave_no_doubt() -> None:
     ],
 )
 def test_what_works_and_hardly_anybody_wants_is_said(changes: dict[str, int], named: list[str]) -> None:
-    (doubt,) = Timeouts(**changes).doubts()
-    assert all(name in doubt for name in named)
+    (warning,) = Timeouts(**changes).warnings()
+    assert all(name in warning for name in named)
 
 
 def test_a_lighthouse_from_which_a_stream_is_not_back_in_time_is_too_far() -> None:
@@ -123,7 +123,7 @@ def test_who_says_only_the_few_meets_no_clash(said: dict[str, int]) -> None:
     again = Timeouts(**{name: getattr(timeouts, name) for name in NAMES})
     assert again == timeouts
     if timeouts.join_timeout_ms + timeouts.heartbeat_timeout_ms < WEEK_MS:
-        assert timeouts.doubts() == ()
+        assert timeouts.warnings() == ()
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)

@@ -6,7 +6,7 @@ from tft_coord.core.liveness import Replica
 from tft_coord.core.troubles import Troubles
 
 STOPPED = "its process is stopped: rank 0 is stopped"
-REMEDY = "Continue it (SIGCONT) if it is stopped, look at its log and its network, or restart it"
+REMEDY = "Continue it (SIGCONT) if it is stopped, check its log and its network, or restart it"
 
 
 def replica(name: str, heard_ms: int, lost_ms: int | None = None) -> Replica:
@@ -24,7 +24,9 @@ def look(
     troubles: Troubles | None = None,
 ) -> tuple[str, ...]:
     troubles = troubles or Troubles(5_000)
-    troubles.look(replicas, members, "nobody has asked", out, lambda name: f"{name} can't be reached by b", now_ms)
+    troubles.look(
+        replicas, members, "a replica to ask for a quorum", out, lambda name: f"{name} can't be reached by b", now_ms
+    )
     return troubles.warnings
 
 
@@ -34,7 +36,7 @@ def test_a_job_that_is_well_has_none() -> None:
 
 def test_a_member_that_is_silent_is_named_though_nobody_waits_for_it() -> None:
     (warning,) = look(replica("a", 81_000), now_ms=100_000, members=("a",))
-    assert warning == f"member a has said nothing for 19 s. {REMEDY}"
+    assert warning == f"member a has been silent for 19 s. {REMEDY}"
 
 
 def test_one_that_was_lost_is_named_for_a_minute_or_for_as_long_as_it_is_there() -> None:
@@ -63,7 +65,7 @@ def test_one_that_is_left_out_is_named_with_since_when_and_by_whom() -> None:
         said = look(a, now_ms=now_ms, out=() if is_tried else ("a",), troubles=troubles)
         assert bool(said) == (now_ms >= 2_000 and not is_tried)
     assert said == (
-        "left out of the quorum for 19 s: a can't be reached by b. Look at the names, the addresses, the interfaces "
-        "and the firewalls of both sides",
+        "left out of the quorum for 19 s: a can't be reached by b. Check the names, the addresses, the interfaces "
+        "and the firewalls on both sides",
     )
     assert look(a, now_ms=20_000, troubles=troubles) == ()

@@ -175,7 +175,7 @@ def test_a_member_that_fell_silent_is_a_warning_though_nobody_asks() -> None:
     assert table.core.warnings("job") == ()
     table.run(20_000, (1, Phase.OUTSIDE, 0))
     (warning,) = table.core.warnings("job")
-    assert warning.startswith("member b has said nothing for 18 s. Continue it (SIGCONT) if it is stopped")
+    assert warning.startswith("member b has been silent for 18 s. Continue it (SIGCONT) if it is stopped")
     table.run(21_000, (1, Phase.OUTSIDE, 0), (2, Phase.OUTSIDE, 0))
     assert table.core.warnings("job") == ()
 
@@ -204,13 +204,13 @@ def test_with_two_replicas_the_missing_one_is_named_with_its_place_and_address()
 
 
 def test_a_job_whose_quorum_stands_is_said_to_train() -> None:
-    """`tft doctor` said of it that it waits for "nobody has asked"."""
+    """`tft doctor` said of it that it waits for "a replica to ask for a quorum"."""
     table = Table()
     table.core.tick(table.now_ms, 1_000_000)
-    assert table.core.wait_sentence("job", table.now_ms) == "no replica; the job trains"
+    assert table.core.wait_sentence("job", table.now_ms) == "nothing; the job is training"
     for stream in (1, 2):
         table.handle(events.DeathReported(stream, "killed"))
-    assert table.core.wait_sentence("job", table.now_ms) == "nobody has asked"
+    assert table.core.wait_sentence("job", table.now_ms) == "a replica to ask for a quorum"
 
 
 def test_the_sentence_is_right_before_the_rule_is_applied_again() -> None:
@@ -220,7 +220,7 @@ def test_the_sentence_is_right_before_the_rule_is_applied_again() -> None:
     assert held is not None
     member = Member("a", address="a-host:1", step=1)
     table.handle(events.QuorumRequested(1, 2, member, held.key))
-    assert table.core.waiting_for("job") == "nobody has asked"
+    assert table.core.waiting_for("job") == "a replica to ask for a quorum"
     assert table.core.wait_sentence("job", table.now_ms).startswith("1 of min_replicas 2 have asked; not asked: b")
 
 
@@ -272,7 +272,7 @@ def test_the_error_at_the_deadline_says_what_the_lighthouse_has_said() -> None:
     assert told == [effects.TellRank(0, WaitsFor("not asked: b at b-host:1"))]
     failed = [order for order in core.tick(60_000) if isinstance(order, effects.FailRank)]
     assert [order.message for order in failed] == [
-        "got no quorum in time; the lighthouse says: not asked: b at b-host:1"
+        "timed out waiting for a quorum; the lighthouse reports: not asked: b at b-host:1"
     ]
     asked(core, 0, 61_000)  # what was said of the last wait says nothing of this one
     (failed_again,) = [order for order in core.tick(130_000) if isinstance(order, effects.FailRank)]
@@ -286,14 +286,14 @@ def test_the_error_at_the_deadline_of_a_straggler_says_until_when_it_is_left_out
     asked(core, 0, 11_000)
     (failed,) = [order for order in core.tick(70_000) if isinstance(order, effects.FailRank)]
     assert failed.message == (
-        "got no quorum in time; replica r is left out as a straggler: its own part of a step takes 4.00 s, and the "
-        "median of the others is 0.40 s; it is left out for 20 s more, and may join again for a trial after that; go "
-        "on asking, for its steps without a quorum are no failures meanwhile; look at its host for a slow or shared "
-        "device, data loading, or thermal throttling"
+        "timed out waiting for a quorum; replica r is left out as a straggler: its own part of a step takes 4.00 s "
+        "(median of the others: 0.40 s). It is left out for 20 s more, and may join again for a trial after that. Keep "
+        "asking: steps without a quorum do not count as failures meanwhile. Check its host for a slow or shared "
+        "device, slow data loading, or thermal throttling"
     )
     asked(core, 0, 71_000)
     (failed,) = [order for order in core.tick(140_000) if isinstance(order, effects.FailRank)]
-    assert "its pause is over, and it joins for a trial when the others ask for the next quorum" in failed.message
+    assert "Its pause is over, and it joins for a trial when the others ask for the next quorum" in failed.message
     core.handle(events.PaceTold(StragglerNotice("r", PaceKind.LET_BACK)), 141_000)
     asked(core, 0, 142_000)
     (failed,) = [order for order in core.tick(210_000) if isinstance(order, effects.FailRank)]
@@ -317,7 +317,7 @@ def test_a_rank_that_waits_for_a_vote_is_told_who_has_not_voted() -> None:
     core.handle(events.RankVoted(0, 5, QuorumKey(1, 1), 3, Purpose.COMMIT, True, 60_000, False), 0)
     (told,) = core.handle(events.RankProgressed(0, Progress(3, Phase.WAITING, 4_000)), 4_000)
     assert isinstance(told, effects.TellRank)
-    assert told.news == WaitsFor("1 of 2 ranks of this group have not voted: rank 1 (has said nothing yet)")
+    assert told.news == WaitsFor("1 of 2 ranks of this group have not voted: rank 1 (no report yet)")
 
 
 # --- two lives of one name ---------------------------------------------------------------------------------------
@@ -359,8 +359,8 @@ def test_two_living_replicas_of_one_name_are_warned_of_on_all_sides_once() -> No
     assert names.run(10) == []
     names.comes(3, f"replica_1:{OTHER}")
     warning = (
-        "two replicas of the name 'replica_1' live: replica_1:0f3a9c1d at host1:1 (pid 101) and replica_1:1f3a9c1d at "
-        "host3:3 (pid 103); both train. End the older one if it is a worker that outlived its launcher, or give each "
+        "two running replicas have the name 'replica_1': replica_1:0f3a9c1d at host1:1 (pid 101) and "
+        "replica_1:1f3a9c1d at host3:3 (pid 103). End the older one if it has outlived its launcher, or give each "
         "group its own REPLICA_GROUP_ID"
     )
     assert names.run(60) == [
@@ -384,7 +384,7 @@ def test_two_lives_in_one_process_are_told_which_one_to_shut_down(host: str, pid
     names.comes(2, f"replica_1:{OTHER}", host=host, pid=pid)
     names.run(60)
     (warning,) = names.core.warnings("job")
-    assert warning.endswith("One process has both: call shutdown() on its earlier Manager first") is is_one
+    assert warning.endswith("Both are in one process: call shutdown() on its earlier Manager first") is is_one
     assert ("End the older one" in warning) is not is_one
 
 

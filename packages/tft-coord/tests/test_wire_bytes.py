@@ -1,7 +1,11 @@
 """The bytes on the wire are those that released versions read and write.
 
-Each value below sets every field, or none. The bytes were recorded once. A new field may be added to a value, with its
-bytes; recorded bytes never change.
+A value whose name begins with FULL sets every field. An empty or small one sets only what it must.
+
+When a field is added, set it in the full values. Their recorded bytes gain the bytes of that field, and the lengths of
+the messages around it grow. A length is the byte, or the two, after the tag of a message. All other bytes of the full
+values stay. The bytes of the empty and small values, and of the messages for torchft, stay as they are. Any other
+change breaks older versions.
 """
 
 from __future__ import annotations

@@ -166,28 +166,27 @@ def plans(draw: st.DrawFn) -> Plan:
     ranks = st.integers(0, len(ids) - 1)
     some = st.lists(ranks, max_size=4).map(tuple)
     own = draw(ranks)
-    return Plan(
-        key=draw(keys),
-        replica_id=ids[own],
-        replica_rank=own,
-        replica_world_size=len(ids),
-        replica_ids=ids,
-        step=draw(steps),
-        lineage=draw(numbers),
-        heal=draw(st.booleans()),
-        sources=tuple(Source(rank, ids[rank], draw(lines)) for rank in draw(some)),
-        recover_dst_replica_ranks=draw(some),
-        serve=draw(st.booleans()),
-        store_address=draw(lines),
-        up_to_date=draw(some),
-        participants=draw(some),
-        participating_rank=draw(st.none() | ranks),
-        min_replica_size=draw(sizes),
-        commit_failures=draw(counts),
-        reconfigure_handles=tuple(draw(st.lists(texts, max_size=4))),
-        store_replica_id=draw(st.sampled_from(("", *ids))),
-        lease_ms=draw(leases),
-    )
+    by_hand: dict[str, Any] = {
+        "key": draw(keys),
+        "replica_id": ids[own],
+        "replica_rank": own,
+        "replica_world_size": len(ids),
+        "replica_ids": ids,
+        "lineage": draw(numbers),
+        "sources": tuple(Source(rank, ids[rank], draw(lines)) for rank in draw(some)),
+        "recover_dst_replica_ranks": draw(some),
+        "up_to_date": draw(some),
+        "participants": draw(some),
+        "participating_rank": draw(st.none() | ranks),
+        "store_replica_id": draw(st.sampled_from(("", *ids))),
+    }
+    # Any other field, also a new one, is drawn by its name or type. A list with one text for each member has "" where a
+    # member says nothing.
+    of_kind = {**OF_KIND, "tuple[str, ...]": st.lists(lines, max_size=3).map(tuple)}
+    for field in dataclasses.fields(Plan):
+        if field.name not in by_hand:
+            by_hand[field.name] = draw(OF_NAME[field.name] if field.name in OF_NAME else of_kind[str(field.type)])
+    return Plan(**by_hand)
 
 
 told_to_lighthouse = st.one_of(
@@ -279,7 +278,7 @@ def test_a_member_that_is_as_before_is_said_once(first: Member, others: list[tup
 def test_a_member_as_before_where_there_was_none_is_refused() -> None:
     member = Member("a", step=3)
     data = codec.encode_to_lighthouse(QuorumRequested(0, 1, member, None), member)
-    with pytest.raises(ProtocolError, match="its member is as before, and it is the first one on its stream"):
+    with pytest.raises(ProtocolError, match="refers to an earlier member, but is the first one on its stream"):
         codec.decode_to_lighthouse(0, data)
 
 
@@ -335,11 +334,11 @@ def test_a_packed_quorum_is_unpacked(quorum: Quorum, request: int) -> None:
         (0, b"", "outside 1.."),
         (2**31, b"", "outside 1.."),
         (5, b"no zlib", "not a packed quorum"),
-        (5, zlib.compress(b"123456"), "another number"),
-        (6, zlib.compress(b"12345"), "another number"),
-        (5, zlib.compress(b"12345")[:-1], "another number"),
-        (5, zlib.compress(b"12345") + b"6", "another number"),
-        (1_000, zlib.compress(bytes(50_000_000)), "another number"),
+        (5, zlib.compress(b"123456"), "its real size differs"),
+        (6, zlib.compress(b"12345"), "its real size differs"),
+        (5, zlib.compress(b"12345")[:-1], "its real size differs"),
+        (5, zlib.compress(b"12345") + b"6", "its real size differs"),
+        (1_000, zlib.compress(bytes(50_000_000)), "its real size differs"),
         (5, zlib.compress(b"\xff" * 5), "not a Quorum"),
     ],
 )
@@ -353,7 +352,7 @@ def test_what_nobody_asked_for_is_bounded_before_it_is_parsed() -> None:
     """Two bytes on the wire are an empty member, which takes ninety in memory."""
     empty = pb.Quorum(participants=[pb.QuorumMember()] * (MAX_UNASKED_BYTES // 2))
     report = pb.ToLighthouse(quorum_report=pb.QuorumReport(quorum=empty)).SerializeToString()
-    with pytest.raises(ProtocolError, match="bytes came that nobody asked for"):
+    with pytest.raises(ProtocolError, match="an unrequested message has"):
         codec.decode_to_lighthouse(1, report, was_asked=False)
 
 
@@ -376,6 +375,23 @@ def test_a_field_without_a_row_or_a_place_in_the_message_is_named() -> None:
         table.Codec(WithMore, pb.QuorumMember)
     with pytest.raises(TypeError, match=r"WithJob\.job is no field of message QuorumMember; add it to"):
         table.Codec(WithJob, pb.QuorumMember)
+
+
+def test_a_list_of_texts_may_have_empty_ones_and_a_list_of_names_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = pb.QuorumMember(replica_id="a", min_replica_size=1, poor_sources=["", "zone-b", ""])
+    with pytest.raises(ProtocolError, match="poor_sources is empty; give it a name"):
+        table.MEMBER.decode(message)
+
+    monkeypatch.setitem(table.FIELDS, "poor_sources", table.printables(3))
+    codec_of_texts = table.Codec(Member, pb.QuorumMember, marks_ours="min_replica_size")
+    member = codec_of_texts.decode(message)
+    assert member.poor_sources == ("", "zone-b", "")
+    assert codec_of_texts.decode(codec_of_texts.encode(member)) == member
+    message.poor_sources.append("")
+    with pytest.raises(ProtocolError, match="poor_sources has 4 texts, above the limit of 3"):
+        codec_of_texts.decode(message)
+    with pytest.raises(ProtocolError, match=r"poor_sources is 'a\\nb'; give printable characters only"):
+        codec_of_texts.decode(pb.QuorumMember(replica_id="a", poor_sources=["a\nb"]))
 
 
 def test_the_longest_request_is_no_unasked_message() -> None:
@@ -524,7 +540,7 @@ def member_with(**fields: Any) -> bytes:
             ).SerializeToString(),
             "quorum id -5 is outside",
         ),
-        (pb.ToLighthouse().SerializeToString(), "says nothing"),
+        (pb.ToLighthouse().SerializeToString(), "has no content"),
         (b"\xff\xff\xff", "are not a ToLighthouse message"),
         (
             pb.ToLighthouse(
@@ -570,7 +586,7 @@ def test_healed_bytes_whose_sum_over_a_group_would_not_fit_are_refused_by_name()
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        (pb.Progress(phase=4), "a beat tells of phase 4, which this version does not know"),  # type: ignore[arg-type]
+        (pb.Progress(phase=4), "a beat reports phase 4, which this version does not know"),  # type: ignore[arg-type]
         (pb.Progress(step=-1), "step is -1; it must be 0"),
         (pb.Progress(since_ms=2**63), f"since_ms is {2**63}; it must be 0"),
         (pb.Progress(slowest_step_ms=2**63), f"slowest_step_ms is {2**63}; it must be 0"),
@@ -586,7 +602,7 @@ def test_a_beat_that_tells_nonsense_of_a_step_is_refused(said: pb.Progress, sent
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
-        (pb.Straggler(kind=5), "a replica's pace changed by 5, which this version does not know"),  # type: ignore[arg-type]
+        (pb.Straggler(kind=5), "a straggler notice has kind 5, which this version does not know"),  # type: ignore[arg-type]
         (pb.Straggler(replica_id="a", share=0.0), "share is 0.0; it must be above 0 and at most 1"),
         (pb.Straggler(replica_id="a", share=1.5), "share is 1.5; it must be above 0 and at most 1"),
         (pb.Straggler(replica_id="a", share=float("nan")), "share is nan; it must be above 0 and at most 1"),

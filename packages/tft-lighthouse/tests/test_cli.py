@@ -20,7 +20,7 @@ import pytest
 from tft_coord import LighthouseClient, RefusedError
 from tft_lighthouse import __version__
 
-COMMAND = [sys.executable, "-m", "tft_lighthouse.cli"]
+COMMAND = [sys.executable, "-m", "tft_lighthouse"]
 LATE = timedelta(seconds=20)
 
 
@@ -144,7 +144,7 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         said.append(process.stderr.read())
         assert process.wait(30) == 0
         assert says in "".join(said)
-        assert ("raise the hard limit" in "".join(said)) == bool(says)
+        assert ("Raise the hard limit" in "".join(said)) == bool(says)
     finally:
         process.kill()
         process.wait()
@@ -158,12 +158,12 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         (["--min_replicas", "many"], "invalid int value: 'many'"),
         (["--min-replicas", "0"], "min_replicas is 0; give at least 1"),
         (["--quorum_tick_ms", "6000"], "quorum_tick_ms (6000 ms) exceeds heartbeat_timeout_ms (5000 ms)"),
-        (["--stragglers", "off", "--straggler_ratio", "3"], "--straggler_ratio 3 says who is a straggler, and "),
+        (["--stragglers", "off", "--straggler_ratio", "3"], "--straggler_ratio 3 has no effect with --stragglers off"),
         (["--on-lost-state", "die"], "invalid choice: 'die'"),
         (["--lost-state-timeout-ms", "-1"], "lost_state_timeout_ms is -1; give 0 to 604800000 milliseconds (a week)"),
         (
             ["--on-lost-state", "restart", "--lost-state-timeout-ms", "100"],
-            "which belongs to 'wait': leave one of them",
+            "which needs 'wait'; leave one of them",
         ),
         (["--bind", "here"], "bind is 'here'; give host:port"),
         (["--min_replica", "1"], "unrecognized arguments: --min_replica"),

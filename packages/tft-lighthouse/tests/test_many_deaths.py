@@ -77,7 +77,7 @@ def test_each_of_them_is_lost_by_its_stream_and_not_by_its_silence(
         finally:
             replicas.kill()
             replicas.communicate()
-    assert all("its stream broke and was not back within 300 ms" in each for each in told), told
+    assert all("its stream disconnected and did not return within 300 ms" in each for each in told), told
 
 
 def test_streams_that_end_after_a_silence_may_be_the_networks_fault(

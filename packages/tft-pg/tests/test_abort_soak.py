@@ -581,7 +581,7 @@ class Ranks:
         context.set_forkserver_preload(["torch", "torch.distributed", "tft_pg"])
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(num_ranks)]
-        self._ours = [ours for ours, _ in pipes]
+        self._duplicates = [ours for ours, _ in pipes]
         theirs = [theirs for _, theirs in pipes]
         given = (f"127.0.0.1:{self._store.port}", *arguments)
         self._processes = [
@@ -595,7 +595,7 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, ours in zip(self._processes, self._ours, strict=True):
+        for process, ours in zip(self._processes, self._duplicates, strict=True):
             if process.is_alive():  # else its number may be another's by now: it is the forkserver's child
                 process.kill()
             process.join(GUARD.total_seconds())
@@ -603,17 +603,17 @@ class Ranks:
 
     def everybody(self, order: str = "go") -> list[Any]:
         """Tell all, and give what each answers."""
-        for ours in self._ours:
+        for ours in self._duplicates:
             ours.send(order)
         answers = []
-        for rank, ours in enumerate(self._ours):
+        for rank, ours in enumerate(self._duplicates):
             assert ours.poll(GUARD.total_seconds()), f"rank {rank} did not come back"
             answers.append(ours.recv())
         return answers
 
     def end(self) -> None:
         """Tell all that this was the last order, and wait for them to end well."""
-        for ours in self._ours:
+        for ours in self._duplicates:
             ours.send("end")
         for process in self._processes:
             process.join(GUARD.total_seconds())

@@ -128,5 +128,5 @@ def test_a_usable_own_name_is_left_to_torch(bench: Bench, monkeypatch: pytest.Mo
 def test_a_machine_without_an_address_is_told_what_to_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "own_name_is_loopback", lambda: True)
     monkeypatch.setattr(gloo, "address_towards", without_way("127.0.0.1", address_towards))
-    with pytest.raises(ConfigureError, match=r"unreachable.*name an interface in GLOO_SOCKET_IFNAME"):
+    with pytest.raises(ConfigureError, match=r"unreachable.*set GLOO_SOCKET_IFNAME to a network interface"):
         bench.make().configure(bench.fresh_address(), 0, 1)

@@ -47,25 +47,29 @@ SECOND_TENSORS: dict[str, tuple[str, tuple[object, ...], str]] = {
     "two to allreduce": (
         "allreduce",
         (_first_and(torch.ones(4)),),
-        "one tensor a call, and got 2.*allreduce_coalesced",
+        "a call takes one tensor, but got 2.*allreduce_coalesced",
     ),
-    "two to broadcast": ("broadcast", (_first_and(torch.ones(4)), dist.BroadcastOptions()), "one tensor a call"),
-    "two to reduce": ("reduce", (_first_and(torch.ones(4)), dist.ReduceOptions()), "one tensor a call"),
-    "a sum of bools": ("reduce_scatter_tensor_coalesced", ([_two, _truth[:2]], _first_and(_truth)), "no SUM of bool"),
+    "two to broadcast": ("broadcast", (_first_and(torch.ones(4)), dist.BroadcastOptions()), "a call takes one tensor"),
+    "two to reduce": ("reduce", (_first_and(torch.ones(4)), dist.ReduceOptions()), "a call takes one tensor"),
+    "a sum of bools": (
+        "reduce_scatter_tensor_coalesced",
+        ([_two, _truth[:2]], _first_and(_truth)),
+        "SUM of bool",
+    ),
     "a mean of integers": (
         "reduce_scatter_tensor_coalesced",
         ([_two, _whole[:2]], _first_and(_whole), _options(ReduceOp.AVG)),
-        "no AVG of int32",
+        "support AVG of int32",
     ),
     "bits of floats": (
         "reduce_scatter_tensor_coalesced",
         ([_whole[:2], _two], [_whole, torch.ones(4)], _options(ReduceOp.BAND)),
-        "no BAND of float32",
+        "does not support BAND of float32",
     ),
     "int16": (
         "reduce_scatter_tensor_coalesced",
         ([_two, _two.to(torch.int16)], _first_and(torch.ones(4, dtype=torch.int16))),
-        "no int16",
+        "does not support int16",
     ),
     "one element for many": ("allreduce_coalesced", (_first_and(torch.ones(1).expand(4)),), "share memory"),
     "elsewhere": ("allreduce_coalesced", (_first_and(torch.ones(4, device="meta")),), "on meta"),
@@ -111,7 +115,7 @@ def test_a_second_tensor_is_looked_at_before_the_first_is_sent(groups: list[Proc
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_view_whose_memory_holds_something_else_is_refused(groups: list[ProcessGroup], name: str) -> None:
     row, args = VIEWS[name]
-    with pytest.raises(OperationRefusedError, match=r"is a (conjugate|negated) view; give its resolve_(conj|neg)\(\)"):
+    with pytest.raises(OperationRefusedError, match=r"is a (conjugate|negated) view; pass its resolve_(conj|neg)\(\)"):
         getattr(groups[0], row)(*args)
     _still_works(groups)
 

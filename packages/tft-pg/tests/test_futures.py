@@ -162,7 +162,7 @@ def test_a_future_in_time_gives_its_value_and_one_too_late_a_timeout_error() -> 
     assert future_wait(done, HOUR) == 3
 
     never: Future[int] = Future()
-    with pytest.raises(TimeoutError, match=r"not done within 0\.02 s") as caught:
+    with pytest.raises(TimeoutError, match=r"did not finish within 0\.02 s") as caught:
         future_timeout(never, MOMENT).wait()
     with pytest.raises(TimeoutError) as waited:
         future_wait(never, MOMENT)

@@ -158,12 +158,12 @@ def test_a_group_registers_where_the_default_group_is_bound_to_a_device(world: N
 def test_what_register_refuses(world: None) -> None:
     pg = ProcessGroupDummy()
     for name in ("", "a b", "a:b", "a,b", "ä"):
-        with pytest.raises(ConfigError, match="can't be a group's name"):
+        with pytest.raises(ConfigError, match=r"the group name .* is invalid"):
             pg.register(name)
     with pytest.raises(ConfigError, match=r"ProcessGroupDummy\(.*\) is not registered; call register first"):
         pg.unregister()
     pg.register("dp")
-    with pytest.raises(ConfigError, match="'other' is registered already, as 'dp'; unregister it first"):
+    with pytest.raises(ConfigError, match="already registered as 'dp'; unregister it before"):
         pg.register("other")
     pg.unregister()
     with pytest.raises(ConfigError, match="is not registered"):
@@ -234,20 +234,20 @@ def test_a_managed_group_moves_weights_nowhere(mesh: DeviceMesh, pg: ManagedProc
 @pytest.mark.parametrize(
     ("words", "call"),
     [
-        ("no _allgather_base over the part", lambda t, pg: all_gather(torch.ones(9), t, group=pg)),
-        ("no allgather over the participants", lambda t, pg: dist.all_gather([t.clone() for _ in "abc"], t, group=pg)),
-        ("no allgather_into_tensor_coalesced over", lambda t, pg: functional_all_gather(t, 0, pg)),
-        ("no _reduce_scatter_base: it reduces", lambda t, pg: reduce_scatter(t[:1], t, group=pg)),
-        ("no alltoall_base: it reduces", lambda t, pg: dist.all_to_all_single(t.clone(), t, group=pg)),
-        ("no reduce: it reduces", lambda t, pg: dist.reduce(t, 0, group=pg)),
-        ("no recv: it reduces", lambda t, pg: pg.recv([t], 0, 0)),
-        ("no PREMUL_SUM; multiply", lambda t, pg: pg.allreduce([t], dist._make_nccl_premul_sum(2.0))),
+        ("_allgather_base over the part", lambda t, pg: all_gather(torch.ones(9), t, group=pg)),
+        ("allgather over the participants", lambda t, pg: dist.all_gather([t.clone() for _ in "abc"], t, group=pg)),
+        ("allgather_into_tensor_coalesced over", lambda t, pg: functional_all_gather(t, 0, pg)),
+        ("_reduce_scatter_base, because it only reduces", lambda t, pg: reduce_scatter(t[:1], t, group=pg)),
+        ("alltoall_base, because it only reduces", lambda t, pg: dist.all_to_all_single(t.clone(), t, group=pg)),
+        ("reduce, because it only reduces", lambda t, pg: dist.reduce(t, 0, group=pg)),
+        ("recv, because it only reduces", lambda t, pg: pg.recv([t], 0, 0)),
+        ("PREMUL_SUM; multiply", lambda t, pg: pg.allreduce([t], dist._make_nccl_premul_sum(2.0))),
     ],
 )
 def test_what_a_managed_group_refuses(
     mesh: DeviceMesh, pg: ManagedProcessGroup, words: str, call: Callable[[torch.Tensor, ProcessGroup], object]
 ) -> None:
-    with pytest.raises(UnsupportedOperationError, match=f"a managed group has {words}"):
+    with pytest.raises(UnsupportedOperationError, match=f"a managed group does not support {words}"):
         call(torch.ones(3), pg)
 
 
@@ -255,14 +255,14 @@ def test_what_a_managed_group_refuses(
 @pytest.mark.parametrize(
     ("instead", "act"),
     [
-        (r"if FSDP asks, .* mesh\['dp', 'shard'\]", lambda mesh: sharded(mesh["dp"])),
+        (r"if FSDP calls it, .* mesh\['dp', 'shard'\]", lambda mesh: sharded(mesh["dp"])),
         (
-            r"if FSDP asks, .* or use the replicate of replicate_with_fsdp",
+            r"if FSDP calls it, .* or use the replicate of replicate_with_fsdp",
             lambda mesh: functional_reduce_scatter(torch.ones(3), "sum", 0, mesh["dp"]),
         ),
-        ("if torch's DistributedDataParallel asks, use that of tft-algos", lambda mesh: data_parallel(mesh["dp"])),
+        ("if torch's DistributedDataParallel calls it, use that of tft-algos", lambda mesh: data_parallel(mesh["dp"])),
         (
-            "if all_gather_object or gather_object asks, give it a group inside the replica group",
+            "if all_gather_object or gather_object calls it, pass a group inside the replica group",
             lambda mesh: dist.all_gather_object([None] * 3, "state", group=mesh.get_group("dp")),
         ),
     ],
@@ -285,7 +285,7 @@ def data_parallel(mesh: DeviceMesh) -> torch.nn.Module:
 
 
 def test_a_managed_groups_root_is_0(pg: ManagedProcessGroup) -> None:
-    with pytest.raises(ConfigError, match="broadcast of a managed group has the root 1"):
+    with pytest.raises(ConfigError, match="broadcast of a managed group got root 1"):
         pg.broadcast(torch.ones(1), 1)
     pg.broadcast_one(torch.ones(1), 0).wait()
 
@@ -331,7 +331,7 @@ def test_the_new_dimension_comes_where_it_is_wanted(inner: DeviceMesh, pg: Manag
 @pytest.mark.skipif(not OLD_MESHES, reason="since torch 2.13 it can be any")
 def test_the_new_dimension_can_only_be_the_first(inner: DeviceMesh, pg: ManagedProcessGroup) -> None:
     with pytest.raises(
-        UnsupportedOperationError, match=r"'dp' can be the first one only: leave out dim=1, or use torch 2.13 or lat"
+        UnsupportedOperationError, match=r"'dp' only as the first dimension, .* leave out dim=1, or install torch 2.13"
     ):
         extend_device_mesh(inner, pg, "dp", 1)
     assert extend_device_mesh(inner, pg).mesh_dim_names == ("dp", "shard", "tp")
@@ -371,16 +371,16 @@ def test_what_extend_device_mesh_refuses(inner: DeviceMesh, pg: ManagedProcessGr
     closed = ProcessGroupDummy()
     closed.shutdown()
     refused: list[tuple[str, tuple[Any, ...]]] = [
-        ("was given a str; give a DeviceMesh", ("mesh", pg)),
-        ("was given a ProcessGroup as group; give one of this package", (inner, dist.group.WORLD)),
-        ("has a dimension 'tp' already", (inner, pg, "tp")),
-        ("can't be number 3", (inner, pg, "dp", 3)),
-        ("can't be number -1", (inner, pg, "dp", -1)),
+        ("got a str as mesh; pass a DeviceMesh", ("mesh", pg)),
+        ("got a ProcessGroup as group; pass a group of tft-pg", (inner, dist.group.WORLD)),
+        ("already has a dimension 'tp'", (inner, pg, "tp")),
+        ("so dim=3 is out of range", (inner, pg, "dp", 3)),
+        ("so dim=-1 is out of range", (inner, pg, "dp", -1)),
         ("has no names for its dimensions", (init_device_mesh("cpu", (1,)), pg)),
-        ("a whole number, not True", (inner, pg, "dp", True)),
-        ("a whole number, not None", (inner, pg, "dp", None)),
-        ("None can't be a group's name", (inner, pg, None)),
-        ("7 can't be a group's name", (inner, pg, 7)),
+        ("dim is True; pass a whole number", (inner, pg, "dp", True)),
+        ("dim is None; pass a whole number", (inner, pg, "dp", None)),
+        ("the group name None is invalid", (inner, pg, None)),
+        ("the group name 7 is invalid", (inner, pg, 7)),
         ("the group for dimension 'dp' was shut down; make a new group", (inner, closed)),
     ]
     before = entries()
@@ -418,9 +418,7 @@ def test_torch_must_tell_the_meshes_apart(
     inner: DeviceMesh, pg: ManagedProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceMesh, "__eq__", lambda mesh, other: mesh._flatten_rank_map == other._flatten_rank_map)
-    with pytest.raises(
-        UnsupportedOperationError, match="compiled code would take a mesh over one group for a mesh over another"
-    ):
+    with pytest.raises(UnsupportedOperationError, match="compiled code would confuse meshes of different groups"):
         extend_device_mesh(inner, pg)
 
 

@@ -213,7 +213,7 @@ def test_an_abort_ends_a_held_kernel_and_nothing_of_it_is_written(bench: Bench, 
     errors = [failure(partial(work.wait, HOUR)) for work in works]
     assert time.perf_counter() - begun_s < 2.0  # on a busy machine; the time-out is an hour
     assert [type(error) for error in errors] == [PeerDisconnectedError, AbortedError, PeerDisconnectedError]
-    assert "rank 1 has let go" in str(errors[0])
+    assert "rank 1 disconnected" in str(errors[0])
     library.release()
     bench.configure(groups)
     assert [tensor.tolist() for tensor in tensors] == [[1.0] * 3] * 3
@@ -328,7 +328,7 @@ def test_an_abort_of_a_device_that_is_broken_leaves_no_operation_that_looks_well
     monkeypatch.setattr(threading, "excepthook", reported.append)
     with monkeypatch.context() as patched:
         # No watch in between: the abort's own look is the first to be told.
-        patched.setattr(accelerator._Orders, "_look", lambda orders: None)
+        patched.setattr(accelerator._OperationList, "_check", lambda operations: None)
         work = groups[0].allreduce([torch.ones(3)])
         patched.setattr(fake_backend._FakeWork, "is_completed", _raises_illegal)
         begun_s = time.perf_counter()
@@ -347,9 +347,9 @@ def test_an_abort_is_over_also_when_its_preparations_fail(
     reported: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", reported.append)
     with monkeypatch.context() as patched:
-        patched.setattr(accelerator._Orders, "_look", lambda orders: None)
+        patched.setattr(accelerator._OperationList, "_check", lambda operations: None)
         groups[0].allreduce([torch.ones(3)])
-        patched.setattr(accelerator._Operation, "look", _raises_illegal)
+        patched.setattr(accelerator._Operation, "poll", _raises_illegal)
         begun_s = time.perf_counter()
         groups[0].abort()
         groups[0].shutdown()
@@ -478,7 +478,7 @@ def test_a_lifeline_takes_no_stranger_and_cuts_at_both_ends() -> None:
         for stranger in strangers:
             assert stranger.recv(1) == b""
             stranger.close()
-        assert lines[0].cut_by() is None
+        assert lines[0].disconnected_rank() is None
         cut: list[int] = []
         heard = threading.Event()
         lines[0].watch(lambda rank: (cut.append(rank), heard.set()))  # type: ignore[func-returns-value]
@@ -557,7 +557,7 @@ def test_names_and_devices() -> None:
     assert ProcessGroupNCCL(backend=FakeAccelerator()).getBackendName() == "tft-nccl"
     assert ProcessGroupXCCL(backend=FakeAccelerator()).getBackendName() == "tft-xccl"
     ProcessGroupNCCL(backend=FakeAccelerator(), device=1).shutdown()
-    with pytest.raises(ConfigError, match="ProcessGroupNCCL moves tensors on cuda"):
+    with pytest.raises(ConfigError, match="the device of ProcessGroupNCCL is cpu; pass a cuda device"):
         ProcessGroupNCCL(backend=FakeAccelerator(), device="cpu")
 
 
@@ -676,7 +676,7 @@ def test_a_look_from_another_thread_spoils_no_graph(
         mode._obj.value = modes[-2]
         return 0
 
-    monkeypatch.setattr(torch_library, "_exchange_of_capture_modes", lambda: exchange)
+    monkeypatch.setattr(torch_library, "_capture_mode_exchange", lambda: exchange)
     made = TorchLibrary(_NCCL).communicator(dist.HashStore(), 0, 1, torch.device("cuda", 0), HOUR)
     with made.looking():
         assert modes[-1] == 1
@@ -696,7 +696,7 @@ def test_what_the_user_has_set_is_kept_or_refused(
     assert torch_class.seen[name] == "true"
     assert torch_class.seen[_NCCL.connect_limit_env] == "99"
     monkeypatch.setenv(name, "0")
-    with pytest.raises(ConfigError, match=f"{name} is set to '0'"):
+    with pytest.raises(ConfigError, match=f"{name} is '0'"):
         library.check()
 
 

@@ -14,14 +14,21 @@ HERE = Path(__file__).resolve().parent.parent
 
 def test_the_readmes_example_runs_and_prints_what_it_says(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (HERE / "README.md").read_text(encoding="utf-8"), re.M | re.S)
-    assert len(blocks) == 1
     script = tmp_path / "example.py"
     script.write_text(blocks[0], encoding="utf-8")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0, done.stderr
     zero, one, two, three = done.stdout.splitlines()
     assert [zero, one, three] == ["step 0: mean 0.5 of 2", "step 1: mean 0.5 of 2", "step 3: mean 0 of 1"]
-    assert two.startswith("step 2: thrown away, allreduce failed (rank 0 of 2): a connection to another rank ended; ")
+    assert two.startswith("step 2: thrown away, allreduce failed (rank 0 of 2): the connection to another rank ended; ")
+
+
+def test_the_readmes_wrapper_counts(tmp_path: Path) -> None:
+    _, block = re.findall(r"^```python\n(.*?)^```$", (HERE / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+    script = tmp_path / "example.py"
+    script.write_text(block, encoding="utf-8")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout) == (0, "400\n"), done.stderr
 
 
 def test_importing_starts_nothing() -> None:

@@ -22,7 +22,7 @@ def test_a_phase_that_was_too_short_is_doubled_by_itself_up_to_the_ordinary_time
     patience = Patience()
     found = []
     for _ in range(8):
-        patience.passed(phase, ORDINARY_S, 3)
+        patience.timed_out(phase, ORDINARY_S, 3)
         found.append(patience.bound_s(phase, ORDINARY_S))
     shortest_s = SHORTEST_S[phase]
     assert found == [min(shortest_s * 2**times, ORDINARY_S) for times in range(1, 9)]
@@ -33,7 +33,7 @@ def test_a_phase_that_was_too_short_is_doubled_by_itself_up_to_the_ordinary_time
 def test_a_quick_success_brings_it_back() -> None:
     patience = Patience()
     for _ in range(3):
-        patience.passed(Phase.RANKS, ORDINARY_S, 3)
+        patience.timed_out(Phase.RANKS, ORDINARY_S, 3)
     patience.succeeded(Phase.RANKS, 0.01, 3)
     assert bounds(patience) == SHORTEST_S
 
@@ -42,7 +42,7 @@ def test_a_quick_success_brings_it_back() -> None:
 def test_a_slow_success_leaves_room_for_the_next_one(took_s: float, bound_s: float) -> None:
     patience = Patience()
     for _ in range(3):
-        patience.passed(Phase.STORE, ORDINARY_S, 3)
+        patience.timed_out(Phase.STORE, ORDINARY_S, 3)
     patience.succeeded(Phase.STORE, took_s, 3)
     assert patience.bound_s(Phase.STORE, ORDINARY_S) == bound_s
 
@@ -56,7 +56,7 @@ def test_a_success_never_makes_a_bound_longer() -> None:
 def test_an_ordinary_time_out_below_a_bound_counts() -> None:
     patience = Patience()
     assert patience.bound_s(Phase.STORE, 0.5) == 0.5
-    patience.passed(Phase.STORE, 0.5, 3)
+    patience.timed_out(Phase.STORE, 0.5, 3)
     assert patience.bound_s(Phase.STORE, ORDINARY_S) == 2.0
 
 
@@ -64,7 +64,7 @@ def test_an_ordinary_time_out_below_a_bound_counts() -> None:
 def test_a_success_without_the_slow_rank_proves_nothing(phase: Phase) -> None:
     patience = Patience()
     for times in range(1, 4):
-        patience.passed(phase, ORDINARY_S, 3)
+        patience.timed_out(phase, ORDINARY_S, 3)
         patience.succeeded(phase, 0.01, 2)
         assert patience.bound_s(phase, ORDINARY_S) == 2**times * SHORTEST_S[phase]
     patience.succeeded(phase, 0.01, 3)
@@ -73,7 +73,7 @@ def test_a_success_without_the_slow_rank_proves_nothing(phase: Phase) -> None:
 
 def test_a_slow_rank_that_stays_away_is_forgotten() -> None:
     patience = Patience()
-    patience.passed(Phase.RANKS, ORDINARY_S, 3)
+    patience.timed_out(Phase.RANKS, ORDINARY_S, 3)
     for _ in range(9):
         patience.succeeded(Phase.RANKS, 0.01, 2)
     assert patience.bound_s(Phase.RANKS, ORDINARY_S) == 5.0
@@ -83,6 +83,6 @@ def test_a_slow_rank_that_stays_away_is_forgotten() -> None:
 
 def test_a_store_is_as_quick_for_a_small_group() -> None:
     patience = Patience()
-    patience.passed(Phase.STORE, ORDINARY_S, 3)
+    patience.timed_out(Phase.STORE, ORDINARY_S, 3)
     patience.succeeded(Phase.STORE, 0.01, 1)
     assert patience.bound_s(Phase.STORE, ORDINARY_S) == 2.0

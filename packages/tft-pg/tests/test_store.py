@@ -46,22 +46,22 @@ def test_an_address_is_read(text: str, host: str, port: int, prefix: str) -> Non
     [
         ("", "no port"),
         ("node-7", "no port"),
-        ("node-7:", "'' is no port"),
-        ("node-7:http/a", "'http' is no port"),
-        ("node-7:-1", "'-1' is no port"),
-        ("node-7:٣", "is no port"),
-        ("node-7:0", "0 is no port"),
-        ("node-7:65536", "65536 is no port"),
+        ("node-7:", "'' is not a port"),
+        ("node-7:http/a", "'http' is not a port"),
+        ("node-7:-1", "'-1' is not a port"),
+        ("node-7:٣", "is not a port"),
+        ("node-7:0", "the store port 0 is not between"),
+        ("node-7:65536", "the store port 65536 is not between"),
         (":29500/a", "no host"),
         ("[]:29500", "no host"),
-        ("[::1]", "after the brackets"),
-        ("[::1", "after the brackets"),
-        ("[::1]29500", "after the brackets"),
-        ("fd00::1", "no IPv6 address"),
-        ("1:2:3:4:5:6:7:8", "no IPv6 address"),
+        ("[::1]", "the brackets must be followed by :port"),
+        ("[::1", "the brackets must be followed by :port"),
+        ("[::1]29500", "the brackets must be followed by :port"),
+        ("fd00::1", "is not an IPv6 address"),
+        ("1:2:3:4:5:6:7:8", "is not an IPv6 address"),
         ("http://node-7:29500", "a scheme"),
-        ("node 7:29500", "no host"),
-        (29500, "no string"),
+        ("node 7:29500", "is not a valid store host"),
+        (29500, "it is not a string"),
     ],
 )
 def test_junk_is_refused_with_the_part_that_is_wrong(text: str, why: str) -> None:
@@ -141,16 +141,15 @@ def test_each_try_of_a_connection_may_take_longer_than_the_one_before(
 ) -> None:
     """Field report D5: with a slow resolver each was given up after a second, and begun anew, for ever."""
     limits: list[float] = []
-    opening = store._Opening
 
-    def fail_at_first(host: str, port: int, timeout: timedelta) -> store._Opening:
+    def fail_at_first(host: str, port: int, *, timeout: timedelta, **settings: bool) -> TCPStore:
         limits.append(round(timeout.total_seconds(), 1))
-        return opening(host, port if len(limits) > 5 else unused_port, timedelta(seconds=0.01))
+        return TCPStore(host, port if len(limits) > 5 else unused_port, timeout=timedelta(seconds=0.01), **settings)
 
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         unused_port = unused.getsockname()[1]
-        monkeypatch.setattr(store, "_Opening", fail_at_first)
+        monkeypatch.setattr(store, "TCPStore", fail_at_first)
         StoreClient("127.0.0.1", server.port).connect(timedelta(seconds=60), keep_trying=lambda: None)
     assert limits[:5] == [1.0, 2.0, 4.0, 8.0, 8.0]
 

@@ -33,6 +33,8 @@ from tft_pg import (
     ProcessGroupWrapper,
     StoreAddressError,
     UnsupportedOperationError,
+    WrappingProcessGroup,
+    forward,
 )
 from tft_pg.backends.gloo import _classify
 from tft_pg.checks import fault_of, is_plain
@@ -50,7 +52,7 @@ def test_every_name_is_one_row() -> None:
     assert len(NAMES) == len(set(NAMES))
     for row in COLLECTIVES:
         assert all(collective(name) is row for name in (row.name, *row.aliases))
-    with pytest.raises(ConfigError, match="'allredcue' is no collective"):
+    with pytest.raises(ConfigError, match="unknown collective 'allredcue'"):
         collective("allredcue")
 
 
@@ -116,7 +118,7 @@ def test_an_abstract_group_says_what_it_lacks() -> None:
         def size(self) -> int:
             return 1
 
-    with pytest.raises(TypeError, match="Half is abstract; it lacks __repr__, _run, abort"):
+    with pytest.raises(TypeError, match="Half is abstract; implement __repr__, _run, abort"):
         Half()
 
 
@@ -139,6 +141,41 @@ def test_arguments_by_position_and_by_either_keyword() -> None:
     assert row.argument(1, (tensor,), {}) is None
     assert row.results(([tensor],), {}) == [tensor]
     assert collective("barrier").results((), {}) == []
+
+
+def test_what_a_collective_is_given_is_its_inputs_or_its_only_tensors() -> None:
+    first, second = torch.zeros(1), torch.ones(2)
+    assert collective("allreduce").given(([first, second],), {}) == [first, second]
+    gathered = collective("allgather").given(([[first, first]],), {"input_tensors": [second]})
+    assert len(gathered) == 1
+    assert gathered[0] is second
+    assert collective("_allgather_base").given((), {"output": first, "input": second})[0] is second
+    assert collective("send").given(([second], 1, 0), {})[0] is second
+    assert collective("recv").given(([second], 1, 0), {})[0] is second
+    assert collective("scatter").given(([first], []), {}) == []  # on a rank that is not the root
+    assert collective("barrier").given((dist.BarrierOptions(),), {}) == []
+
+
+class Counting(WrappingProcessGroup):
+    """A wrapper of one method."""
+
+    num_bytes = 0
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        self.num_bytes += sum(tensor.nbytes for tensor in collective.given(args, kwargs))
+        return forward(self.parent, collective, args, kwargs)
+
+
+def test_a_wrapper_needs_one_method() -> None:
+    group = Counting(ProcessGroupDummy())
+    group.configure("127.0.0.1:1/x", 0, 1)
+    group.allreduce([torch.ones(100)]).wait()
+    group.allgather([[torch.zeros(2)]], [torch.ones(2)]).wait()
+    group.barrier().wait()
+    assert group.num_bytes == 408
+    group.abort()
+    assert group.errored() is not None
+    group.shutdown()
 
 
 # --- works ---
@@ -167,7 +204,7 @@ class Converter:
     def forgotten(self, operation: str) -> Exception | None:
         return PeerDisconnectedError(f"{operation} was forgotten") if self.over else None
 
-    def handed_out_future(self, work: GuardedWork) -> None:
+    def track_future(self, work: GuardedWork) -> None:
         self.futures_of.append(work)
 
 
@@ -347,12 +384,12 @@ def fault(name: str, *args: object, rank: int = 0, world_size: int = 2, **kwargs
 
 def test_a_fault_of_a_call_reads_as_a_part_of_a_sentence() -> None:
     one, two, elsewhere = torch.ones(1), torch.ones(2), torch.ones(2, device="meta")
-    assert fault("allreduce", [elsewhere]) == "a tensor is on meta, and this group is for the CPU"
+    assert fault("allreduce", [elsewhere]) == "a tensor is on meta, but this group is for the CPU"
     assert fault("allgather", [[two, elsewhere]], [two]).startswith("a tensor is on meta")
     assert fault("send", [two], 2, 0) == "there is no rank 2 in a group of 2"
     assert fault("recv", tensors=[two], srcRank=1, tag=0, rank=1) == "rank 1 is this rank itself"
     assert "[3, 0] are not 2 sizes that add up to its 2 rows" in fault("alltoall_base", two, two, [1, 1], [3, 0])
-    assert fault("alltoall_base", two, two, [1, 1], [2, 0]) == "rank 0 takes 1 rows from itself and gives itself 2"
+    assert fault("alltoall_base", two, two, [1, 1], [2, 0]) == "rank 0 receives 1 rows from itself but sends itself 2"
     assert fault("_reduce_scatter_base", two, two).endswith("is not 2 times as large as its output of (2,) float32")
     assert fault("reduce_scatter", [two], [[two, one]]).startswith("an input of (1,) float32 is not as large")
 
@@ -475,7 +512,7 @@ def test_a_managed_group_reduces_through_its_manager() -> None:
 
 def test_a_managed_group_does_nothing_else() -> None:
     group = ManagedProcessGroup(Manager())
-    with pytest.raises(UnsupportedOperationError, match="no send"):
+    with pytest.raises(UnsupportedOperationError, match="does not support send"):
         group.send([torch.ones(1)], 0, 0)
     with pytest.raises(ConfigError, match="one tensor, but got 2"):
         group.allreduce([torch.ones(1), torch.ones(1)])
@@ -531,9 +568,9 @@ def test_a_fault_comes_at_the_call_that_was_named() -> None:
     with pytest.raises(PeerDisconnectedError, match="asked for"):
         work.wait()
     assert group.allreduce([torch.ones(1)]).wait()
-    with pytest.raises(ConfigError, match="no call 0"):
+    with pytest.raises(ConfigError, match="nth is 0"):
         group.fail(nth=0)
-    with pytest.raises(ConfigError, match="no collective"):
+    with pytest.raises(ConfigError, match="unknown collective"):
         group.fail(operation="fly")
 
 

@@ -33,12 +33,12 @@ from tft_pg import (
     WrappingProcessGroup,
     exchange_word_by_allreduce,
 )
-from tft_pg.backends import word_line, word_meeting
+from tft_pg.backends import word_line, word_setup
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.word_line import WordLine
-from tft_pg.backends.word_meeting import attach, detach
 from tft_pg.backends.word_round import DIRECT_MOST, BadFrameError, WordRound, steps_of
+from tft_pg.backends.word_setup import attach, detach
 from tft_pg.errors import Where
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
@@ -86,7 +86,7 @@ class Network:
                 self._send(rank)
             elif round_.missing:
                 sender = self._rng.choice(self._due(rank))
-                assert round_.hear(sender, self._mail[sender, rank].pop(0))
+                assert round_.receive(sender, self._mail[sender, rank].pop(0))
             elif round_.advance():
                 self._send(rank)
             else:
@@ -138,18 +138,18 @@ def test_a_frame_that_is_not_due_is_told_by_its_head() -> None:
         return WordRound(steps_of(rank, size, direct_most=direct_most), number, values).frame()
 
     for frame, words in (
-        (b"\0" * 28, "no word"),
-        (frame_of(1, 2, 8, (1, 2)), "round 8, and this rank is in round 7"),
+        (b"\0" * 28, "an unknown frame"),
+        (frame_of(1, 2, 8, (1, 2)), "round 8, but this rank is in round 7"),
         (frame_of(1, 2, 6, (1, 2)), "round 6"),
-        (frame_of(1, 2, 7, (1, 2, 3)), "a word of 3 values, and this rank's has 2"),
+        (frame_of(1, 2, 7, (1, 2, 3)), "a word of 3 values, but this rank's has 2"),
         (struct.pack("!BBHQ", 0x57, 0, 0xFFFF, 7), "a word of 65535 values"),
-        (frame_of(1, 2, 7, (1, 2), direct_most=1), "step 2 of the word, and this rank is at step 0"),
+        (frame_of(1, 2, 7, (1, 2), direct_most=1), "step 2 of the word, but this rank is at step 0"),
     ):
         with pytest.raises(BadFrameError, match=words):
-            due.hear(1, frame)
+            due.receive(1, frame)
     assert due.missing == {1}
     assert due.due_bytes(1) == len(frame_of(1, 2, 7, (5, -5)))
-    assert due.hear(1, frame_of(1, 2, 7, (5, -5)))
+    assert due.receive(1, frame_of(1, 2, 7, (5, -5)))
     assert not due.advance()
     assert due.sums == (6, -3)
 
@@ -158,19 +158,19 @@ def test_a_sum_that_needs_more_bits_on_its_way_comes_in_a_longer_frame() -> None
     largest = (1 << 63) - 1
     rounds = [WordRound(steps_of(rank, 4, direct_most=1), 1, (largest, -largest)) for rank in (0, 1)]
     frames = [each.frame() for each in rounds]
-    assert rounds[0].hear(1, frames[1])
-    assert rounds[1].hear(0, frames[0])
+    assert rounds[0].receive(1, frames[1])
+    assert rounds[1].receive(0, frames[0])
     assert all(each.advance() for each in rounds)
     other = WordRound(steps_of(2, 4, direct_most=1), 1, (-largest, largest))
-    assert other.hear(3, WordRound(steps_of(3, 4, direct_most=1), 1, (-largest, 5)).frame())
+    assert other.receive(3, WordRound(steps_of(3, 4, direct_most=1), 1, (-largest, 5)).frame())
     assert other.advance()
     frame = rounds[0].frame()
     assert len(frame) > len(frames[0])
     for at in range(len(frame) - 1):  # never more is asked for than what is left
         assert 0 < other.due_bytes(0) <= len(frame) - at
-        assert not other.hear(0, frame[at : at + 1])
+        assert not other.receive(0, frame[at : at + 1])
     assert other.due_bytes(0) == 1
-    assert other.hear(0, frame[-1:])
+    assert other.receive(0, frame[-1:])
     assert other.sums == (0, largest + 5 - 2 * largest)
 
 
@@ -198,9 +198,9 @@ class Group:
         records = [line.record() for line in self.lifelines]
         with Attempt(Where(0, size), GUARD) as attempt:
             for line in self.lifelines:
-                line.call(records, attempt)
+                line.connect_lower(records, attempt)
             for line in self.lifelines:
-                line.take_calls(attempt)
+                line.accept_callers(attempt)
         self.lines = [
             WordLine(line, Where(rank, size), direct_most=direct_most) for rank, line in enumerate(self.lifelines)
         ]
@@ -255,8 +255,8 @@ def test_sums_of_every_size_each_way(size: int, direct_most: int, group_of: Call
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "sent something that is no word"),
-        (frame_of(1, 2, 6), "sent the word of round 6, and this rank is in round 7"),
+        (b"GET / HTTP/1.1\r\n\r\n", "sent an unknown frame"),
+        (frame_of(1, 2, 6), "sent the word of round 6, but this rank is in round 7"),
         (frame_of(1, 2, 8), "sent the word of round 8"),
         (frame_of(1, 2, 7, (1, 2)), "sent a word of 2 values"),
         (struct.pack("!BBHQ", 0x57, 0, 0xFFFF, 7), "sent a word of 65535 values"),
@@ -295,7 +295,7 @@ def test_a_rank_that_ends_in_the_middle_of_its_word_is_named(group_of: Callable[
     group.send(1, 0, frame_of(1, 3, 1)[:5])
     group.lifelines[1].end()
     with pytest.raises(
-        PeerDisconnectedError, match=r"the connection to rank 1 \(replica replica_1\) ended before its word came"
+        PeerDisconnectedError, match=r"the connection to rank 1 \(replica replica_1\) ended before its word arrived"
     ) as caught:
         exchange.wait()
     assert caught.value.rank == 1
@@ -316,7 +316,7 @@ def test_a_rank_that_ends_leaves_a_moment_for_the_words_under_way(group_of: Call
     exchange = group.start(0, 1)
     group.start(1, 1)
     group.lifelines[1].end()
-    with pytest.raises(PeerDisconnectedError, match=r"rank 1 \(.*\) ended, and the word of rank 2 did not come"):
+    with pytest.raises(PeerDisconnectedError, match=r"rank 1 \(.*\) ended, and the word of rank 2 did not arrive"):
         exchange.wait()
 
 
@@ -326,7 +326,7 @@ def test_a_word_that_starts_when_a_rank_has_ended_can_not_end_well(group_of: Cal
     for rank in (1, 2):
         group.start(rank, 1)
     group.lifelines[1].end()
-    with pytest.raises(PeerDisconnectedError, match=r"the connection to rank 1 \(.*\) had ended before"):
+    with pytest.raises(PeerDisconnectedError, match=r"the connection to rank 1 \(.*\) ended before the exchange"):
         group.start(0, 1)
 
 
@@ -334,7 +334,7 @@ def test_the_deadline_names_who_is_late(group_of: Callable[..., Group]) -> None:
     group = group_of(4)
     exchange = group.start(0, 1, limit=timedelta(milliseconds=30))
     group.start(2, 1)
-    with pytest.raises(CollectiveTimeoutError, match=r"the word of ranks 1, 3 for round 1 did not come within 0\.03 s"):
+    with pytest.raises(CollectiveTimeoutError, match=r"word of ranks 1, 3 for round 1 did not arrive within 0\.03 s"):
         exchange.wait()
     with pytest.raises(CollectiveTimeoutError):
         exchange.wait()
@@ -394,8 +394,8 @@ def test_a_peer_whose_machine_acknowledges_nothing_is_named(
     with pytest.raises(CollectiveTimeoutError):  # everything was acknowledged
         exchange.wait()
     group = group_of(2)
-    monkeypatch.setattr(word_line, "_RETRANSMITS_MOST", 0)
-    with pytest.raises(PeerDisconnectedError, match=r"rank 1 .* is silent") as caught:
+    monkeypatch.setattr(word_line, "_RETRANSMITS_MAX", 0)
+    with pytest.raises(PeerDisconnectedError, match=r"rank 1 .* is unreachable: no acknowledgement") as caught:
         group.start(0, 1).wait()
     assert list(caught.value.unreached) == [1]
 
@@ -406,7 +406,7 @@ def test_a_peer_that_reads_nothing_is_no_wait(group_of: Callable[..., Group]) ->
     with suppress(BlockingIOError):
         while True:
             connection.send(b"\0" * (1 << 16))
-    with pytest.raises(PeerDisconnectedError, match="reads none of what is sent to it"):
+    with pytest.raises(PeerDisconnectedError, match="does not read, so its buffers are full"):
         group.start(0, 1)
 
 
@@ -414,12 +414,12 @@ def test_a_round_comes_once_and_after_the_one_before(group_of: Callable[..., Gro
     group = group_of(1)
     assert group.start(0, 5).wait() == (1,)
     for number in (5, 4):
-        with pytest.raises(ConfigError, match=f"the word of round {number} came after that of round 5"):
+        with pytest.raises(ConfigError, match=f"round_number is {number}, but the last one was 5"):
             group.start(0, number)
     assert group.start(0, 6).wait() == (1,)
     pair = group_of(2)
     exchange = pair.start(0, 1)
-    with pytest.raises(ConfigError, match="round 2 came while that of round 1 has not ended"):
+    with pytest.raises(ConfigError, match="round 2 was called while round 1 is still running"):
         pair.start(0, 2)
     assert pair.start(1, 1).wait() == exchange.wait() == (2,)
     assert [exchange.wait() for exchange in [pair.start(rank, 2) for rank in range(2)]] == [(2,), (2,)]
@@ -497,12 +497,6 @@ class ByAllreduce(WrappingProcessGroup):
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Any) -> Any:
         return forward(self.parent, collective, args, kwargs)
 
-    def _forget(self) -> None:
-        return None
-
-    def _end(self) -> None:
-        return None
-
 
 def by_allreduce() -> ProcessGroup:
     return ByAllreduce(ProcessGroupGloo())
@@ -564,7 +558,7 @@ def test_a_failed_word_is_known_to_the_group_and_names_the_replica() -> None:
 
 
 def test_a_group_with_a_foreign_gloo_in_it_uses_an_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(word_meeting, "attach", lambda record, invitation: record)
+    monkeypatch.setattr(word_setup, "attach", lambda record, invitation: record)
     with Bench(ProcessGroupGloo, timeout=GUARD) as bench:
         groups = bench.configured(3)
         for number in range(3):
@@ -613,7 +607,7 @@ def until_errored(group: ProcessGroup) -> BaseException:
 
 
 def test_an_address_where_nobody_can_listen_is_an_error_that_says_so() -> None:
-    with pytest.raises(ConfigureError, match="nothing can listen on 192"):
+    with pytest.raises(ConfigureError, match="can't listen on 192"):
         Lifeline(0, 2, "192.0.2.7")
 
 

@@ -171,7 +171,7 @@ def test_an_error_of_any_kind_is_swallowed(kind: type[Exception], through_future
 
 def test_a_wait_for_a_number_of_seconds_is_the_callers_mistake() -> None:
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy())
-    with pytest.raises(ConfigError, match="give timedelta"):
+    with pytest.raises(ConfigError, match="pass timedelta"):
         group.allreduce([torch.ones(1)]).wait(5)  # type: ignore[arg-type]
     assert group.error() is None
 
@@ -394,12 +394,12 @@ def test_a_group_says_how_it_is_configured_and_aborted(make: Callable[[], Any]) 
     for place in (("replica_0", 0, 1), ("0", "1"), (0, 1, "replica_0")):
         with pytest.raises(ConfigError, match="store_addr, rank and world_size in this order"):
             group.configure("localhost:1/x", *place)
-    with pytest.raises(ConfigError, match="leaves an error until the next configure"):
+    with pytest.raises(ConfigError, match="because an aborted group needs a new configure"):
         group.abort(errored=False)
     assert group.errored() is None
     group.abort(errored=True)
     assert isinstance(group.errored(), AbortedError)
-    with pytest.raises(ConfigError, match=r"a timedelta, but this one is 5; give timedelta\(seconds="):
+    with pytest.raises(ConfigError, match=r"the timeout is 5; pass timedelta\(seconds="):
         group.set_timeout(5)
     group.shutdown()
 
@@ -410,7 +410,7 @@ def test_a_time_out_is_a_timedelta() -> None:
         lambda timeout: FakeProcessGroupWrapper(ProcessGroupDummy(), timeout=timeout),
     )
     for make in makers:
-        with pytest.raises(ConfigError, match=r"but this one is 5.0; give timedelta\(seconds="):
+        with pytest.raises(ConfigError, match=r"the timeout is 5.0; pass timedelta\(seconds="):
             make(5.0)
 
 

@@ -79,11 +79,11 @@ def _search(*arguments: object, broken: str = "") -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ("--explore 2 --seeds 5", "--explore tries every order of events, and --seeds is of seeds; give one"),
-        ("--explore 2 --seed 0", "--seed is of seeds"),
-        ("--explore 2 --story", "--story is of seeds"),
-        ("--seeds 5 --kinds ask", "--kinds is of the orders that --explore tries; give --explore too"),
-        ("--replicas 3", "--replicas is of the orders"),
+        ("--explore 2 --seeds 5", "--explore and --seeds exclude each other; give one"),
+        ("--explore 2 --seed 0", "--explore and --seed exclude each other"),
+        ("--explore 2 --story", "--explore and --story exclude each other"),
+        ("--seeds 5 --kinds ask", "--kinds needs --explore; give --explore too"),
+        ("--replicas 3", "--replicas needs --explore"),
         ("--explore 0", "--explore is 0 of 3 replicas; give at least 1"),
         ("--processes -1", "--processes is -1; give at least 1, or 0 for one for each core"),
     ],
@@ -130,7 +130,7 @@ def test_the_shortest_sequence_that_breaks_something_is_shown(monkeypatch: pytes
         return []
 
     monkeypatch.setattr(Job, "_break_quorum", tells_nobody)
-    with pytest.raises(ExplorationError, match=r"P3: b holds .*, which a has left, and was not told") as caught:
+    with pytest.raises(ExplorationError, match=r"P3: b holds .*, which a left, and got no loss notice") as caught:
         explore(lambda: LighthouseWorld("ab", start="trained"), 3)
     assert caught.value.path == ("die a",)
 
@@ -143,7 +143,7 @@ def test_who_hangs_and_is_not_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_loss_of_one_that_has_left_and_may_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    released = Job._release_those_who_left
+    released = Job._release_left
 
     def watches_on(self: Job, now_ms: int) -> list[Any]:
         serving = set(self._serving)
@@ -152,8 +152,8 @@ def test_a_loss_of_one_that_has_left_and_may_end_is_found(monkeypatch: pytest.Mo
             self.liveness.replicas[replica_id].serves = True
         return out
 
-    monkeypatch.setattr(Job, "_release_those_who_left", watches_on)
-    with pytest.raises(ExplorationError, match=r"L1: a session .* had left") as caught:
+    monkeypatch.setattr(Job, "_release_left", watches_on)
+    with pytest.raises(ExplorationError, match=r"L1: a session .* is reported lost after it left") as caught:
         explore(lambda: LighthouseWorld("ab", start="trained"), 3)
     assert caught.value.path[0] == "leave a"
 
@@ -220,5 +220,5 @@ def test_a_verdict_that_changes_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         return [(call, rank, Verdict(yes=True)) for call, rank, _ in cast(self, *arguments, **said)]
 
     monkeypatch.setattr(Votes, "cast", always_yes)
-    with pytest.raises(ExplorationError, match="I5: a yes of votes"):
+    with pytest.raises(ExplorationError, match="I5: the verdict is yes with votes"):
         explore(GroupWorld, 5)

@@ -7,9 +7,10 @@ import pytest
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Unreached, Via
 from tft_sim import InvariantError, VirtualClock
 from tft_sim.group import SimulatedGroup
-from tft_sim.invariants import Attendance, Contribution, Held, Invariants
+from tft_sim.invariants import Contribution, Held, Invariants
 from tft_sim.link_faults import is_connected_enough
 from tft_sim.links import FAILS_AFTER_MS, Links, all_of, both_ways
+from tft_sim.liveness_truth import LivenessTruth
 
 FIRST, SECOND = QuorumKey(1, 1), QuorumKey(2, 2)
 
@@ -22,7 +23,7 @@ class TestGroup:
         group = SimulatedGroup(
             FIRST, 0, ("a", "b", "c"), clock, Invariants(), lambda: 5, lambda *_: False, links, store
         )
-        links.on_change = group.look
+        links.on_change = group.update
         return clock, links, group
 
     def test_who_uses_a_bad_link_finds_out_after_a_while_and_says_whom(self) -> None:
@@ -79,41 +80,41 @@ def test_who_can_go_on() -> None:
 class TestAttendance:
     """R2: who may be left out."""
 
-    def attendance(self) -> Attendance:
-        attendance = Attendance(1)
+    def liveness(self) -> LivenessTruth:
+        liveness = LivenessTruth(1)
         for stream, name in enumerate("abc", start=1):
-            attendance.welcomed(Hello("j", name, 1, f"{name}:1", ready=True), stream)
-        return attendance
+            liveness.welcomed(Hello("j", name, 1, f"{name}:1", ready=True), stream)
+        return liveness
 
-    def asked(self, attendance: Attendance, name: str, *unreached: str, step: int = 3) -> Member:
+    def asked(self, liveness: LivenessTruth, name: str, *unreached: str, step: int = 3) -> Member:
         reports = tuple(Unreached(other, Via.GROUP) for other in unreached)
         member = Member(name, session=1, step=step, lineage=step, needs_configure=bool(reports), unreached=reports)
-        attendance.asked(member, "abc".index(name) + 1, FIRST, (), 1_000)
+        liveness.asked(member, "abc".index(name) + 1, FIRST, (), 1_000)
         return member
 
-    def formed(self, attendance: Attendance, members: dict[str, Member], names: str) -> None:
+    def formed(self, liveness: LivenessTruth, members: dict[str, Member], names: str) -> None:
         previous = Quorum(FIRST, tuple(members[name] for name in "abc"))
-        attendance.formed(Quorum(SECOND, tuple(members[name] for name in names)), previous, 1_100)
+        liveness.formed(Quorum(SECOND, tuple(members[name] for name in names)), previous, 1_100)
 
     def test_one_end_of_a_bad_pair_may_be(self) -> None:
-        attendance = self.attendance()
+        liveness = self.liveness()
         reports = {"a": "b", "b": "a", "c": ""}
-        members = {name: self.asked(attendance, name, *other) for name, other in reports.items()}
-        self.formed(attendance, members, "ac")
+        members = {name: self.asked(liveness, name, *other) for name, other in reports.items()}
+        self.formed(liveness, members, "ac")
 
-    @pytest.mark.parametrize(("names", "words"), [("a", "has no bad link"), ("c", "would do")])
+    @pytest.mark.parametrize(("names", "words"), [("a", "reach all of"), ("c", "would be enough")])
     def test_nobody_else_may(self, names: str, words: str) -> None:
-        attendance = self.attendance()
+        liveness = self.liveness()
         star = {"a": "c", "b": "c", "c": "ab"}
         reports = star if names == "c" else {"a": "b", "b": "a", "c": ""}
-        members = {name: self.asked(attendance, name, *other) for name, other in reports.items()}
+        members = {name: self.asked(liveness, name, *other) for name, other in reports.items()}
         with pytest.raises(InvariantError, match=words) as broken:
-            self.formed(attendance, members, names)
+            self.formed(liveness, members, names)
         assert broken.value.invariant == "R2"
 
     def test_the_only_holder_may_not(self) -> None:
-        attendance = self.attendance()
-        members = {"a": self.asked(attendance, "a", "b"), "b": self.asked(attendance, "b", "a", step=4)}
-        members["c"] = self.asked(attendance, "c")
-        with pytest.raises(InvariantError, match=r"go on without any of \['b'\], which hold step 4"):
-            self.formed(attendance, members, "ac")
+        liveness = self.liveness()
+        members = {"a": self.asked(liveness, "a", "b"), "b": self.asked(liveness, "b", "a", step=4)}
+        members["c"] = self.asked(liveness, "c")
+        with pytest.raises(InvariantError, match=r"continue without any of \['b'\], which hold step 4"):
+            self.formed(liveness, members, "ac")

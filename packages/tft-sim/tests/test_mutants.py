@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tft_coord.compat import replica_group as compat_group
-from tft_coord.compat.member_data import Aside
+from tft_coord.compat.member_data import RequestExtras
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.core import assignment, effects, events, lighthouse, quorum, reach, suspicion
 from tft_coord.core.bad_links import Pause
@@ -29,23 +29,23 @@ from tft_coord.core.lineage import fold_lineage
 from tft_coord.core.liveness import Accepted, Liveness, Rejected, Replica
 from tft_coord.core.progress import GroupProgress, HangWatch, Phase, Progress
 from tft_coord.core.quorum import Situation
-from tft_coord.core.reach import Kept, Limits, Peer, Reach
+from tft_coord.core.reach import Exclusions, Limits, Peer, Reach
 from tft_coord.core.replica_group import ReplicaGroupCore
 from tft_coord.core.session import SessionCore
 from tft_coord.core.step import Healing, own_state, reducing
 from tft_coord.core.step import Phase as StepPhase
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.step.asking import Asking
 from tft_coord.core.step.attempt import Attempt
 from tft_coord.core.step.ending import Ending
+from tft_coord.core.step.failures import Failures
 from tft_coord.core.step.in_flight import StepsInFlight
 from tft_coord.core.step.leaving import GracefulShutdown
 from tft_coord.core.step.losses import Losses
 from tft_coord.core.step.recovery import Recovery as StepRecovery
 from tft_coord.core.step.reducing import Reducing
+from tft_coord.core.step.starting import Starting
 from tft_coord.core.step.state import StepState
-from tft_coord.core.step.troubles import Troubles
 from tft_coord.core.step.values import StepName
 from tft_coord.core.stops import StopWatch
 from tft_coord.core.stragglers import StragglerPolicy, StragglerWatch
@@ -124,7 +124,7 @@ def tells_nobody(self: Job, replica_id: str, session: int, reason: str, *, lives
 def tells_nobody_of_a_newer_session(
     self: Job, replica_id: str, session: int, reason: str, *, lives: bool = False
 ) -> list[Any]:
-    return [] if "taken its place" in reason else right_break_quorum(self, replica_id, session, reason, lives=lives)
+    return [] if "replaced by session" in reason else right_break_quorum(self, replica_id, session, reason, lives=lives)
 
 
 def answers_no_hello(self: Job, key: QuorumKey | None) -> Iterable[LossNotice]:
@@ -235,15 +235,15 @@ def serves_on_beside_a_newer_one(self: LighthouseCore, hello: Any) -> bool:
     return False
 
 
-right_stands_in = LighthouseCore._stands_in
+right_stands_in = LighthouseCore._resumes_service
 
 
 def stands_in_at_the_first_word(self: LighthouseCore, now_ms: int, wall_ms: int) -> bool:
-    self._sent_away = now_ms - self._config.timeouts.heartbeat_timeout_ms, now_ms
+    self._redirected_ms = now_ms - self._config.timeouts.heartbeat_timeout_ms, now_ms
     return right_stands_in(self, now_ms, wall_ms)
 
 
-right_standing = Job._standing
+right_standing = Job._precedence_of
 
 
 def takes_a_redial_for_an_older_one(self: Liveness, known: Replica, stream: int, hello: Any, now_ms: int) -> Any:
@@ -266,12 +266,12 @@ def excuses_nobody(self: Liveness, now_ms: int) -> None:
     return None
 
 
-def is_deaf_to_ends_that_are_told(self: Liveness, stream: int, now_ms: int, *, told: bool = False) -> None:
+def is_deaf_to_ends_that_are_told(self: Liveness, stream: int, now_ms: int, *, by_peer: bool = False) -> None:
     right_stream_closed(self, stream, now_ms)
 
 
-def takes_every_end_for_told(self: Liveness, stream: int, now_ms: int, *, told: bool = False) -> None:
-    right_stream_closed(self, stream, now_ms, told=True)
+def takes_every_end_for_told(self: Liveness, stream: int, now_ms: int, *, by_peer: bool = False) -> None:
+    right_stream_closed(self, stream, now_ms, by_peer=True)
 
 
 def keeps_one_job(self: LighthouseCore, event: events.HelloReceived, now_ms: int, wall_ms: int) -> Any:
@@ -320,7 +320,7 @@ right_merge = ReplicaGroupCore._merge
 right_holders = assignment._holders
 
 
-def names_no_words(lighthouse_id: int, members: Sequence[Member], asides: Sequence[Aside]) -> int:
+def names_no_words(lighthouse_id: int, members: Sequence[Member], all_extras: Sequence[RequestExtras]) -> int:
     return lighthouse_id
 
 
@@ -385,9 +385,9 @@ def never_sees_all_stuck(self: HangWatch, members: object) -> int | None:
 
 
 def says_no_more_what_it_is_made_of(self: SessionCore) -> list[Any]:
-    said = self._fingerprint_said
+    said = self._fingerprint_sent
     orders = right_open_newer(self)
-    self._fingerprint_said = said
+    self._fingerprint_sent = said
     return orders
 
 
@@ -398,7 +398,7 @@ def takes_a_redial_for_another(self: Liveness, known: Replica, stream: int, hell
 
 def takes_whoever_is_known_for_another(self: Liveness, known: Replica, stream: int, hello: Any, now_ms: int) -> Any:
     if known.lost is None and known.stream != stream:
-        return Rejected(Refusal.DUPLICATE, f"replica {hello.replica_id} already lives at {known.address}")
+        return Rejected(Refusal.DUPLICATE, f"replica {hello.replica_id} is already running at {known.address}")
     return right_reject(self, known, stream, hello, now_ms)
 
 
@@ -435,10 +435,10 @@ def thinks_of_the_other_kind_all_the_time(self: TorchftCore, now_ms: int) -> str
 
 
 def gives_way_to_every_newcomer(self: Handshake, replica_id: str, fingerprint: Fingerprint) -> list[Any]:
-    standing = self._standing
-    self._standing = lambda each: Precedence.MEMBER if each == replica_id else Precedence.NEW
+    standing = self._precedence_of
+    self._precedence_of = lambda each: Precedence.MEMBER if each == replica_id else Precedence.NEW
     out = right_compare(self, replica_id, fingerprint)
-    self._standing = standing
+    self._precedence_of = standing
     return out
 
 
@@ -582,7 +582,7 @@ def waits_for_nobody_who_heals(self: Job, replica: Replica, first_asked_ms: int,
 
 def knows_its_own_ids_only(self: Job, members: Any, now_ms: int, wall_ms: int) -> list[Any]:
     own = self.previous.key.quorum_id if self._formed_here and self.previous is not None else 0
-    self.last_id = max(own, self._birth.started_ms)
+    self.last_id = max(own, self._incarnation.started_ms)
     return right_formed(self, members, now_ms, wall_ms)
 
 
@@ -638,7 +638,7 @@ def takes_a_stopped_rank_for_dead(self: ReplicaGroupCore, event: events.RanksLoo
 
 
 def believes_that_waits_run_on(self: GroupProgress, now_ms: int) -> int | None:
-    words = self._words.values()
+    words = self._reports.values()
     if len(words) < self._world_size or any(self._now_of(word, now_ms).waits_ms is None for word in words):
         return None
     return max(word.at_ms - word.progress.since_ms for word in words)
@@ -669,9 +669,9 @@ def takes_a_small_excess_for_slow(self: StragglerPolicy, median_ms: int) -> floa
 
 
 def counts_who_can_not_be_reached(self: Job) -> Any:
-    kept, self._kept = self._kept, Kept()
+    kept, self._exclusions = self._exclusions, Exclusions()
     company = right_company(self)
-    self._kept = kept
+    self._exclusions = kept
     return company
 
 
@@ -717,10 +717,10 @@ def remembers_how_slow_it_was(self: StragglerWatch, replica_id: str, progress: P
         self._paces[replica_id].own_ms = progress.own_ms
 
 
-right_company = Job._company
+right_company = Job._quorum_context
 right_let_back = StragglerWatch._let_back
 right_heard_pace = StragglerWatch.heard
-right_parted = compat_group.parted
+right_parted = compat_group.unpack_member
 right_judge = Liveness.judge
 right_break_counts = Liveness._break_counts
 right_decide = quorum.decide
@@ -731,13 +731,13 @@ right_told_refused = SessionCore.told_refused
 right_lose = Liveness._lose
 right_clock_behind = lighthouse._clock_behind
 right_compare = Handshake._compare
-right_refuse_the_ahead = Job._refuse_the_ahead
+right_refuse_the_ahead = Job._refuse_ahead
 right_disconnected = ReplicaGroupCore._disconnected
 right_group_tick = ReplicaGroupCore.tick
 right_told_lost = SessionCore.told_lost
 right_open_newer = SessionCore._open_newer
 right_noticed = ReplicaGroupCore._noticed
-right_release = Job._release_those_who_left
+right_release = Job._release_left
 right_break_quorum = Job._break_quorum
 right_cast = Votes.cast
 right_votes = Votes.__init__
@@ -784,7 +784,7 @@ def waits_for_no_other_end(*_: object) -> set[str]:
     return set()
 
 
-def holds_for_ever(self: Reach, peers: Any, now_ms: int) -> Kept:
+def holds_for_ever(self: Reach, peers: Any, now_ms: int) -> Exclusions:
     if self._hold_until_ms is not None:
         self._hold_until_ms = now_ms + 1_000
     return right_look(self, peers, now_ms)
@@ -795,7 +795,7 @@ def avoids_no_store(self: Reach, now_ms: int) -> list[str]:
 
 
 def leaves_out_by_the_first_store(self: Reach, one: str, report: Unreached, key: QuorumKey | None, now_ms: int) -> None:
-    self._say(one, report.replica_id, "store", key, now_ms)
+    self._report(one, report.replica_id, "store", key, now_ms)
 
 
 def tries_one_store_after_another(self: Reach, one: str, report: Unreached, key: QuorumKey | None, now_ms: int) -> None:
@@ -824,8 +824,8 @@ def keeps_the_trial_of_a_lost_session(self: Trials, waiting: Iterable[Replica], 
     waiting = list(waiting)
     for each in waiting:
         trial = self._trials.get(each.replica_id)
-        if trial is not None and trial.came[0] == each.stream:
-            trial.came = (trial.came[0], each.session)
+        if trial is not None and trial.connection[0] == each.stream:
+            trial.connection = (trial.connection[0], each.session)
     return right_look_at_trials(self, waiting, *rest)
 
 
@@ -898,11 +898,11 @@ right_fragment = syncs.fragment_of
 
 
 def drops_what_comes_early(self: Losses, notice: LossNotice) -> bool:
-    return notice.key == self._held and right_heard(self, notice)
+    return notice.key == self._current and right_heard(self, notice)
 
 
 def leaves_with_the_only_state(self: GracefulShutdown, now_ms: int) -> bool:
-    return self._told or self._reason is not None
+    return self._group_left or self._reason is not None
 
 
 def waits_in_vain(self: StepState) -> bool:
@@ -910,7 +910,7 @@ def waits_in_vain(self: StepState) -> bool:
 
 
 def loads_without_the_others(self: StepRecovery, plan: Plan, purpose: Purpose, *rest: Any, yes: bool = True) -> Any:
-    self._error, self._awaits = rest[0], purpose
+    self._error, self._expected_report = rest[0], purpose
     return self._agreed(plan, purpose, yes=yes and rest[0] is None)
 
 
@@ -926,17 +926,17 @@ def lets_only_one_fail(self: StepsInFlight, attempt: Attempt | None, *, yes: boo
         self._count(attempt, yes=yes, planned=attempt.plan is not None, is_left_out=is_left_out)
 
 
-def reports_what_is_in_flight(self: Asking, event: on.StepStarted, now_ms: int) -> Any:
+def reports_what_is_in_flight(self: Starting, event: on.StepStarted, now_ms: int) -> Any:
     (asked,) = right_step_started(self, event, now_ms)
     assert isinstance(asked, do.Ask)
-    ahead = len(self._books.flights.deferred)
+    ahead = len(self._state.attempts.deferred)
     return (replace(asked, request=replace(asked.request, step=asked.request.step + ahead)),)
 
 
-def says_again_what_failed(self: Asking, event: on.StepStarted, now_ms: int) -> Any:
+def says_again_what_failed(self: Starting, event: on.StepStarted, now_ms: int) -> Any:
     (asked,) = right_step_started(self, event, now_ms)
     assert isinstance(asked, do.Ask)
-    return (replace(asked, request=replace(asked.request, commit_failures=self._books.flights.commit_failures)),)
+    return (replace(asked, request=replace(asked.request, commit_failures=self._state.attempts.commit_failures)),)
 
 
 def says_nothing_of_what_it_lost(self: StepsInFlight, step: int, *, is_asynchronous: bool) -> bool:
@@ -948,18 +948,18 @@ def says_nothing_of_what_it_never_heard(self: StepsInFlight, error: Exception, *
     right_without_quorum(self, error, others_go_on=False)
 
 
-def takes_what_it_has_got(self: Troubles, error: Exception, name: StepName | None) -> Any:
-    return (do.ReportError(name or self._books.flights.last.name, error, True),)
+def takes_what_it_has_got(self: Failures, error: Exception, name: StepName | None) -> Any:
+    return (do.ReportError(name or self._state.attempts.last.name, error, True),)
 
 
-right_heard = Losses.heard
-right_step_started = Asking.step_started
+right_heard = Losses.add
+right_step_started = Starting.step_started
 right_begin = StepsInFlight.begin
 right_without_quorum = StepsInFlight.without_quorum
 
 
-def builds_each_time(self: Asking, plan: Plan) -> Any:
-    self._books.configured = None
+def builds_each_time(self: Starting, plan: Plan) -> Any:
+    self._state.configured = None
     return right_step_planned(self, plan)
 
 
@@ -988,7 +988,7 @@ def weighs_what_it_does_not_give(self: Reducing, weight: Any, plan: Plan, *, giv
 
 
 def goes_on_unhealed(self: StepRecovery, event: on.ExchangeAsked, now_ms: int) -> Any:
-    return () if self._books.flights.last.healing is Healing.FETCHING else right_exchange(self, event, now_ms)
+    return () if self._state.attempts.last.healing is Healing.FETCHING else right_exchange(self, event, now_ms)
 
 
 def forgets_that_it_is_torn(self: StepRecovery, event: on.StateTorn, now_ms: int) -> Any:
@@ -1009,7 +1009,7 @@ def breaks_nothing(self: Losses) -> None:
 
 def breaks_by_any_loss(self: Losses, notice: LossNotice) -> bool:
     heard = right_heard(self, notice)
-    return heard or (self._held is not None and notice.key > self._held)
+    return heard or (self._current is not None and notice.key > self._current)
 
 
 def serves_nobody_to_the_end(self: GracefulShutdown) -> int | None:
@@ -1018,7 +1018,7 @@ def serves_nobody_to_the_end(self: GracefulShutdown) -> int | None:
 
 def gives_up_in_silence(self: StepsInFlight, error: Exception) -> None:
     self.abandon_all(error)
-    self.left_others = False
+    self.peers_may_wait = False
 
 
 def lets_what_was_begun_later_go_on(self: StepsInFlight, error: Exception) -> None:
@@ -1055,10 +1055,10 @@ def never_gives_up(self: GracefulShutdown, now_ms: int, *, is_left_out: bool) ->
     return False
 
 
-right_step_planned = Asking._planned
-right_cast_vote = Ending._cast
+right_step_planned = Starting._use_plan
+right_cast_vote = Ending._cast_vote
 right_mean_factors = reducing.mean_factors
-right_enters = Reducing._enters
+right_enters = Reducing._weight_part
 right_exchange = StepRecovery.exchange_asked
 right_verdict = Ending.verdict_arrived
 right_healed = own_state.OwnState.healed
@@ -1100,10 +1100,10 @@ MUTANTS = [
         ("deafen b", "die a", "silence b", "ask c", "hello b"),
     ),
     Mutant(ReplicaGroupCore, "_noticed", breaks_whatever_is_held, "P3 I3", 393, WITHOUT_PROBES),
-    Mutant(ReplicaGroupCore, "_tell_again", tells_nothing_again, "transcript", "scenario_08_notices"),
-    Mutant(Losses, "heard", drops_what_comes_early, "P3 transcript", "scenario_08_notices"),
+    Mutant(ReplicaGroupCore, "_resend", tells_nothing_again, "transcript", "scenario_08_notices"),
+    Mutant(Losses, "add", drops_what_comes_early, "P3 transcript", "scenario_08_notices"),
     # Sessions and liveness: who lives, and in which job.
-    Mutant(Liveness, "_excuse_if_sick", excuses_nobody, "transcript", "scenario_14_sick_lighthouse"),
+    Mutant(Liveness, "_excuse_outage", excuses_nobody, "transcript", "scenario_14_sick_lighthouse"),
     Mutant(Liveness, "stream_closed", is_deaf_to_ends_that_are_told, "P1", "many_deaths"),
     Mutant(Liveness, "stream_closed", takes_every_end_for_told, "transcript", "scenario_14_sick_lighthouse"),
     Mutant(Liveness, "_break_counts", gives_no_grace, "P1", 0),
@@ -1119,7 +1119,7 @@ MUTANTS = [
     Mutant(Liveness, "_reject", welcomes_the_dead, "I2", 5),
     Mutant(Liveness, "_reject", welcomes_a_twin, "I2", 7),
     # Silence.
-    Mutant(Job, "_look_for_silence", finds_nobody, "P5", 7),
+    Mutant(Job, "_check_silence", finds_nobody, "P5", 7),
     Mutant(suspicion._Probed, "bound_ms", gives_the_slow_no_time, "P5", SILENCE),
     Mutant(suspicion, "most_wait", loses_though_few_wait, "P5", SILENCE),
     Mutant(Job, "_sighting", judges_one_that_flaps, "P5", SILENCE),
@@ -1139,9 +1139,9 @@ MUTANTS = [
     Mutant(Liveness, "_lose", takes_every_loss_for_a_death, "I9", 0),
     Mutant(lighthouse, "_clock_behind", believes_no_clock_but_its_own, "I9", "restart"),
     Mutant(ReplicaGroupCore, "_merge", takes_the_unknown_for_torn, "I8", 3),
-    Mutant(TorchftCore, "living", thinks_of_the_other_kind_all_the_time, "I9", 0),
+    Mutant(TorchftCore, "any_alive", thinks_of_the_other_kind_all_the_time, "I9", 0),
     Mutant(Handshake, "_compare", gives_way_to_every_newcomer, "I8 I2", 37),
-    Mutant(Job, "_refuse_the_ahead", lets_the_last_say_who_is_ahead, "I8", 0),
+    Mutant(Job, "_refuse_ahead", lets_the_last_say_who_is_ahead, "I8", 0),
     Mutant(SessionCore, "told_refused", takes_an_older_lighthouse_for_the_end, "I8", 11, OLDER_WITH_STANDBY),
     Mutant(ReplicaGroupCore, "_disconnected", gives_a_rank_no_grace, "I8", 0),
     Mutant(ReplicaGroupCore, "_lost_message", names_nobody, "I9", 0),
@@ -1165,8 +1165,8 @@ MUTANTS = [
     Mutant(Job, "_is_stalled", waits_for_who_receives_nothing, "transcript", "scenario_10_long_healing"),
     Mutant(Liveness, "hello", heals_no_more_after_a_redial, "P2", 767),
     Mutant(Job, "_formed", knows_its_own_ids_only, "I1", 68, WITHOUT_PROBES),
-    Mutant(Job, "_refuse_the_ahead", lets_the_ahead_in, "I3", "scenario_12_foreign_states"),
-    Mutant(Job, "_refuse_the_ahead", forgets_whom_it_leaves_out, "I3", 100_959, STANDING_WITH_LINKS),
+    Mutant(Job, "_refuse_ahead", lets_the_ahead_in, "I3", "scenario_12_foreign_states"),
+    Mutant(Job, "_refuse_ahead", forgets_whom_it_leaves_out, "I3", 100_959, STANDING_WITH_LINKS),
     Mutant(quorum, "_lost_state", waits_for_no_state, "I3", 0),
     Mutant(Job, "_patience_ms", waits_no_longer_for_the_paused, "I3", "lost_state"),
     Mutant(Liveness, "_lose", takes_a_stop_for_a_death, "I3", "lost_state"),
@@ -1178,13 +1178,13 @@ MUTANTS = [
     Mutant(StepRecovery, "_agree", loads_without_the_others, "P4", 0),
     # Joining: who belongs to a job.
     Mutant(Handshake, "_compare", compares_nothing, "P6", 17),
-    Mutant(Job, "_standing", believes_the_dead, "I6", 241),
+    Mutant(Job, "_precedence_of", believes_the_dead, "I6", 241),
     Mutant(SessionCore, "_open_newer", says_no_more_what_it_is_made_of, "P6", "scenario_06_members_that_differ"),
-    Mutant(LighthouseCore, "living", takes_both_kinds, "P6", 14),
+    Mutant(LighthouseCore, "any_alive", takes_both_kinds, "P6", 14),
     # Leaving.
     Mutant(Job, "_situation", waits_for_who_has_left, "I6", 0),
-    Mutant(Job, "_release_those_who_left", takes_the_end_of_who_has_left_for_a_loss, "L1", 0),
-    Mutant(Job, "_somebody_heals", releases_a_source_at_once, "transcript", "scenario_20_leaving"),
+    Mutant(Job, "_release_left", takes_the_end_of_who_has_left_for_a_loss, "L1", 0),
+    Mutant(Job, "_is_any_healing", releases_a_source_at_once, "transcript", "scenario_20_leaving"),
     Mutant(GracefulShutdown, "is_due", leaves_with_the_only_state, "transcript", "scenario_20_leaving"),
     # Hangs.
     Mutant(Progress, "is_hung", takes_waiting_for_hanging, "H1", 72),
@@ -1201,7 +1201,7 @@ MUTANTS = [
     # Stragglers.
     Mutant(StragglerPolicy, "limit_ms", takes_a_small_excess_for_slow, "S1", 227, STRAGGLERS),
     Mutant(StragglerWatch, "_why_kept", leaves_anybody_out, "S2", 21, STRAGGLERS),
-    Mutant(Job, "_company", counts_who_can_not_be_reached, "I6", 83, STRAGGLERS_WITH_LINKS),
+    Mutant(Job, "_quorum_context", counts_who_can_not_be_reached, "I6", 83, STRAGGLERS_WITH_LINKS),
     Mutant(Job, "_left_out", forms_with_whom_it_left_out, "S3 I6", 7, STRAGGLERS),
     Mutant(StragglerWatch, "_let_back", lets_back_at_once, "S4", 7, STRAGGLERS),
     Mutant(StragglerWatch, "_let_back", never_lets_back, "I6", 9, STRAGGLERS),
@@ -1214,7 +1214,7 @@ MUTANTS = [
     # The vote.
     Mutant(ReplicaGroupCore, "_merge", takes_rank_0_for_all, "I3", 0),
     Mutant(Votes, "__init__", counts_the_first_vote_for_all, "I5", 0),
-    Mutant(Job, "_refuse_the_late", lets_the_late_train_on, "E1", "job_end"),
+    Mutant(Job, "_refuse_late", lets_the_late_train_on, "E1", "job_end"),
     Mutant(JobEnd, "look", ends_while_a_member_trains, "E1", "job_end"),
     Mutant(Liveness, "_since_ms", takes_everybody_for_a_new_run, "transcript", "job_end"),
     Mutant(Job, "_can_go_on", ends_while_a_lost_member_may_come_back, "E1", "job_end"),
@@ -1225,22 +1225,22 @@ MUTANTS = [
     # Syncs in flight.
     Mutant(StepsInFlight, "_abandon_those_of_other_quorums", goes_on_in_another_quorum, "I3 F1", 7),
     Mutant(StepsInFlight, "aside_ended", lets_only_one_fail, "I5 I6 F1 I3", 0, WITH_SYNCS),
-    Mutant(Asking, "step_started", reports_what_is_in_flight, "F1 I6", 7),
-    Mutant(Asking, "step_started", says_again_what_failed, "I6", 28),
+    Mutant(Starting, "step_started", reports_what_is_in_flight, "F1 I6", 7),
+    Mutant(Starting, "step_started", says_again_what_failed, "I6", 28),
     Mutant(StepsInFlight, "begin", says_nothing_of_what_it_lost, "F1 I3", 56, WITH_SYNCS),
     Mutant(StepsInFlight, "without_quorum", says_nothing_of_what_it_never_heard, "transcript", SYNCS),
     Mutant(syncs, "fragment_of", counts_none_in_flight, "F1", 7),
-    Mutant(Troubles, "_noted", takes_what_it_has_got, "I3 I5", 0),
-    Mutant(ReplicaGroupCore, "_given_before", asks_the_lighthouse_again, "F1", SYNCS),
+    Mutant(Failures, "_noted", takes_what_it_has_got, "I3 I5", 0),
+    Mutant(ReplicaGroupCore, "_repeated_answer", asks_the_lighthouse_again, "F1", SYNCS),
     # The step: who gives what, what fails it, what its verdict changes.
-    Mutant(Asking, "_planned", builds_each_time, "I4", 0),
-    Mutant(Ending, "_cast", votes_in_spite_of_an_error, "I5", 0),
-    Mutant(Ending, "_cast", wishes_nothing, "transcript", "scenario_20_leaving"),
+    Mutant(Starting, "_use_plan", builds_each_time, "I4", 0),
+    Mutant(Ending, "_cast_vote", votes_in_spite_of_an_error, "I5", 0),
+    Mutant(Ending, "_cast_vote", wishes_nothing, "transcript", "scenario_20_leaving"),
     Mutant(Ending, "verdict_arrived", commits_on_a_no, "I5", 0),
     Mutant(Attempt, "is_participating", counts_while_it_heals, "I3", 0),
     Mutant(reducing, "mean_factors", divides_by_the_members, "I3", 0),
-    Mutant(Reducing, "_enters", weighs_what_it_does_not_give, "I3", 0),
-    Mutant(StepsInFlight, "counting", blames_the_newest, "I5 I3 F1", 19, WITH_SYNCS),
+    Mutant(Reducing, "_weight_part", weighs_what_it_does_not_give, "I3", 0),
+    Mutant(StepsInFlight, "find", blames_the_newest, "I5 I3 F1", 19, WITH_SYNCS),
     Mutant(StepsInFlight, "abandon_all", lets_what_was_begun_later_go_on, "I5 I3 I6 F1", 0, WITH_SYNCS),
     Mutant(StepsInFlight, "give_up", gives_up_in_silence, "F1 I3 I6", 3, WITH_SYNCS),
     Mutant(StepsInFlight, "fail_own", fails_only_what_is_in_flight, "I3", 190),
@@ -1250,21 +1250,19 @@ MUTANTS = [
     Mutant(StepRecovery, "state_torn", forgets_that_it_is_torn, "I3", 0),
     Mutant(own_state.OwnState, "compared", compares_with_nobody, "I3", 0, WITH_CHECKS),
     Mutant(own_state.OwnState, "healed", stays_torn, "I6", 0),
-    Mutant(Losses, "_judge", breaks_nothing, "transcript", "scenario_08_notices"),
-    Mutant(Losses, "heard", breaks_by_any_loss, "transcript", "scenario_08_notices"),
+    Mutant(Losses, "_update_broken", breaks_nothing, "transcript", "scenario_08_notices"),
+    Mutant(Losses, "add", breaks_by_any_loss, "transcript", "scenario_08_notices"),
     Mutant(StepState, "fatal_of", knows_no_lost_group, "I6 I5", 0),
     Mutant(GracefulShutdown, "serves_until_ms", serves_nobody_to_the_end, "transcript", "scenario_20_leaving"),
-    Mutant(GracefulShutdown, "told", is_told_of_no_leaving, "transcript", "scenario_20_leaving"),
+    Mutant(GracefulShutdown, "group_left", is_told_of_no_leaving, "transcript", "scenario_20_leaving"),
     Mutant(GracefulShutdown, "gives_up", never_gives_up, "transcript", "scenario_20_leaving"),
     # Several lighthouses; section 6, torchft's lighthouse.
     Mutant(SessionCore, "looked", follows_nobody, "I6", 0, WITH_STANDBY),
     Mutant(Job, "_starts_over", starts_over_at_once, "transcript", "nobody_names_the_quorum"),
-    Mutant(
-        LighthouseCore, "_is_succeeded_by", serves_on_beside_a_newer_one, "transcript", "scenario_05_two_lighthouses"
-    ),
-    Mutant(LighthouseCore, "_stands_in", stands_in_at_the_first_word, "P1", 98, WITH_STANDBY),
+    Mutant(LighthouseCore, "_is_superseded", serves_on_beside_a_newer_one, "transcript", "scenario_05_two_lighthouses"),
+    Mutant(LighthouseCore, "_resumes_service", stands_in_at_the_first_word, "P1", 98, WITH_STANDBY),
     Mutant(compat_group, "_answer_digest", names_no_words, "I2 I4", 0, ON_FOREIGN),
-    Mutant(compat_group, "parted", looks_at_nothing_that_others_have_seen, "F1 I2", 48, ON_FOREIGN),
+    Mutant(compat_group, "unpack_member", looks_at_nothing_that_others_have_seen, "F1 I2", 48, ON_FOREIGN),
     Mutant(compat_group, "_list_digest", looks_at_no_list, "I2 I4", 19, ON_FOREIGN),
 ]
 

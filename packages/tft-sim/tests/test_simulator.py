@@ -68,7 +68,7 @@ REACHED = (
     "a healing needed the rank's own state",
     # how a replica is lost
     "lost: its manager server reports",
-    "lost: its stream broke",
+    "lost: its stream disconnected",
     "lost: silent",
     "lost: gave no sign of life",
     "lost: its process is stopped",

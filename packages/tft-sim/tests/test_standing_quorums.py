@@ -21,9 +21,8 @@ from tft_coord.core.types import QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
 from tft_sim import STANDING_MARKS, InvariantError, SimulationError, play, run_many, simulate
 from tft_sim.cluster import Cluster
-from tft_sim.config import SHORT_TIMEOUTS, Chance, ClusterConfig
+from tft_sim.config import SHORT_TIMEOUTS, Chance, ClusterConfig, TrainerSettings
 from tft_sim.ending import Ending
-from tft_sim.rank import TrainerSettings
 from tft_sim.scenario import ScenarioError
 from tft_sim.simulator import STANDING
 from tft_sim.speaking import Speaking
@@ -68,7 +67,7 @@ class Quiet:
             chunk_ms=lambda _: self.rng.randint(1, 20),
         )
         self.cluster = Cluster(config, chance)
-        self.cluster.observer = self._saw
+        self.cluster.on_effect = self._saw
         self.formed: list[tuple[int, tuple[str, ...]]] = []
         self.cluster.clock.run_until(1_000)
 
@@ -243,7 +242,7 @@ MUTANTS = [
     Mutant(StandingQuorum, "summed", takes_a_lost_word_for_a_yes, 0, "W1 I5"),
     Mutant(Votes, "cast", stands_whatever_the_others_say, "standing_03_words"),
     Mutant(StandingQuorum, "decided", lets_the_others_hang, "standing_03_words"),
-    Mutant(ReplicaGroupCore, "_breaks_alone", tells_no_other_rank, "standing_04_alone"),
+    Mutant(ReplicaGroupCore, "_leave_standing", tells_no_other_rank, "standing_04_alone"),
     Mutant(Job, "_recall", pushes_no_recall, "standing_02_recall"),
     Mutant(LivingQuorum, "news", repeats_no_recall, "standing_02_recall"),
     Mutant(StandingQuorum, "told", ignores_newer_quorums, "standing_07_nobody_starts_over"),

@@ -28,9 +28,10 @@ from tft_sim import (
 )
 from tft_sim.group import SimulatedGroup
 from tft_sim.hang_truth import HangTruth, SentBeat
-from tft_sim.invariants import Attendance, Contribution, Held, Reduced, Round
+from tft_sim.intervals import Intervals
+from tft_sim.invariants import Contribution, Held, Reduced, Round
+from tft_sim.liveness_truth import LivenessTruth
 from tft_sim.process import State
-from tft_sim.stretches import Stretches
 
 
 class TestClock:
@@ -73,15 +74,15 @@ class TestClock:
 
 class TestStretches:
     def test_a_break_after_the_last_word_is_not_told(self) -> None:
-        busy = Stretches()
+        busy = Intervals()
         for is_so, at_ms in ((True, 100), (False, 900), (True, 950)):
-            busy.now(is_so, at_ms)
+            busy.record(is_so, at_ms)
         assert busy.longest_ms(2_000) == 1_050
-        assert busy.believed_ms(2_000, silent_since_ms=950, heard_ms=700) == 1_900
-        assert busy.believed_ms(2_000, silent_since_ms=950, heard_ms=920) == 1_050
-        assert busy.believed_ms(2_000, silent_since_ms=50, heard_ms=0) == 0
-        busy.now(False, 1_500)
-        assert busy.believed_ms(2_000, silent_since_ms=950, heard_ms=700) == 1_400
+        assert busy.observed_ms(2_000, silent_since_ms=950, heard_ms=700) == 1_900
+        assert busy.observed_ms(2_000, silent_since_ms=950, heard_ms=920) == 1_050
+        assert busy.observed_ms(2_000, silent_since_ms=50, heard_ms=0) == 0
+        busy.record(False, 1_500)
+        assert busy.observed_ms(2_000, silent_since_ms=950, heard_ms=700) == 1_400
 
 
 def cable(keepalive_ms: int = 1_000) -> tuple[VirtualClock, Network, Process, Process, list[object], list[object]]:
@@ -239,10 +240,10 @@ class TestNetwork:
         accepted: list[Stream] = []
         network.dial(a, b, accepted=accepted.append, opened=lambda _: None, failed=lambda: None)
         clock.run_until(30)
-        assert accepted[0].stands_since_ms is None
+        assert accepted[0].open_since_ms is None
         clock.run_until(60)
-        assert accepted[0].stands_since_ms is not None
-        assert accepted[0].stands_since_ms > 40
+        assert accepted[0].open_since_ms is not None
+        assert accepted[0].open_since_ms > 40
 
     def test_calls_come_twice_and_streams_do_not(self) -> None:
         clock, network, a, b, heard, answered = cable()
@@ -315,7 +316,7 @@ class TestGroup:
         waiters = [group.join(name) for name in ("a", "b", "c")]
         assert not any(waiter.done for waiter in waiters)
         cuts.clear()
-        group.look()
+        group.update()
         assert [waiter.value for waiter in waiters] == [True] * 3
 
     def test_a_reduction_across_a_cut_waits_for_its_end(self) -> None:
@@ -326,7 +327,7 @@ class TestGroup:
         clock.run_until(100)
         assert not any(waiter.done for waiter in waiters)
         cuts.clear()
-        group.look()
+        group.update()
         clock.run_until(105)
         assert [waiter.value.gradients for waiter in waiters] == [("a's", "b's", "c's")] * 3
 
@@ -340,7 +341,7 @@ class TestGroup:
         assert group.reduce(2, self.given("a")).done
         assert not group.reduce(2, self.given("b")).done
         cuts.clear()
-        group.look()
+        group.update()
         assert waiters["b"].done
         assert waiters["b"].value is None
 
@@ -391,9 +392,9 @@ class TestHangTruth:
         """It is lost by its hang, when beats have been heard that were so late; gives its manager server."""
         clock, timeouts = VirtualClock(), Timeouts(slowest_step_ms=TestHangTruth.LIMIT_MS)
         stub: Any = SimpleNamespace
-        trainer = stub(name="a:1/0", hangs=True, plan=None, phase_since_ms=0, stopped_since_ms=0, busy=Stretches())
+        trainer = stub(name="a:1/0", hangs=True, plan=None, phase_since_ms=0, stopped_since_ms=0, busy=Intervals())
         trainer.alive, trainer.state, trainer.running_since_ms = True, State.RUNNING, 0
-        trainer.busy.now(True, 0)
+        trainer.busy.record(True, 0)
         manager = stub(name="a:1/manager", address="a:1", running_since_ms=0)
         manager.replica = stub(replica_id="a:1", trainers=[trainer], manager=manager, alive=True)
         network = stub(calm_since_ms=lambda *_: 0)
@@ -402,7 +403,7 @@ class TestHangTruth:
         clock.run_until(at_ms)
         for each in late_ms:
             told = SentBeat(Progress(7, Phase.OWN, at_ms - each), sent_ms=at_ms - each, since_ms=0)
-            truth.heard(trainer, 1, told)
+            truth.beat_received(trainer, 1, told)
         truth.lost("a:1", 1)
         return clock, truth, manager
 
@@ -420,26 +421,26 @@ class TestHangTruth:
     ) -> None:
         clock, truth, manager = self.lost_at(2_900, *late_ms)
         clock.run_until(known_at_ms - 1)
-        truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
+        truth.session_opened(manager, Hello("job", "a:1", 2, "a:1"))
         clock.run_until(known_at_ms)
-        truth.opens(manager, Hello("job", "a:1", 1, "a:1"))
-        with pytest.raises(InvariantError, match="H2: a:1/0 hangs still, and a newer session of it is opened"):
-            truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
+        truth.session_opened(manager, Hello("job", "a:1", 1, "a:1"))
+        with pytest.raises(InvariantError, match="H2: a:1/0 still hangs, and its manager server opens a newer session"):
+            truth.session_opened(manager, Hello("job", "a:1", 2, "a:1"))
 
     def test_a_beat_about_what_was_before_tells_nothing_of_a_hang(self) -> None:
         clock, truth, manager = self.lost_at(2_900, 5)
         before = SentBeat(Progress(7, Phase.WAITING, 30), sent_ms=-20, since_ms=-50)
-        truth.heard(manager.replica.trainers[0], 1, before)
+        truth.beat_received(manager.replica.trainers[0], 1, before)
         clock.run_until(5_000)
-        truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
+        truth.session_opened(manager, Hello("job", "a:1", 2, "a:1"))
 
     def test_another_process_and_another_life_may_open_a_session(self) -> None:
         clock, truth, manager = self.lost_at(2_900, 5)
         clock.run_until(5_000)
         other: Any = SimpleNamespace(address="a:2", replica=SimpleNamespace(alive=True))
-        truth.opens(other, Hello("job", "a:1", 2, "a:2"))
+        truth.session_opened(other, Hello("job", "a:1", 2, "a:2"))
         truth.welcomed(Hello("job", "a:1", 1, "a:1"))  # by a lighthouse that has forgotten the loss
-        truth.opens(manager, Hello("job", "a:1", 2, "a:1"))
+        truth.session_opened(manager, Hello("job", "a:1", 2, "a:1"))
 
 
 KEY = QuorumKey(7, 1)
@@ -479,9 +480,9 @@ class TestInvariants:
     def test_a_loss_breaks_the_newest_quorum_of_its_session(self) -> None:
         broken: list[tuple[QuorumKey, str]] = []
 
-        def lighthouse() -> Attendance:
+        def lighthouse() -> LivenessTruth:
             broken.clear()
-            looking = Attendance(1, lambda key, who: broken.append((key, who)))
+            looking = LivenessTruth(1, lambda key, who: broken.append((key, who)))
             for stream, name in enumerate(("a", "b")):
                 looking.welcomed(Hello("job", name, 1, f"{name}:1"), stream)
                 looking.asked(Member(name, session=1), stream)
@@ -495,7 +496,7 @@ class TestInvariants:
         lighthouse().welcomed(Hello("job", "b", 2, "b:2"), 9)
         assert broken == [(KEY, "b")]
         # One that has just started learns of the quorum after the loss, or after its member's successor.
-        new = Attendance(1, lambda key, who: broken.append((key, who)))
+        new = LivenessTruth(1, lambda key, who: broken.append((key, who)))
         broken.clear()
         new.lost("b", 1, dead=True)
         new.welcomed(Hello("job", "c", 1, "c:1", replaces="a"), 3)
@@ -503,7 +504,7 @@ class TestInvariants:
         assert broken == [(KEY, "a"), (KEY, "b")]
 
     def test_who_goes_on_in_a_quorum_holds_the_state_of_its_newest_step(self) -> None:
-        looking = Attendance(1)
+        looking = LivenessTruth(1)
         looking.welcomed(Hello("job", "a", 1, "a:1"), 0)
         looking.asked(Member("a", session=1), 0)
         looking.formed(Quorum(KEY, (Member("a", session=1),)), None)
@@ -516,23 +517,23 @@ class TestInvariants:
         assert not looking.is_last_holder("a")
 
     def test_who_differs_from_those_in_a_quorum_is_no_part_of_its_majority(self) -> None:
-        def lighthouse(size_of_b: str) -> Attendance:
-            looking = Attendance(1)
+        def lighthouse(size_of_b: str) -> LivenessTruth:
+            looking = LivenessTruth(1)
             for stream, (name, size) in enumerate((("a", "2"), ("b", size_of_b))):
                 looking.welcomed(Hello("job", name, 1, f"{name}:1"), stream)
                 looking.asked(Member(name, session=1), stream, None, (FingerprintPart("group world size", size),))
-            looking.asks_no_more(1)
+            looking.request_ended(1)
             return looking
 
         lighthouse("3").formed(Quorum(KEY, (Member("a", session=1),)), None)
-        with pytest.raises(InvariantError, match=r"1 of 2 that live"):
+        with pytest.raises(InvariantError, match=r"1 of 2 live replicas"):
             lighthouse("2").formed(Quorum(KEY, (Member("a", session=1),)), None)
 
     @pytest.mark.parametrize("in_newer", [False, True])
     def test_who_was_only_in_an_older_quorum_is_not_known_to_have_asked(self, in_newer: bool) -> None:
         """A lighthouse without memory knows by the newest quorum alone who has ever asked."""
         a, b, c = (Member(name, session=1) for name in "abc")
-        looking = Attendance(1)
+        looking = LivenessTruth(1)
         looking.reported(Quorum(KEY, (a, b)))
         newer = Quorum(QuorumKey(KEY.quorum_id + 1, 1), (a, b, c) if in_newer else (a, c))
         looking.reported(newer)
@@ -544,24 +545,24 @@ class TestInvariants:
         if not in_newer:
             looking.formed(formed, newer)
             return
-        with pytest.raises(InvariantError, match=r"1 of 2 that live"):
+        with pytest.raises(InvariantError, match=r"1 of 2 live replicas"):
             looking.formed(formed, newer)
 
     @pytest.mark.parametrize("is_refused", [False, True])
     def test_a_job_that_torchft_takes_over_forgets_those_too_whose_stream_just_broke(self, is_refused: bool) -> None:
-        looking = Attendance(1)
+        looking = LivenessTruth(1)
         for stream, name in enumerate("ab"):
             looking.welcomed(Hello("job", name, 1, f"{name}:1", ready=True), stream)
         looking.closed(1)
         if is_refused:
-            looking.turned_out(0)
+            looking.evicted(0)
         looking.welcomed(Hello("job", "c", 1, "c:1", ready=True), 2)
         looking.asked(Member("c", session=1), 2)
         formed = Quorum(KEY, (Member("c", session=1),))
         if is_refused:
             looking.formed(formed, None)
             return
-        with pytest.raises(InvariantError, match=r"1 of 3 that live"):
+        with pytest.raises(InvariantError, match=r"1 of 3 live replicas"):
             looking.formed(formed, None)
 
     def test_one_mean_is_of_one_state(self) -> None:
@@ -604,18 +605,22 @@ class TestInvariants:
 
     def test_syncs_in_flight_are_committed_in_order_and_fail_with_their_quorum(self) -> None:
         def two(looking: Invariants) -> None:
-            looking.started("a", 0, KEY, 0)
-            looking.started("a", 0, KEY, 1)
+            looking.sync_started("a", 0, KEY, 0)
+            looking.sync_started("a", 0, KEY, 1)
 
-        self.broken("F1", two, lambda i: i.started("a", 0, KEY, 1))
-        self.broken("F1", two, lambda i: i.landed("a", 0, KEY, 1))
-        self.broken("F1", two, lambda i: i.landed("a", 0, KEY, 0), lambda i: i.landed("a", 0, KEY, 0))
-        self.broken("F1", two, lambda i: i.fell("a", 0), lambda i: i.landed("a", 0, KEY, 0))
+        self.broken("F1", two, lambda i: i.sync_started("a", 0, KEY, 1))
+        self.broken("F1", two, lambda i: i.sync_committed("a", 0, KEY, 1))
+        self.broken("F1", two, lambda i: i.sync_committed("a", 0, KEY, 0), lambda i: i.sync_committed("a", 0, KEY, 0))
+        self.broken("F1", two, lambda i: i.syncs_discarded("a", 0), lambda i: i.sync_committed("a", 0, KEY, 0))
         newer = QuorumKey(KEY.quorum_id + 1, 1)
-        self.broken("F1", two, lambda i: i.quorum_known("a", 0, newer), lambda i: i.landed("a", 0, KEY, 0))
+        self.broken("F1", two, lambda i: i.quorum_known("a", 0, newer), lambda i: i.sync_committed("a", 0, KEY, 0))
 
     def test_one_name_is_one_state(self) -> None:
-        self.broken("I3", lambda i: i.holds("a", 0, Held(3, 103, "w1")), lambda i: i.holds("b", 0, Held(3, 103, "w2")))
+        self.broken(
+            "I3",
+            lambda i: i.check_state("a", 0, Held(3, 103, "w1")),
+            lambda i: i.check_state("b", 0, Held(3, 103, "w2")),
+        )
 
     def test_a_commit_needs_a_yes_and_happens_once(self) -> None:
         after = Held(4, 104, "w4")

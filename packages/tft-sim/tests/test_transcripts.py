@@ -63,6 +63,8 @@ NEEDED = {
     "standing_07_nobody_starts_over",
     "standing_08_as_before",
     "standing_09_syncs",
+    "standing_10_dies_before_its_word",
+    "standing_11_dies_after_its_word",
 }
 
 

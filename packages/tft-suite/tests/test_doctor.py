@@ -22,7 +22,7 @@ from tft_coord.timeouts import Timeouts
 from tft_lighthouse import LighthouseServer
 from tft_suite.cli.main import exit_code_of
 from tft_suite.doctor.facts import Facts, LighthouseFacts
-from tft_suite.doctor.findings import OURS, findings
+from tft_suite.doctor.findings import PACKAGES, findings
 from tft_suite.doctor.report import report
 from tft_suite.doctor.survey import survey
 
@@ -42,7 +42,7 @@ DESCRIPTION = LighthouseDescription(
 )
 LIGHTHOUSE = LighthouseFacts(address="lh:1", description=DESCRIPTION, local_address="10.0.0.1")
 GOOD = Facts(
-    versions={**dict.fromkeys(OURS, "0.1.0"), "torch": "2.13.0+cpu"},
+    versions={**dict.fromkeys(PACKAGES, "0.1.0"), "torch": "2.13.0+cpu"},
     hostname="node-1",
     interfaces={"eth0": ("10.0.0.1", "fe80::1"), "ib0": ("10.1.0.1",), "lo": ("127.0.0.1",)},
     environ={"TFT_LIGHTHOUSE": "lh:1"},
@@ -84,7 +84,7 @@ def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
         ({"setting_error": "RANK is 'x'; give a whole number"}, ["refuse to start", "RANK is 'x'"], True),
         (
             {"environ": {"TFT_LIGHTHOSE": "a:1", "TFT_OTHER": "x"}},
-            ["TFT_LIGHTHOSE is set", "TFT_LIGHTHOUSE is meant"],
+            ["TFT_LIGHTHOSE is set", "you mean TFT_LIGHTHOUSE"],
             False,
         ),
         ({"token_is_set": False}, ["no shared secret", "TFT_TOKEN"], False),
@@ -93,13 +93,17 @@ def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
         ({"environ": {"GLOO_SOCKET_IFNAME": "eth7"}}, ["GLOO_SOCKET_IFNAME names 'eth7'", "eth0, ib0, lo"], True),
         ({"environ": {"NCCL_SOCKET_IFNAME": "docker"}}, ["NCCL_SOCKET_IFNAME names 'docker'"], True),
         ({"environ": {"GLOO_SOCKET_IFNAME": "ib0"}}, ["is ib0", "lighthouse is eth0"], False),
-        ({"environ": {"GLOO_SOCKET_IFNAME": "lo"}}, ["is lo", "no other machine can reach", "is eth0"], True),
+        ({"environ": {"GLOO_SOCKET_IFNAME": "lo"}}, ["is lo", "no other machine can reach", "set it to eth0"], True),
         (
             {"lighthouses": lighthouse(description=None, trouble="the lighthouse at lh:1: nothing")},
             ["lh:1: nothing"],
             True,
         ),
-        ({"lighthouses": lighthouse(description=None, is_foreign=True)}, ["lh:1", "heartbeat time-out alone"], False),
+        (
+            {"lighthouses": lighthouse(description=None, is_foreign=True)},
+            ["lh:1", "its heartbeat timeout"],
+            False,
+        ),
         (
             {
                 "lighthouses": lighthouse(
@@ -198,7 +202,7 @@ def test_a_lighthouse_without_the_secret_that_is_set_here_is_said() -> None:
     with LighthouseServer("127.0.0.1:0") as served:
         with_secret = survey({"TFT_TOKEN": "a-long-enough-secret"}, lighthouse=served.address, timeout=SOON)
         without = survey({}, lighthouse=served.address, timeout=SOON)
-    said = f"a shared secret is set here, and the lighthouse at {served.address} has none"
+    said = f"a shared secret is set here, but the lighthouse at {served.address} has none"
     assert [finding.is_problem for finding in findings(with_secret) if said in finding.sentence] == [False]
     assert not any(said in finding.sentence for finding in findings(without))
 
@@ -236,7 +240,7 @@ def test_torchfts_lighthouse_is_of_use() -> None:
 def test_another_programs_grpc_server_is_no_lighthouse(capsys: pytest.CaptureFixture[str]) -> None:
     with grpc_server() as address:
         told = said_by_both(capsys, address)
-    assert "is no lighthouse: a gRPC server of another kind answers there" in told
+    assert "is not a lighthouse: another gRPC service answers there" in told
 
 
 def test_the_command_prints_and_exits(
@@ -269,7 +273,7 @@ def test_nobody_there_is_a_problem_and_not_a_hang(capsys: pytest.CaptureFixture[
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         told = said_by_both(capsys, address)
-    assert f"the lighthouse at {address} can't be reached: nobody listens there (connection refused)" in told
+    assert f"the lighthouse at {address} can't be reached: no server listens there (connection refused)" in told
 
 
 def said_by_both(capsys: pytest.CaptureFixture[str], address: str) -> str:
@@ -301,7 +305,7 @@ def test_an_http_server_is_no_lighthouse(capsys: pytest.CaptureFixture[str]) -> 
         finally:
             server.shutdown()
             thread.join()
-    assert "is no lighthouse: an HTTP server answers there" in told
+    assert "is not a lighthouse: an HTTP server answers there" in told
 
 
 @pytest.mark.parametrize(
@@ -332,7 +336,7 @@ def test_a_lighthouse_that_is_busy_for_long_is_given_its_time(capsys: pytest.Cap
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         assert exit_code_of(["doctor", "--lighthouse", address, "--timeout", "0.3"]) == 1
-    assert "can't be reached within 0.3 s (--timeout): a server takes the connection" in capsys.readouterr().out
+    assert "can't be reached within 0.3 s (--timeout): a server accepts the connection" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:port", "http://[::1", ","])

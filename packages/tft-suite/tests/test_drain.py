@@ -51,7 +51,7 @@ def test_each_lighthouse_of_the_list_is_asked(
         ):
             client.quorum(0, RankRequest(step=0, lineage=initial_lineage("of-this-shell")), minute)
             assert exit_code_of(["drain", "a"]) == 0
-            assert "a of job of-this-shell was asked to leave" in capsys.readouterr().out
+            assert "asked a of job of-this-shell to leave" in capsys.readouterr().out
         assert exit_code_of(["drain", "a", "--job", "another"]) == 2
         told = capsys.readouterr().err
         assert told.count("this lighthouse knows no job 'another'") == 2
@@ -67,7 +67,7 @@ def test_what_is_no_lighthouse_of_ours_is_said(capsys: pytest.CaptureFixture[str
             assert exit_code_of(["drain", "a", "--lighthouse", f"127.0.0.1:{port}"]) == 2
         finally:
             server.stop(None).wait()
-    assert "is no lighthouse: a gRPC server of another kind answers there" in capsys.readouterr().err
+    assert "is not a lighthouse: another gRPC service answers there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,9 @@ def test_a_replica_can_speak_only_for_itself_and_not_of_the_time() -> None:
     ("message", "named"),
     [
         (b"\xff", "not JSON"),
-        (b"[1]", "names no event"),
-        (b'{"event": "ProcessKilled", "step": 1}', "names no event"),
-        (b'{"event": ["x"]}', "names no event"),
+        (b"[1]", "is not an event"),
+        (b'{"event": "ProcessKilled", "step": 1}', "is not an event"),
+        (b'{"event": ["x"]}', "is not an event"),
         (b'{"event": "StepDiscarded", "step": 1}', "has the fields"),
         (b'{"event": "HealingStarted", "more": 2}', "has the fields"),
         (b'{"event": "StepDiscarded", "reason": "", "step": "1"}', "step='1'"),

@@ -8,12 +8,12 @@ from signal import SIGKILL
 from demo_script import a_good_run, committed, done, ended, killed, started, together
 
 from tft_suite.demo.events import Event, ProcessEnded, ProcessKilled, StepCommitted, TrainingEnded
-from tft_suite.demo.report import Fault, make_report, what_is_wrong
+from tft_suite.demo.report import Fault, make_report, problems_of
 
 
 def wrong_with(events: list[Event], *, kills: int = 1, error: str | None = None) -> tuple[str, ...]:
     report = make_report(events, replicas=3, steps=10, wall_s=11.0)
-    return what_is_wrong(report, events, kills=kills, error=error)
+    return problems_of(report, events, kills=kills, error=error)
 
 
 def test_a_good_run() -> None:
@@ -79,13 +79,13 @@ def without(events: list[Event], *kinds: type[Event], replica: int) -> list[Even
 
 def test_a_replica_that_did_not_come_to_the_end() -> None:
     assert wrong_with(without(a_good_run(), TrainingEnded, ProcessEnded, replica=2)) == (
-        "replica 2 did not come to its last step; see its log.",
+        "replica 2 did not reach its last step; see its log.",
     )
 
 
 def test_a_replica_that_was_killed_at_the_end_is_not_there() -> None:
     events = [*a_good_run()[:-3], killed(2, 10, 10.6), ended(2, 10.6, -SIGKILL), started(2, 10.7)]
-    assert "replica 2 did not come to its last step; see its log." in wrong_with(events, kills=2)
+    assert "replica 2 did not reach its last step; see its log." in wrong_with(events, kills=2)
 
 
 def test_a_replica_that_ended_elsewhere() -> None:
@@ -103,7 +103,7 @@ def test_replicas_that_differ() -> None:
 
 def test_a_net_that_reads_badly() -> None:
     events = [*without(a_good_run(), TrainingEnded, replica=2), done(2, 10, 10.6, accuracy=0.9494)]
-    assert wrong_with(events) == ("the test accuracy is 0.949; at least 0.95 is asked for.",)
+    assert wrong_with(events) == ("the test accuracy is 0.949; at least 0.95 is required.",)
 
 
 def test_a_killed_replica_that_only_watched() -> None:
@@ -114,12 +114,12 @@ def test_a_killed_replica_that_only_watched() -> None:
         for event in a_good_run()
     ]
     assert wrong_with(events) == (
-        "replica 1 was killed at step 4 and committed no step together with the others again; raise --steps.",
+        "replica 1 was killed at step 4 and committed no later step with other replicas; raise --steps.",
     )
 
 
 def test_kills_whose_turn_never_came() -> None:
-    assert wrong_with(a_good_run(), kills=3) == ("1 of 3 kills were made: the others' turn never came; raise --steps.",)
+    assert wrong_with(a_good_run(), kills=3) == ("only 1 of 3 scheduled kills happened; raise --steps.",)
 
 
 def test_a_run_that_was_given_up_says_why_and_not_what_follows_from_it() -> None:

@@ -1,4 +1,4 @@
-"""The dice of the kills, and what settings are refused."""
+"""The rng of the kills, and what settings are refused."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from demo_script import a_good_run, started
 from matplotlib.image import imread
 
-from tft_suite.demo.story import State
+from tft_suite.demo.run_state import State
 from tft_suite.demo.timeline import Span, draw, lanes
 
 

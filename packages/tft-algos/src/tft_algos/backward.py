@@ -34,7 +34,7 @@ def reductions_of(manager: Manager) -> BackwardReductions:
     return _of_manager.setdefault(manager, BackwardReductions())
 
 
-def tell_parameters(manager: object, *models: torch.nn.Module, strides: bool = False) -> None:
+def fingerprint_parameters(manager: object, *models: torch.nn.Module, strides: bool = False) -> None:
     """Add the parameters of models to the Manager's fingerprint, if the Manager supports it.
 
     Args:
@@ -89,8 +89,8 @@ def check_model(manager: object, module: object, strategy: str) -> None:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, nothing is sharded
     if any(isinstance(part, getattr(fsdp, "FSDPModule", ())) for part in module.modules()):
         raise ConfigError(
-            f"the module is sharded by fully_shard, which reduces its gradients where {strategy} sees none of them; "
-            "call reduce_across(manager, module) in its place, or shard over a mesh from extend_mesh"
+            f"the module is sharded by fully_shard, which reduces gradients where {strategy} can't see them; call "
+            "reduce_across(manager, module) instead, or shard over a mesh from extend_mesh"
         )
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     if any(isinstance(part, embeddings) and part.sparse for part in module.modules()):
@@ -128,9 +128,10 @@ class Frozen:
         for name, parameter in self._parameters:
             if parameter.requires_grad:
                 raise UsageError(
-                    f"parameter {name} was unfrozen after {self._strategy} was made, which does not reduce its "
-                    "gradient; have all that will be trained require gradients when the module is wrapped, and freeze "
-                    "the rest afterwards (find_unused_parameters=True lets torch's buckets do without it)"
+                    f"parameter {name} was unfrozen after {self._strategy} was made, so its gradient is not reduced; "
+                    "let every parameter that will be trained require gradients when the module is wrapped, and freeze "
+                    "parameters afterwards (with find_unused_parameters=True, torch's buckets accept parameters "
+                    "without gradients)"
                 )
 
 
@@ -189,8 +190,8 @@ class BackwardReductions:
         """
         if manager.strategy.verdict is not None:
             raise UsageError(
-                f"a backward pass reduces gradients after step {manager.current_step()} was voted on; call zero_grad() "
-                "before it, and step() after the last backward pass of a step"
+                f"a backward pass reduces gradients after the vote on step {manager.current_step()}; call zero_grad() "
+                "before the backward pass, and step() after the last backward pass of a step"
             )
         self._forget_others(manager)
         # Register this once for each tensor, because a pass may contain passes that end first.

@@ -70,7 +70,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
             ("group_rank", group_rank, num_replicas),
         ):
             if not 0 <= rank < limit:
-                raise ConfigError(f"{name} is {rank} of {limit}; ranks count from 0 and stay below their number")
+                raise ConfigError(f"{name} is {rank}; give a rank from 0 to {limit - 1}")
         self.global_rank = group_rank + num_replicas * replica_rank
         self.global_world_size = num_replicas * num_replica_groups
         super().__init__(dataset, num_replicas=self.global_world_size, rank=self.global_rank, **kwargs)

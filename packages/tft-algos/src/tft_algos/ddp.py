@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel.distributed import _find_tensors
 
-from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
+from tft_algos.backward import Frozen, at_end_of_backward, check_model, fingerprint_parameters, reductions_of
 from tft_algos.errors import ConfigError, UnsupportedFeatureError, UsageError
 from tft_algos.manager import Manager
 from tft_algos.manager.quorum.fingerprint import strides_of
@@ -35,13 +35,12 @@ _GRAPH = "tft-graph"
 
 # Arguments of torch's class that are not supported here, and their replacements.
 _REFUSED = {
-    "mixed_precision": "it needs the place of the hook that reduces across replicas; use torch.autocast, or parameters "
-    "of the dtype that you want",
+    "mixed_precision": "it would replace the hook that reduces gradients across replicas; use torch.autocast, or "
+    "parameters of the dtype that you want",
     "delay_all_reduce_named_params": "those parameters would not be reduced across replicas; leave it out",
-    "param_to_hook_all_reduce": "it goes with delay_all_reduce_named_params, which does not exist here; leave it out",
-    "skip_all_reduce_unused_params": "a bucket that one replica skips and another does not would end both; leave it "
-    "out",
-    "device_mesh": "the groups of a mesh are fixed, and replicas come and go; give the mesh's own group as "
+    "param_to_hook_all_reduce": "it goes with delay_all_reduce_named_params, which is not supported; leave it out",
+    "skip_all_reduce_unused_params": "a bucket that only some replicas skip makes the reduction fail; leave it out",
+    "device_mesh": "the groups of a mesh are fixed, but the set of replicas changes; give the mesh's own group as "
     "process_group, if this replica group has several processes",
 }
 
@@ -101,7 +100,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     ) -> None:
         for name, instead in _REFUSED.items():
             if kwargs.get(name) not in (None, False):
-                raise UnsupportedFeatureError(f"{name} does not exist here: {instead}")
+                raise UnsupportedFeatureError(f"{name} is not supported: {instead}")
         check_model(manager, module, "DistributedDataParallel")
         refuse_strategy(manager, "DistributedDataParallel")
         kwargs.setdefault("gradient_as_bucket_view", True)
@@ -129,7 +128,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         super().__init__(module, process_group=maps or group, **kwargs)
         if self._use_python_reducer:
             raise UnsupportedFeatureError(
-                "torch's reducer in Python asks for a process group that does not change; set "
+                "torch's Python reducer needs a process group that does not change; set "
                 "torch._dynamo.config.optimize_ddp to another mode than 'python_reducer'"
             )
         row = reductions_of(manager)
@@ -160,7 +159,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._lay_out_buckets()
         self._strides = {name: (parameter, strides_of(parameter)) for name, parameter in module.named_parameters()}
         self._frozen = Frozen(module, "DistributedDataParallel", self.parameters_to_ignore)
-        tell_parameters(manager, module, strides=True)
+        fingerprint_parameters(manager, module, strides=True)
         row.add(self)
 
     def _lay_out_buckets(self) -> None:
@@ -169,8 +168,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.reducer._push_all_rebuilt_params()
         if not self.reducer._rebuild_buckets():
             raise ConfigError(
-                f"torch {torch.__version__} did not lay out its gradient buckets at the start, so that replicas which "
-                "join later would have others; use torch 2.11 to 2.15"
+                f"torch {torch.__version__} did not build its gradient buckets at the start, so replicas that join "
+                "later would have other buckets; use torch 2.11 to 2.15"
             )
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
@@ -268,14 +267,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def _reset(self) -> None:
         """Reset torch's reducer, so that it expects no backward pass.
 
-        Raises: UsageError: torch would lay out its buckets anew, and differently from the other replicas.
+        Raises: UsageError: torch would lay out its buckets again, and differently from the other replicas.
         """
         for name, (parameter, strides) in self._strides.items():
             if strides_of(parameter) != strides:
                 raise UsageError(
-                    f"the memory format of parameter {name} was changed after DistributedDataParallel was made, so "
-                    "that its gradient would be reduced in another layout than on the other replicas; convert the "
-                    "module before it is wrapped"
+                    f"the memory format of parameter {name} was changed after DistributedDataParallel was made, so its "
+                    "gradient would have another layout than on the other replicas; convert the module before wrapping "
+                    "it"
                 )
         self._awaited = None
         self.reducer._reset_state()
@@ -300,7 +299,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         Raises: UnsupportedFeatureError: always.
         """
         raise UnsupportedFeatureError(
-            f"the gradients are reduced across replicas by the Manager, in the place of a communication hook, so "
+            "the Manager uses the communication hook to reduce gradients across replicas, so "
             f"{getattr(hook, '__qualname__', hook)} can't be registered"
         )
 
@@ -308,8 +307,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         # Torch takes a stream for them before it registers its hook, which fails without an accelerator.
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
             raise UnsupportedFeatureError(
-                "optimizers that step in the backward pass can't be used: they would step before the vote; give their "
-                "parameters to one that does not, and wrap it in Optimizer"
+                "optimizers that step in the backward pass are not supported, because they would step before the vote; "
+                "give their parameters to another optimizer, and wrap it in Optimizer"
             )
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> NoReturn:
@@ -329,7 +328,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         Raises: UnsupportedFeatureError: always.
         """
         raise UnsupportedFeatureError(
-            "join does not exist here: a replica whose data has ended shuts its Manager down, and the others go on"
+            "join is not supported; shut the Manager down on a replica that has no more data, and the others continue"
         )
 
     def join_hook(self, **kwargs: Any) -> NoReturn:
@@ -453,16 +452,18 @@ class _UsedMaps(ProcessGroup):
     # The Manager and the other group control its life. Torch never calls these.
 
     def configure(self, store_addr: str, rank: int, world_size: int, **identity: Any) -> NoReturn:
-        raise UnsupportedFeatureError("the group of a DistributedDataParallel is configured by its Manager")
+        raise UnsupportedFeatureError("only the Manager of a DistributedDataParallel can configure its group")
 
     def abort(self) -> NoReturn:
-        raise UnsupportedFeatureError("the group of a DistributedDataParallel is aborted by its Manager")
+        raise UnsupportedFeatureError("only the Manager of a DistributedDataParallel can abort its group")
 
     def errored(self) -> None:
         return None
 
     def set_timeout(self, timeout: timedelta) -> NoReturn:
-        raise UnsupportedFeatureError("the time-out of a DistributedDataParallel's reductions is its Manager's")
+        raise UnsupportedFeatureError(
+            "only the Manager of a DistributedDataParallel can set the timeout of its reductions"
+        )
 
     def shutdown(self) -> None:
         """Do nothing, because this group owns nothing."""

@@ -24,7 +24,7 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
     return isinstance(value, getattr(module, "DTensor", ()))
 
 
-def cut_like(whole: torch.Tensor, like: DTensor) -> DTensor:
+def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     """Return this rank's part of a tensor that every rank holds whole, sharded as `like` is. Does not communicate.
 
     The part has memory of its own, unless the part is the whole tensor.
@@ -34,7 +34,7 @@ def cut_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def made_of(part: torch.Tensor, like: DTensor) -> DTensor:
+def dtensor_of(part: torch.Tensor, like: DTensor) -> DTensor:
     """Return the DTensor whose parts the ranks hold, sharded as `like` is. Does not communicate or copy.
 
     Args:

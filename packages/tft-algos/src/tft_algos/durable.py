@@ -71,7 +71,7 @@ REMOVING: Final = ".tft-removing-"
 LOCK: Final = ".lock"
 MOST_MANIFEST_BYTES: Final = 64 << 20
 READ_BYTES: Final = 1 << 20
-LOOKS: Final = 3
+MAX_SEARCHES: Final = 3
 MOST_NAMED: Final = 8
 
 _NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,13})(?:\.([1-9][0-9]{0,3}))?")
@@ -147,14 +147,14 @@ class DurableCheckpoint:
                 raise ConfigError(f"optimizers holds a {type(each).__name__}; give torch.optim.Optimizers")
         others = {} if others is None else others
         if not isinstance(others, Mapping):
-            raise ConfigError(f"others is a {type(others).__name__}; give a mapping of names to what is saved")
+            raise ConfigError(f"others is a {type(others).__name__}; give a mapping of names to Stateful objects")
         for key, other in others.items():
             if not isinstance(key, str):
-                raise ConfigError(f"others has the key {key!r}; give texts")
+                raise ConfigError(f"others has the key {key!r}; give strings as keys")
             if not isinstance(other, Stateful):
                 raise ConfigError(
-                    f"others has a {type(other).__name__} under {key!r}, whose state can't be saved; give what has "
-                    "state_dict and load_state_dict"
+                    f"others has a {type(other).__name__} under {key!r}, whose state can't be saved; give an object "
+                    "with state_dict and load_state_dict"
                 )
         self._manager = manager
         self._directory = Path(directory)
@@ -169,7 +169,7 @@ class DurableCheckpoint:
         if self._world_size > 1:
             group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
             if group is None or group.size() != self._world_size:
-                has = "there is none" if group is None else f"this one has {group.size()}"
+                has = "there is none" if group is None else f"the given one has {group.size()}"
                 raise ConfigError(
                     f"a checkpoint of a replica group with {self._world_size} ranks needs a process group of them, and "
                     f"{has}; call torch.distributed.init_process_group, or give process_group"
@@ -209,14 +209,14 @@ class DurableCheckpoint:
         if not status.committed or status.participating_rank != 0:
             return None
         # All ranks must know what one rank alone knows. Otherwise they would wait for this rank below.
-        if not self._all_say(not status.is_torn):
+        if not self._all_agree(not status.is_torn):
             return None
         step = status.step
         begun = time.monotonic()
-        state = self._taken(step)
+        state = self._take_state(step)
         writer = _Writer(self._directory, f"{manager.replica_id} {status.attempt}", step, self._world_size)
         try:
-            with self._explaining(step, "write"):
+            with self._converting_errors(step, "write"):
                 self._on_rank_0(writer.begin, step)
                 with self._together(step, "write"), _without_dcp_warnings():
                     save(
@@ -275,14 +275,14 @@ class DurableCheckpoint:
             found.append(manifest)
             return _place_of(path)[0] * 10_000 + _place_of(path)[1]
 
-        with self._explaining(step, "read"):
+        with self._converting_errors(step, "read"):
             chosen = self._on_rank_0(choose, step)
             if chosen < 0:
                 return None
             step, number = divmod(chosen, 10_000)
             path = self._directory / (f"step-{step}.{number}" if number else f"step-{step}")
             manifest = found[0] if found else _read_manifest(path)
-        with self._explaining(step, "load", path):
+        with self._converting_errors(step, "load", path):
             state = self._state()
             metadata = read_metadata(path)
             saved = metadata.planner_data
@@ -291,7 +291,7 @@ class DurableCheckpoint:
                 without = _leave_out(state["optimizer"]["state"], saved)
                 if without:
                     logger.info(
-                        "[%s/%d] no gradient had reached %s by step %d, so no optimizer state is there for them",
+                        "[%s/%d] the checkpoint has no optimizer state for %s, which had no gradient by step %d",
                         self._manager.replica_id,
                         self._rank,
                         _named(without),
@@ -343,7 +343,7 @@ class DurableCheckpoint:
                     converted.append(f"{keys[1]} from {dtypes[0]} to {dtypes[1]}")
         unread = sorted(there["model"] - set(state["model"]))
         if unread:
-            raise ValueError(f"it is of a model that has {_named(unread)}, which this one has not")
+            raise ValueError(f"the saved model has {_named(unread)}, which this model lacks")
         if converted:
             logger.warning(
                 "[%s/%d] %d tensors of the model have another dtype in the checkpoint and are converted: %s",
@@ -354,13 +354,13 @@ class DurableCheckpoint:
             )
         if unread := sorted(there["others"] - set(self._others)):
             logger.warning(
-                "[%s/%d] the checkpoint has the state of %s, of which there is nothing here, so it is not read",
+                "[%s/%d] ignored the saved state of %s, because `others` has no such key",
                 self._manager.replica_id,
                 self._rank,
                 _named(unread),
             )
 
-    def _taken(self, step: int) -> dict[str, Any]:
+    def _take_state(self, step: int) -> dict[str, Any]:
         """Return the state to save.
 
         Raises: DurableCheckpointError: on every rank, if one rank can't give its state.
@@ -368,14 +368,14 @@ class DurableCheckpoint:
         error: DurableCheckpointError | None = None
         state: dict[str, Any] = {}
         try:
-            with self._explaining(step, "take"):
+            with self._converting_errors(step, "take"):
                 state = self._state()
         except DurableCheckpointError as failure:
             error = failure
-        if not self._all_say(error is None) and error is None:
+        if not self._all_agree(error is None) and error is None:
             error = DurableCheckpointError(
-                f"another rank of replica {self._manager.replica_id} could not give its state of step {step} for the "
-                "checkpoint; its own error says why, and the earlier checkpoints are as they were",
+                f"another rank of replica {self._manager.replica_id} could not return its state of step {step} for "
+                "the checkpoint; see the error of that rank (earlier checkpoints are unchanged)",
                 path=str(self._directory),
                 step=step,
             )
@@ -394,18 +394,18 @@ class DurableCheckpoint:
             yield
         except (Exception, CheckpointException) as raised:
             error = raised
-        if self._all_say(error is None):
+        if self._all_agree(error is None):
             return
         if error is not None:
             raise error
         raise DurableCheckpointError(
             f"another rank of replica {self._manager.replica_id} could not {verb} its part of the checkpoint of step "
-            f"{step} in {path or self._directory}; its own error says why",
+            f"{step} in {path or self._directory}; see the error of that rank",
             path=str(path or self._directory),
             step=step,
         )
 
-    def _all_say(self, yes: bool) -> bool:
+    def _all_agree(self, yes: bool) -> bool:
         """Return whether all ranks of this group say yes."""
         if self._group is None:
             return yes
@@ -437,14 +437,14 @@ class DurableCheckpoint:
             raise error
         if told.item() == -2:
             raise DurableCheckpointError(
-                f"rank 0 of replica {self._manager.replica_id} could not use {self._directory}; its own error says why",
+                f"rank 0 of replica {self._manager.replica_id} could not use {self._directory}; see that rank's error",
                 path=str(self._directory),
                 step=step,
             )
         return int(told.item())
 
     @contextlib.contextmanager
-    def _explaining(self, step: int | None, verb: str, path: Path | None = None) -> Iterator[None]:
+    def _converting_errors(self, step: int | None, verb: str, path: Path | None = None) -> Iterator[None]:
         """Convert any error inside to a DurableCheckpointError that names the place and the step."""
         try:
             yield
@@ -458,10 +458,10 @@ class DurableCheckpoint:
                 cause, _ = min(error.failures.items())[1]
                 of_step += f" (rank {self._rank})"
             advice = {
-                "take": "mend what raised it; nothing was written, and the earlier checkpoints are as they were",
-                "write": "make room or mend the permissions; the earlier checkpoints are as they were",
-                "read": "mend the permissions, or give another directory",
-                "load": "give the model, the optimizers and the others that were saved",
+                "take": "fix the function that raised it (nothing was written, and earlier checkpoints are unchanged)",
+                "write": "free disk space or fix the permissions (earlier checkpoints are unchanged)",
+                "read": "fix the permissions, or give another directory",
+                "load": "give the same model, optimizers and others that were saved",
             }[verb]
             raise DurableCheckpointError(
                 f"replica {self._manager.replica_id} could not {verb} the checkpoint{of_step} in {where}: "
@@ -513,7 +513,7 @@ class _Writer:
         _remove_leftovers(self._directory)
         self._lock = _take_lock(_lock_of(self.place))
         if self._lock is None:
-            raise FileExistsError(f"{self.place} is being written already")
+            raise FileExistsError(f"another writer already uses {self.place}")
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
 
@@ -526,8 +526,7 @@ class _Writer:
             elsewhere = sorted(written - {*files})
         if elsewhere:
             raise FileNotFoundError(
-                f"{', '.join(elsewhere[:MOST_NAMED])} can't be seen from rank 0; all ranks of a group write into one "
-                "directory"
+                f"rank 0 can't see {', '.join(elsewhere[:MOST_NAMED])}; give all ranks of a group the same directory"
             )
         body = json.dumps(
             {"format": FORMAT, "step": self._step, "manager": dict(manager), "files": files}, sort_keys=True
@@ -600,7 +599,7 @@ def _remove_leftovers(directory: Path) -> None:
             try:
                 lock = _take_lock(_lock_of(place))
             except OSError as error:
-                logger.warning("could not look whether the writer of %s lives, so it stays: %s", place, error)
+                logger.warning("can't tell whether the writer of %s is alive, so its files are kept: %s", place, error)
                 continue
             if lock is not None:
                 shutil.rmtree(place, ignore_errors=True)
@@ -619,7 +618,7 @@ def _retire(directory: Path, newest: Path, keep: int) -> None:
     try:
         found = _checkpoints(directory)
     except OSError as error:
-        logger.warning("could not look for old checkpoints in %s: %s", directory, error)
+        logger.warning("could not list old checkpoints in %s: %s", directory, error)
         return
     for path in found:
         if _place_of(path) < _place_of(newest):
@@ -678,7 +677,7 @@ def _checkpoints(directory: Path) -> list[Path]:
 def _place_of(path: Path) -> tuple[int, int]:
     """Return the step and the number in the name of a checkpoint."""
     match = _NAME.fullmatch(path.name)
-    assert match is not None, f"{path} is not called like a checkpoint"
+    assert match is not None, f"{path} does not have the name of a checkpoint"
     return int(match[1]), int(match[2] or 0)
 
 
@@ -691,7 +690,7 @@ def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) ->
     Raises: DurableCheckpointError: checkpoints exist and none is complete, or the given step has none.
     """
     unfit: dict[str, str] = {}
-    for _ in range(LOOKS):  # a running job may remove old checkpoints during the search
+    for _ in range(MAX_SEARCHES):  # a running job may remove old checkpoints during the search
         try:
             candidates = _checkpoints(directory)
         except FileNotFoundError:
@@ -705,15 +704,15 @@ def _newest(directory: Path, step: int | None, reading: contextlib.ExitStack) ->
                     manifest = _verify(path)
                 except _DamagedError as error:
                     unfit[path.name] = str(error)
-                    logger.warning("%s is no whole checkpoint and is not taken: %s", path, error)
+                    logger.warning("skipped %s, which is not a complete checkpoint: %s", path, error)
                     continue
                 reading.enter_context(looking.pop_all())
                 return path, manifest
         if not unfit and step is None:
             return None, None
-    told = "; ".join(f"{name}: {reason}" for name, reason in unfit.items()) or "there is none of that step"
+    told = "; ".join(f"{name}: {reason}" for name, reason in unfit.items()) or "none exists for that step"
     raise DurableCheckpointError(
-        f"no checkpoint in {directory} is whole ({told}); give another directory, or an empty one to begin anew",
+        f"no checkpoint in {directory} is complete ({told}); give another directory, or an empty one to start anew",
         path=str(directory),
         step=step,
     )
@@ -728,16 +727,16 @@ def _verify(path: Path) -> _Manifest:
     try:
         there = {entry.name for entry in path.iterdir()} - {MANIFEST}
         if there != set(manifest.files):
-            raise _DamagedError(f"its files are not those of its manifest: {sorted(there ^ set(manifest.files))[:4]}")
+            raise _DamagedError(f"its files differ from its manifest: {sorted(there ^ set(manifest.files))[:4]}")
         for name, (size, digest) in manifest.files.items():
             if not (path / name).is_file():
-                raise _DamagedError(f"{name} is no file")
+                raise _DamagedError(f"{name} is not a file")
             if (path / name).stat().st_size != size:
-                raise _DamagedError(f"{name} has {(path / name).stat().st_size} bytes, and had {size}")
+                raise _DamagedError(f"{name} has {(path / name).stat().st_size} bytes instead of {size}")
             if _digest_of(path / name) != digest:
-                raise _DamagedError(f"{name} was changed")
+                raise _DamagedError(f"the digest of {name} is wrong")
     except OSError as error:
-        raise _DamagedError(f"it can't be read: {error}") from error
+        raise _DamagedError(f"its files can't be read: {error}") from error
     return manifest
 
 
@@ -754,21 +753,21 @@ def _read_manifest(path: Path) -> _Manifest:
     except OSError as error:
         raise _DamagedError(f"its manifest can't be read: {error}") from error
     if hashlib.blake2b(body, digest_size=32).hexdigest().encode() != digest:
-        raise _DamagedError("its manifest was changed")
+        raise _DamagedError("the digest of its manifest is wrong")
     try:
         said = json.loads(body)
         if said["format"] != FORMAT:
             raise _DamagedError(f"its format is {said['format']}, and this release reads {FORMAT}")
         if said["step"] != _place_of(path)[0]:
-            raise _DamagedError(f"it is one of step {said['step']}")
+            raise _DamagedError(f"its manifest is of step {said['step']}")
         files = {name: (int(size), str(digest)) for name, (size, digest) in said["files"].items()}
         if said["manager"]["step"] != said["step"]:
-            raise _DamagedError(f"it has the state of a Manager at step {said['manager']['step']}")
+            raise _DamagedError(f"its Manager's state is of step {said['manager']['step']}")
         if any(type(said["manager"][name]) is not int for name in ("step", "batches_committed")):
-            raise _DamagedError("the state of its Manager is not of whole numbers")
+            raise _DamagedError("its Manager's state has values that are not whole numbers")
         return _Manifest(int(said["step"]), dict(said["manager"]), files)
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise _DamagedError(f"its manifest is none of ours: {error!r}") from error
+        raise _DamagedError(f"unrecognised manifest format: {error!r}") from error
 
 
 def _digest_of(path: Path) -> str:

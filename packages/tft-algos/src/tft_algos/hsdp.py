@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tft_algos.backward import reductions_of, tell_parameters
+from tft_algos.backward import fingerprint_parameters, reductions_of
 from tft_algos.errors import ConfigError, UnsupportedFeatureError
 from tft_algos.manager import Manager
 from tft_algos.manager.quorum.rank0_groups import refuse_strategy
@@ -76,7 +76,7 @@ def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
     """
     _checked(manager)
     if not models:
-        raise ConfigError("reduce_across was given no model; give those that fully_shard has sharded")
+        raise ConfigError("reduce_across was given no model; give the models that fully_shard has sharded")
     parts: dict[int, _Part] = {}
     for model in models:
         found = list(_parts_of(model))
@@ -84,7 +84,7 @@ def reduce_across(manager: Manager, *models: torch.nn.Module) -> None:
         parts.update((id(part.group), part) for part in found)
     for part in parts.values():
         part.set_hook(_hook(manager, part))
-    tell_parameters(manager, *models)
+    fingerprint_parameters(manager, *models)
 
 
 @final
@@ -196,8 +196,8 @@ def _parts_of(model: torch.nn.Module) -> Iterator[_Part]:
                 yield part
         except AttributeError as error:
             raise UnsupportedFeatureError(
-                f"torch {torch.__version__} keeps what fully_shard made otherwise than 2.11 to 2.15 ({error}); use one "
-                "of these, or extend_mesh"
+                f"torch {torch.__version__} stores the state of fully_shard differently from torch 2.11 to 2.15 "
+                f"({error}); use one of these versions, or extend_mesh"
             ) from error
 
 
@@ -249,9 +249,9 @@ def _check(model: torch.nn.Module, parts: list[_Part]) -> None:
     ]:
         raise ConfigError(
             f"fully_shard has not sharded {', '.join(left[:3])}{f' and {len(left) - 3} more' if left[3:] else ''} of "
-            f"this {what}, so that each replica would train on with its own: call fully_shard on the whole model too, "
-            "or freeze them with requires_grad_(False), or give reduce_across the sharded modules alone and reduce "
-            "the others with Manager.allreduce"
+            f"this {what}, so they would differ between replicas; call fully_shard on the whole model too, freeze them "
+            "with requires_grad_(False), or give reduce_across only the sharded modules and reduce the others with "
+            "Manager.allreduce"
         )
 
 

@@ -71,8 +71,8 @@ class Optimizer(torch.optim.Optimizer):
         if not is_manager or not isinstance(optim, torch.optim.Optimizer):
             given = optim.__name__ if isinstance(optim, type) else type(optim).__name__
             raise ConfigError(
-                f"Optimizer was given a {type(manager).__name__} and {given}; give a Manager, and after it the "
-                "torch.optim.Optimizer that is to step"
+                f"Optimizer was given a {type(manager).__name__} and {given}; give a Manager, and the "
+                "torch.optim.Optimizer after it"
             )
         closure = inspect.signature(optim.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -110,7 +110,7 @@ class Optimizer(torch.optim.Optimizer):
             if (
                 attempt == 0
                 or manager.strategy.verdict is not None
-                or (attempt == self._attempt and not self._goes_on())
+                or (attempt == self._attempt and not self._can_continue())
             ):
                 try:
                     manager.start_quorum()
@@ -147,14 +147,14 @@ class Optimizer(torch.optim.Optimizer):
             if self.manager.strategy.verdict is None and self._has_open_pass():
                 raise UsageError(
                     f"step() was called after a backward pass of attempt {self._attempt} that did not reduce all "
-                    "gradients; if it raised, give its error to Manager.report_error, or go on with zero_grad(); "
-                    "if the loss does not depend on all parameters, say find_unused_parameters=True"
+                    "gradients; if the pass raised, give its error to Manager.report_error, or continue with "
+                    "zero_grad(); if the loss does not depend on all parameters, set find_unused_parameters=True"
                 )
             if reductions_of(self.manager).has_models and self.manager.strategy.is_untouched:
                 raise UsageError(
-                    f"step() was called in attempt {self._attempt}, in which no gradient was reduced, so that this "
-                    "replica would commit what no other one has; if the pass raised, go on with zero_grad() and the "
-                    "next batch; where gradients add up, let the last pass run outside no_sync()"
+                    f"step() was called in attempt {self._attempt}, in which no gradient was reduced, so this replica "
+                    "would commit an update that no other replica has; if the pass raised, continue with zero_grad() "
+                    "and the next batch; with gradient accumulation, run the last pass outside no_sync()"
                 )
             try:
                 return self._vote_and_step(_scaler_that_calls())
@@ -190,14 +190,14 @@ class Optimizer(torch.optim.Optimizer):
             self.optim.step()
         return True
 
-    def _goes_on(self) -> bool:
+    def _can_continue(self) -> bool:
         """Return whether the step that this optimizer has joined, and has not ended, can continue."""
         if self._has_open_pass():
             # The other replicas wait for the missing reductions. An error of this step notifies them.
             self.manager.report_error(
                 UsageError(
                     f"zero_grad() was called after a backward pass of attempt {self._attempt} that did not reduce all "
-                    "gradients, so that step is given up; if the pass raised, this needs no further care"
+                    "gradients, so that step is discarded; if the pass raised, nothing else needs to be done"
                 )
             )
             return False
@@ -233,7 +233,7 @@ class Optimizer(torch.optim.Optimizer):
             kind = type(self.optim).__name__
             raise UsageError(
                 f"{kind}.{self._inside}(), called by its wrapper, called the wrapper's {method}() in turn; when the "
-                f"wrapper calls it, {kind} has to call its own optimizers' (keep a flag that says who calls)"
+                f"wrapper calls {kind}, it must call the method of its own optimizers (keep a flag for this)"
             )
         self._inside = method
         try:

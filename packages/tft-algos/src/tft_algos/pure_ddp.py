@@ -15,7 +15,7 @@ from typing import Any, NoReturn, final
 
 import torch
 
-from tft_algos.backward import Frozen, at_end_of_backward, check_model, reductions_of, tell_parameters
+from tft_algos.backward import Frozen, at_end_of_backward, check_model, fingerprint_parameters, reductions_of
 from tft_algos.errors import UsageError
 from tft_algos.manager import Manager
 from tft_algos.manager.quorum.rank0_groups import refuse_strategy
@@ -44,7 +44,7 @@ class PureDistributedDataParallel(torch.nn.Module):
         super().__init__()
         check_model(manager, module, "PureDistributedDataParallel")
         refuse_strategy(manager, "PureDistributedDataParallel")
-        tell_parameters(manager, module)
+        fingerprint_parameters(manager, module)
         self._frozen = Frozen(module, "PureDistributedDataParallel")
         self.module = module
         self._pass = _Pass(manager, [parameter for parameter in module.parameters() if parameter.requires_grad][::-1])

@@ -47,14 +47,14 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["RankLoadPlanner", "RankReader", "RankSavePlanner", "RankWriter", "files_of_ranks", "read_metadata"]
 
-DESCRIBES: Final = "rank-{}.json"
-MOST_BYTES: Final = 256 << 20
-MOST_DIMENSIONS: Final = 64
+DESCRIPTION: Final = "rank-{}.json"
+MAX_BYTES: Final = 256 << 20
+MAX_DIMENSIONS: Final = 64
 
 
-def files_of_ranks(place: Path) -> list[Path]:
+def files_of_ranks(directory: Path) -> list[Path]:
     """Return the descriptions that exist."""
-    return sorted(place.glob(DESCRIBES.format("*")))
+    return sorted(directory.glob(DESCRIPTION.format("*")))
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -81,11 +81,11 @@ class RankSavePlanner(DefaultSavePlanner):
         return plans, dataclasses.replace(metadata, planner_data=mappings)
 
     def _writes(self, item: WriteItem) -> bool:
-        held = self.state_dict[item.index.fqn]
-        if not isinstance(held, DTensor):
+        value = self.state_dict[item.index.fqn]
+        if not isinstance(value, DTensor):
             return self._rank == 0
-        here = held.device_mesh.get_coordinate()
-        placed = zip(here or (), held.placements, strict=True)
+        here = value.device_mesh.get_coordinate()
+        placed = zip(here or (), value.placements, strict=True)
         return all(where == 0 for where, placement in placed if placement.is_replicate())
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -111,13 +111,13 @@ class RankWriter(FileSystemWriter):
     """A writer of one rank's files.
 
     Args:
-        place: an empty directory, visible to all ranks of the group.
+        directory: an empty directory, visible to all ranks of the group.
         rank: the rank of this process.
     """
 
-    def __init__(self, place: Path, rank: int) -> None:
-        super().__init__(place)
-        self._place = place
+    def __init__(self, directory: Path, rank: int) -> None:
+        super().__init__(directory)
+        self._directory = directory
         self._own_rank = rank
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -140,7 +140,7 @@ class RankWriter(FileSystemWriter):
         ]
         leaves = {name: _described(leaf) for name, leaf in metadata.state_dict_metadata.items()}
         keys = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
-        with (self._place / DESCRIBES.format(self._own_rank)).open("w", encoding="utf-8") as stream:
+        with (self._directory / DESCRIPTION.format(self._own_rank)).open("w", encoding="utf-8") as stream:
             json.dump({"leaves": leaves, "keys": keys, "files": files}, stream)
             stream.flush()
             os.fsync(stream.fileno())
@@ -177,8 +177,8 @@ class RankReader(FileSystemReader):
         metadata: the metadata of the checkpoint at that place, from `read_metadata`.
     """
 
-    def __init__(self, place: Path, metadata: Metadata) -> None:
-        super().__init__(place)
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
         self._metadata = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -202,7 +202,7 @@ class RankLoadPlanner(DefaultLoadPlanner):
         inside[last] = torch.load(value, weights_only=True)
 
 
-def read_metadata(place: Path) -> Metadata:
+def read_metadata(directory: Path) -> Metadata:
     """Combine the descriptions of all ranks.
 
     Raises: OSError: a description can't be read. ValueError: the descriptions are invalid, or a part of a tensor is
@@ -211,56 +211,56 @@ def read_metadata(place: Path) -> Metadata:
     leaves: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     keys: dict[str, tuple[str | int, ...]] = {}
     stored: dict[MetadataIndex, _Stored] = {}
-    for path in files_of_ranks(place):
+    for path in files_of_ranks(directory):
         with path.open("rb") as stream:
-            body = stream.read(MOST_BYTES + 1)
-        if len(body) > MOST_BYTES:
-            raise ValueError(f"{path.name} has more than {MOST_BYTES} bytes")
+            body = stream.read(MAX_BYTES + 1)
+        if len(body) > MAX_BYTES:
+            raise ValueError(f"{path.name} has more than {MAX_BYTES} bytes")
         try:
-            said = json.loads(body)
-            for name, leaf in said["leaves"].items():
+            parsed = json.loads(body)
+            for name, leaf in parsed["leaves"].items():
                 _add(leaves, str(name), leaf)
-            for name, way in said["keys"].items():
+            for name, way in parsed["keys"].items():
                 keys[str(name)] = tuple(key if isinstance(key, int) else str(key) for key in way)
-            for each in said["files"]:
+            for each in parsed["files"]:
                 offset = None if each["offset"] is None else _numbers(each["offset"])
                 if Path(each["file"]).name != each["file"]:
-                    raise ValueError(f"it names the file {each['file']!r}, which is elsewhere")
+                    raise ValueError(f"the file {each['file']!r} is outside the checkpoint")
                 at, length = _numbers([each["at"], each["length"]])
                 stored.setdefault(MetadataIndex(str(each["name"]), offset), _Stored(each["file"], at, length))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-            raise ValueError(f"{path.name} is no description of a rank's files: {error!r}") from error
+            raise ValueError(f"{path.name} is not a valid description of a rank's files: {error!r}") from error
     _check_whole(leaves, stored)
     return Metadata(state_dict_metadata=dict(leaves), planner_data=keys, storage_data=stored)
 
 
-def _add(leaves: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: str, said: Mapping[str, Any]) -> None:
-    if not said:
+def _add(leaves: dict[str, TensorStorageMetadata | BytesStorageMetadata], name: str, parsed: Mapping[str, Any]) -> None:
+    if not parsed:
         leaves.setdefault(name, BytesStorageMetadata())
         return
-    dtype = getattr(torch, said["dtype"], None)
+    dtype = getattr(torch, parsed["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name} has the dtype {said['dtype']!r}, which this torch has not")
-    size = torch.Size(_numbers(said["size"]))
+        raise ValueError(f"{name} has the dtype {parsed['dtype']!r}, which this torch does not have")
+    size = torch.Size(_numbers(parsed["size"]))
     leaf = leaves.setdefault(name, TensorStorageMetadata(TensorProperties(dtype=dtype), size, []))
     if not isinstance(leaf, TensorStorageMetadata) or (leaf.size, leaf.properties.dtype) != (size, dtype):
-        raise ValueError(f"{name} is described in two ways")
+        raise ValueError(f"{name} has two different descriptions")
     known = {tuple(chunk.offsets) for chunk in leaf.chunks}
-    for offsets, sizes in said["chunks"]:
+    for offsets, sizes in parsed["chunks"]:
         chunk = ChunkStorageMetadata(torch.Size(_numbers(offsets)), torch.Size(_numbers(sizes)))
         if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(
             at + length > most for at, length, most in zip(chunk.offsets, chunk.sizes, size, strict=True)
         ):
-            raise ValueError(f"{name} has a part that is not inside it")
+            raise ValueError(f"{name} has a part outside its bounds")
         if tuple(chunk.offsets) not in known:
             known.add(tuple(chunk.offsets))
             leaf.chunks.append(chunk)
 
 
-def _numbers(said: Iterable[Any]) -> list[int]:
-    found = list(said)
-    if len(found) > MOST_DIMENSIONS or not all(type(number) is int and 0 <= number < 2**63 for number in found):
-        raise ValueError(f"{str(found)[:64]} are no whole numbers")
+def _numbers(parsed: Iterable[Any]) -> list[int]:
+    found = list(parsed)
+    if len(found) > MAX_DIMENSIONS or not all(type(number) is int and 0 <= number < 2**63 for number in found):
+        raise ValueError(f"{str(found)[:64]} are not whole numbers")
     return found
 
 
@@ -274,6 +274,6 @@ def _check_whole(
             parts = [MetadataIndex(name, chunk.offsets) for chunk in leaf.chunks]
             described = sum(math.prod(chunk.sizes) for chunk in leaf.chunks)
             if described != math.prod(leaf.size):
-                raise ValueError(f"of {name}, {math.prod(leaf.size)} numbers, {described} were written")
+                raise ValueError(f"{described} of the {math.prod(leaf.size)} elements of {name} were written")
         if any(part not in stored for part in parts):
-            raise ValueError(f"a part of {name} is in no file")
+            raise ValueError(f"no file contains a part of {name}")

@@ -21,7 +21,7 @@ def key_of(key: StateKey | None, step: int) -> StateKey:
     if key is None:
         return StateKey(quorum_id=0, nonce=0, step=step, lineage=0)
     if key.step != step:
-        raise ConfigError(f"step is {step}, but key names step {key.step}; give the same one twice")
+        raise ConfigError(f"step is {step}, but key names step {key.step}; give the same step in both")
     return key
 
 

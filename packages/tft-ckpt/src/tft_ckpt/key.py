@@ -62,7 +62,7 @@ class StateKey:
         """
         match = _SPELLING.fullmatch(text)
         if match is None:
-            raise ConfigError(f"{text[:80]!r} is no state key; write quorum_id.nonce.step.lineage")
+            raise ConfigError(f"{text[:80]!r} is not a state key; give quorum_id.nonce.step.lineage")
         quorum_id, nonce, step, lineage = match.groups()
         return cls(quorum_id=int(quorum_id), nonce=int(nonce, 16), step=int(step), lineage=int(lineage, 16))
 

@@ -1,4 +1,4 @@
-"""A bounded wait for a thread that was told to end.
+"""A bounded wait for the end of a thread.
 
 Law of this file: one wait.
 """

@@ -72,8 +72,8 @@ class CheckpointTransport(ABC, Generic[T]):
             key: the name of the state; its step equals `step`.
 
         Raises:
-            StateUnsupportedError: a leaf can't be transferred. Waiting receivers are told.
-            TransferTimeoutError: the call took longer than `timeout`. Waiting receivers are told.
+            StateUnsupportedError: a leaf can't be transferred. Waiting receivers are notified.
+            TransferTimeoutError: the call took longer than `timeout`. Waiting receivers are notified.
             ConfigError, TransportClosedError.
         """
 
@@ -119,7 +119,7 @@ class CheckpointTransport(ABC, Generic[T]):
             TransferTimeoutError: the call took longer than `timeout`.
             ConfigError: this transport can't stage. TransportClosedError.
         """
-        raise ConfigError(f"a {type(self).__name__} stages nothing; look at its `stages` first")
+        raise ConfigError(f"a {type(self).__name__} can't stage a state; check its `stages` first")
 
     @abstractmethod
     def recv_checkpoint(
@@ -176,7 +176,7 @@ class CheckpointTransport(ABC, Generic[T]):
         """Prepare in the background to send a state. The call is only a hint.
 
         A first transfer costs more than a later one. A process that has trained some steps may be a source at any later
-        step. The same holds for a process that healed a while ago, or that has lost a member, which may come back.
+        step. The same holds for a process that recovered a while ago, or that has lost a member, which may come back.
 
         Args:
             num_bytes: approximate size of the state; 0: the size of the last received state.

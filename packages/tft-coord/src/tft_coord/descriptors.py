@@ -65,8 +65,8 @@ class DescriptorWatch:
             return
         self._warned_s = self._loop.time()
         logger.warning(
-            "%s: this process has nearly all of its %d descriptors in use, and above them no connection is accepted; "
-            "look who is connected (ss -tnp), or raise the hard limit (ulimit -Hn, LimitNOFILE=)",
+            "%s: this process uses nearly all of its %d file descriptors, and accepts no connection at the limit; "
+            "list the connections (ss -tnp), or raise the hard limit (ulimit -Hn, LimitNOFILE=)",
             self._server,
             most,
         )

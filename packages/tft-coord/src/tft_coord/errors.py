@@ -33,7 +33,7 @@ class UnknownCallError(ProtocolError):
 
 
 class RequestTimeoutError(CoordinationError, TimeoutError):
-    """A request was not answered in time. Next: look at what the message says it waited for, or ask again."""
+    """A request was not answered in time. Next: check the peers that the message names, or ask again."""
 
 
 class UnreachableError(CoordinationError, ConnectionError):

@@ -1,4 +1,4 @@
-"""Forked children of this process: they keep nothing that shows that their parent lives.
+"""Forked children of this process: they keep no connection that would make their parent look alive.
 
 A user's process may fork at any time (the workers of a DataLoader, `multiprocessing`, `os.fork`). The child gets a copy
 of every descriptor. A connection ends only when its last descriptor is closed, so peers would learn of this process's
@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from tft_coord.transport.names import plain
+from tft_coord.transport.names import canonical
 
 _DESCRIPTORS: Final = "/proc/self/fd"
 
@@ -60,7 +60,7 @@ _hooked = False
 
 
 def let_go_in_child(owner: Owner) -> None:
-    """Register an owner, which each forked child asks what to release; the reference to the owner is weak."""
+    """Register an owner, so that each forked child releases its descriptors. The reference to the owner is weak."""
     global _hooked
     with _hooking:
         _owners.add(owner)
@@ -112,7 +112,7 @@ def _sockets_at(ports: Collection[int], places: Collection[tuple[str, int]]) -> 
                             found.add(descriptor)
                             continue
                         host, port = look.getpeername()[:2]
-                        if (plain(host), port) in places:
+                        if (canonical(host), port) in places:
                             found.add(descriptor)
                 finally:
                     look.detach()

@@ -18,13 +18,13 @@ _STOPPED: Final = frozenset(b"Tt")  # by a signal, or by a debugger
 
 def this_process() -> LocalProcess | None:
     """Return the identity of this process for others; None where the kernel does not show it."""
-    place = _place(os.getpid())
+    host = _host(os.getpid())
     stat = _stat(os.getpid())
-    return None if place is None or stat is None else LocalProcess(os.getpid(), stat[1], *place)
+    return None if host is None or stat is None else LocalProcess(os.getpid(), stat[1], *host)
 
 
 @lru_cache(maxsize=1)
-def _place(_pid: int) -> tuple[str, int] | None:  # a forked child may be in another namespace
+def _host(_pid: int) -> tuple[str, int] | None:  # a forked child may be in another namespace
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()

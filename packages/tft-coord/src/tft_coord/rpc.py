@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 FORK_SUPPORT_ENV: Final = "GRPC_ENABLE_FORK_SUPPORT"
 
 imported_before: Final = "grpc" in sys.modules
-"""Whether somebody else imported grpc first, so that this module had no say."""
+"""Whether other code imported grpc first, so that this module could not set the variable."""
 
 _is_ours: Final = not imported_before and FORK_SUPPORT_ENV not in os.environ
 if _is_ours:
@@ -39,10 +39,10 @@ finally:
 
 
 def warn_of_handlers() -> None:
-    """Log that grpc's fork handlers are on, where that is so because grpc was imported too early."""
+    """Log that grpc's fork handlers are active, if they are because grpc was imported too early."""
     if imported_before and FORK_SUPPORT_ENV not in os.environ:
         logger.warning(
-            "this process forks, and grpc was imported before tft needed it: grpc's fork handlers log a line at each "
-            "fork and now and then crash the child or this process; set %s=0 in this process's environment",
+            "this process forks, and grpc was imported before tft. The fork handlers of grpc log a line at each fork, "
+            "and sometimes crash the child or this process; set %s=0 in this process's environment",
             FORK_SUPPORT_ENV,
         )

@@ -33,7 +33,7 @@ def read_token(environment: Mapping[str, str]) -> str | None:
 
     Args:
         environment: TFT_TOKEN is the secret itself, TFT_TOKEN_FILE the file that holds it.
-    Raises: ConfigError: both are set, the file can't be read, or the secret is no secret.
+    Raises: ConfigError: both are set, the file can't be read, or the secret is invalid.
     """
     token, path = environment.get("TFT_TOKEN"), environment.get("TFT_TOKEN_FILE")
     if token is not None and path is not None:
@@ -51,8 +51,8 @@ def read_token(environment: Mapping[str, str]) -> str | None:
         return check_token(token)
     except ConfigError as error:
         if path is not None:
-            raise ConfigError(f"TFT_TOKEN_FILE names {path}, which holds no secret: {error}") from None
-        raise ConfigError(f"TFT_TOKEN is {'no secret' if token else 'empty; set it, or unset it'}: {error}") from None
+            raise ConfigError(f"TFT_TOKEN_FILE names {path}, which holds no valid secret: {error}") from None
+        raise ConfigError(f"TFT_TOKEN is {'invalid' if token else 'empty; set it, or unset it'}: {error}") from None
 
 
 def _read_file(path: str) -> bytes:
@@ -60,7 +60,7 @@ def _read_file(path: str) -> bytes:
     # Without O_NONBLOCK the open call would wait for ever for the writer of a pipe.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         found = file.read(_MAX_FILE_BYTES + 1)
     if len(found) > _MAX_FILE_BYTES:
         raise ValueError(f"it is larger than a shared secret, which has at most {MAX_TOKEN_BYTES} bytes")
@@ -101,7 +101,7 @@ def check_host_without_secret(name: str, host: str) -> None:
     """
     if not is_loopback(host):
         raise ConfigError(
-            f"{name} is {host!r} and no shared secret is set, so that only this machine is served, as localhost; "
+            f"{name} is {host!r} and no shared secret is set, so the server accepts only this machine, as localhost; "
             f"{HOW_TO_SERVE_OTHERS}"
         )
 

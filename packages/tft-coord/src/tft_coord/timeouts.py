@@ -34,15 +34,15 @@ class Timeouts:
             70 s with the other defaults.
         heal_timeout_ms: how long others wait for a healing member whose bytes arrive. Default: ten minutes, or ten
             times `timeout_ms` if that is longer.
-        slowest_step_ms: a trainer that is busy with its own part of a step for longer hangs; the first step after a
-            start, a healing or a reconfiguration may take any time. 0: no trainer ever counts as hung.
+        slowest_step_ms: a trainer that is busy with its own part of a step for longer counts as hung. The first step
+            after a start, a healing or a reconfiguration may take any time. 0: no trainer ever counts as hung.
         beat_interval_ms: between heartbeats on a stream. Default: a second, at most half of `heartbeat_timeout_ms` and
             at most `slowest_step_ms`.
         reconnect_grace_ms: a broken stream that is back within this time counts as never broken. Default: 300, at most
             `heartbeat_timeout_ms`.
         quorum_tick_ms: how often the lighthouse looks at the clock. Default: 100, at most `heartbeat_timeout_ms`.
-        lease_ms: how long a replica that exchanges the word of a round goes on in a standing quorum without hearing
-            from the lighthouse. 0: it asks in every step. The smallest of a quorum's members counts. Default: a minute,
+        lease_ms: how long a replica that exchanges control words continues in a standing quorum without an answer of
+            the lighthouse. 0: it asks in every step. The smallest of a quorum's members counts. Default: a minute,
             or four times `beat_interval_ms` if that is longer.
     Raises: ConfigError: a number is out of its range, or two of them clash; both are named.
     """
@@ -69,7 +69,7 @@ class Timeouts:
         # A replica may miss one beat without being declared lost.
         self._check("beat_interval_ms", 2, "heartbeat_timeout_ms")
         self._check("quorum_tick_ms", 1, "heartbeat_timeout_ms")
-        # A redial must succeed before silence is judged.
+        # A redial must succeed before silence counts as a loss.
         self._check("reconnect_grace_ms", 1, "heartbeat_timeout_ms")
         # Beats show which trainer hangs, and can't tell a step that is shorter than their interval from the next one.
         if self.slowest_step_ms:
@@ -117,25 +117,25 @@ class Timeouts:
                 f"lower {small} or raise {large}"
             )
 
-    def doubts(self) -> tuple[str, ...]:
-        """Return warnings about valid but doubtful settings: the effect and the remedy, one sentence each."""
+    def warnings(self) -> tuple[str, ...]:
+        """Return warnings about valid but doubtful settings, each with its effect and its remedy."""
         found = []
         if self.quorum_timeout_ms <= self.join_timeout_ms:
             found.append(
                 f"quorum_timeout_ms ({self.quorum_timeout_ms}) is not above join_timeout_ms ({self.join_timeout_ms}): "
-                "a trainer gives up before the lighthouse has stopped waiting for stragglers; raise the first, or "
-                "lower the lighthouse's --join_timeout_ms"
+                "a trainer gives up while the lighthouse still waits for stragglers; raise quorum_timeout_ms, or "
+                "lower the lighthouse's --join-timeout-ms"
             )
         if self.quorum_timeout_ms <= self.heartbeat_timeout_ms:
             found.append(
                 f"quorum_timeout_ms ({self.quorum_timeout_ms}) is not above heartbeat_timeout_ms "
-                f"({self.heartbeat_timeout_ms}): a trainer gives up before a silent replica is known to be lost; raise "
-                "the first, or lower the lighthouse's --heartbeat_timeout_ms"
+                f"({self.heartbeat_timeout_ms}): a trainer gives up before a silent replica counts as lost; raise "
+                "quorum_timeout_ms, or lower the lighthouse's --heartbeat-timeout-ms"
             )
         if self.heal_timeout_ms < self.timeout_ms:
             found.append(
-                f"heal_timeout_ms ({self.heal_timeout_ms}) is below timeout_ms ({self.timeout_ms}): whoever heals is "
-                "given less time than one reduction; raise the first"
+                f"heal_timeout_ms ({self.heal_timeout_ms}) is below timeout_ms ({self.timeout_ms}): a healing replica "
+                "gets less time than one reduction; raise heal_timeout_ms"
             )
         return tuple(found)
 
@@ -149,13 +149,13 @@ class Timeouts:
         if needed_ms <= self.heartbeat_timeout_ms:
             return ""
         return (
-            f"answers after {round_trip_ms} ms: a stream that breaks is not back within heartbeat_timeout_ms "
-            f"({self.heartbeat_timeout_ms}), and each such break is a loss; set the lighthouse's "
+            f"answers after {round_trip_ms} ms: a broken stream can't reconnect within heartbeat_timeout_ms "
+            f"({self.heartbeat_timeout_ms}), so each break counts as a loss; set the lighthouse's "
             f"--heartbeat-timeout-ms to at least {needed_ms}, and the trainers' TFT_HEARTBEAT_TIMEOUT_SEC to at least "
             f"{needed_ms / 1000:g}, or run the lighthouse nearer to the replicas"
         )
 
-    def beside(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> Timeouts:
+    def merged_with(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> Timeouts:
         """Return these timeouts with the lighthouse's own numbers for the waits of the lighthouse.
 
         Args:

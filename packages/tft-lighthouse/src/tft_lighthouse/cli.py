@@ -56,8 +56,8 @@ def _serve(settings: argparse.Namespace) -> int:
     try:
         if settings.stragglers == "off" and settings.straggler_ratio != defaults.STRAGGLER_RATIO:
             raise ConfigError(
-                f"--straggler_ratio {settings.straggler_ratio:g} says who is a straggler, and --stragglers off judges "
-                "nobody; leave one of the two out"
+                f"--straggler_ratio {settings.straggler_ratio:g} has no effect with --stragglers off; leave one of the "
+                "two out"
             )
         server = LighthouseServer(
             bind=settings.bind,
@@ -77,8 +77,8 @@ def _serve(settings: argparse.Namespace) -> int:
         return USAGE_ERROR
     if descriptors < FEW_DESCRIPTORS:
         logging.getLogger("tft_lighthouse").warning(
-            "this process may open %d files, enough for about %d replicas at once, and who comes then is not answered; "
-            "raise the hard limit (ulimit -Hn, LimitNOFILE=) for more",
+            "this process may open %d files, enough for about %d replicas at once; more replicas get no answer. Raise "
+            "the hard limit (ulimit -Hn, LimitNOFILE=) for more",
             descriptors,
             max(descriptors - OTHER_DESCRIPTORS, 0) // DESCRIPTORS_OF_ONE,
         )
@@ -99,13 +99,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="tft-lighthouse",
         description="The server that decides membership for fault-tolerant training. It ends by SIGINT or SIGTERM.",
         epilog="TFT_TOKEN, or TFT_TOKEN_FILE, sets a secret that every process of the job must share; make one with "
-        "openssl rand -hex 32. Without one only this machine is served.",
+        "openssl rand -hex 32. Without a secret only this machine is served.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     numbers = {
         "min_replicas": (defaults.MIN_REPLICAS, "smallest quorum"),
-        "quorum_tick_ms": (defaults.QUORUM_TICK_MS, "how often the lighthouse looks at the clock"),
+        "quorum_tick_ms": (defaults.QUORUM_TICK_MS, "how often the lighthouse checks its timeouts"),
         "join_timeout_ms": (
             defaults.JOIN_TIMEOUT_MS,
             "how long a quorum waits for healthy replicas that have not asked",
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "heartbeat_timeout_ms": (defaults.HEARTBEAT_TIMEOUT_MS, "silence after which a replica is lost"),
         "lost_state_timeout_ms": (
             defaults.LOST_STATE_TIMEOUT_MS,
-            "with --on-lost-state wait, how long the holders of the newest state are waited for that fell silent",
+            "with --on-lost-state wait, how long to wait for the newest state if all its holders fell silent",
         ),
     }
     parser.add_argument("--bind", default=defaults.BIND, metavar="HOST:PORT", help="where to listen")
@@ -125,19 +125,19 @@ def _parser() -> argparse.ArgumentParser:
         "--on-lost-state",
         choices=defaults.LOST_STATE_CHOICES,
         default=defaults.ON_LOST_STATE,
-        help="where all holders of the newest state fell silent and may live: wait for them, or restart from before it",
+        help="if all holders of the newest state fell silent: wait for them, or restart from an older state",
     )
     parser.add_argument(
         "--cluster_id",
         "--cluster-id",
         metavar="NAME",
-        help="one name for all lighthouses whose addresses a job is given; without it a random one, of this one alone",
+        help="name shared by all lighthouses of a job; without it this lighthouse gets a random one",
     )
     parser.add_argument(
         "--stragglers",
         choices=defaults.STRAGGLERS,
         default=defaults.STRAGGLERS[0],
-        help="what is done about a replica whose own part of a step takes much longer than the others'",
+        help="action against a replica whose own part of a step takes much longer than the others'",
     )
     parser.add_argument(
         "--straggler_ratio",
@@ -150,11 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="serve everybody without a secret; else without one only this machine is served (env TFT_INSECURE=1)",
+        help="serve all machines without a secret; the default serves only this machine then (env TFT_INSECURE=1)",
     )
     parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -25,7 +25,7 @@ from tft_coord.lighthouse import (
 
 logger = logger_for_people("tft_lighthouse")
 
-MEMBERS_SAID: Final = 50  # of a quorum of thousands
+MEMBERS_LOGGED_MOST: Final = 50  # of a quorum of thousands
 AGAIN_S: Final = 60.0
 REFUSALS_KEPT: Final = 1_000
 
@@ -40,9 +40,9 @@ class Refusals:
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._said_s: dict[str, float] = {}  # line -> time, the oldest first
+        self._logged_s: dict[str, float] = {}  # line -> time, the oldest first
 
-    def say(self, what: str, refusal: Refusal, message: str) -> None:
+    def log(self, what: str, refusal: Refusal, message: str) -> None:
         """Log a refusal once, and again after a minute.
 
         Args:
@@ -50,12 +50,12 @@ class Refusals:
         """
         line = f"{what} is refused ({refusal.value}): {message}"
         now_s = self._seconds()
-        if now_s - self._said_s.get(line, -AGAIN_S) < AGAIN_S:
+        if now_s - self._logged_s.get(line, -AGAIN_S) < AGAIN_S:
             return
-        self._said_s.pop(line, None)
-        self._said_s[line] = now_s
-        if len(self._said_s) > REFUSALS_KEPT:
-            del self._said_s[next(iter(self._said_s))]
+        self._logged_s.pop(line, None)
+        self._logged_s[line] = now_s
+        if len(self._logged_s) > REFUSALS_KEPT:
+            del self._logged_s[next(iter(self._logged_s))]
         logger.warning("%s", line)
 
 
@@ -64,18 +64,18 @@ class Failures:
     """One traceback for each error in the handling of a job: the next tick raises the same one."""
 
     def __init__(self) -> None:
-        self._said: dict[tuple[str, str], None] = {}  # the oldest first
+        self._logged: dict[tuple[str, str], None] = {}  # the oldest first
 
-    def say(self, failed: JobFailed) -> None:
+    def log(self, failed: JobFailed) -> None:
         """Log a failure if it is a new one."""
         which = (failed.job, repr(failed.error))
-        if which in self._said:
+        if which in self._logged:
             return
-        self._said[which] = None
-        if len(self._said) > REFUSALS_KEPT:
-            del self._said[next(iter(self._said))]
+        self._logged[which] = None
+        if len(self._logged) > REFUSALS_KEPT:
+            del self._logged[next(iter(self._logged))]
         logger.error(
-            "job %s: a look at it raised %s, which is an error of the lighthouse; the other jobs go on; restart the "
+            "job %s: the lighthouse failed with %s, which is a bug in it; other jobs are not affected. Restart the "
             "lighthouse (the replicas wait for it) and report this traceback",
             failed.job,
             which[1],
@@ -84,19 +84,19 @@ class Failures:
         )
 
 
-def stands_in() -> None:
+def took_over() -> None:
     """Log that this lighthouse replaces the newer one, because replicas have come here for so long that it must be
     gone."""
     logger.warning(
-        "the newer lighthouse of this cluster is gone: this one stands in for it, as if it was started now, with no "
-        "memory of any job"
+        "the newer lighthouse of this cluster is gone: this one replaces it, with no memory of any job, as after a "
+        "restart"
     )
 
 
-def taken_over(job: str, quorum: Quorum, replica_id: str) -> None:
+def resumed(job: str, quorum: Quorum, replica_id: str) -> None:
     """Log the takeover of a quorum that formed before this lighthouse knew the job."""
     logger.info(
-        "quorum %d of job %s stands, with %d members: replica %s holds it, and this lighthouse had no memory of it",
+        "resumed quorum %d of job %s (%d members), as reported by replica %s; this lighthouse had no memory of it",
         quorum.key.quorum_id,
         job,
         len(quorum.members),
@@ -108,11 +108,11 @@ def taken_over(job: str, quorum: Quorum, replica_id: str) -> None:
 def quorum_formed(formed: QuorumFormed) -> None:
     """Log the new quorum with its members, and why its id rose: two lines."""
     quorum_id = formed.quorum.key.quorum_id
-    job = formed.job or "of clients without a stream"
+    job = formed.job or "of torchft's clients"
     last = "the first" if formed.previous is None else f"{formed.age_ms / 1000:.1f} s after the last"
-    members = "; ".join(_member(member) for member in formed.quorum.members[:MEMBERS_SAID])
-    if len(formed.quorum.members) > MEMBERS_SAID:
-        members += f"; and {len(formed.quorum.members) - MEMBERS_SAID} more"
+    members = "; ".join(_member(member) for member in formed.quorum.members[:MEMBERS_LOGGED_MOST])
+    if len(formed.quorum.members) > MEMBERS_LOGGED_MOST:
+        members += f"; and {len(formed.quorum.members) - MEMBERS_LOGGED_MOST} more"
     logger.info(
         "new quorum %d, job %s, %s, %d members: %s",
         quorum_id,

@@ -52,7 +52,7 @@ class LighthouseServer:
         bind: `host:port` to listen at; port 0 takes a free one. `[::]` is all interfaces.
         min_replicas: smallest quorum.
         join_timeout_ms: how long a quorum waits for healthy replicas that have not asked.
-        quorum_tick_ms: how often the lighthouse looks at the clock.
+        quorum_tick_ms: how often the lighthouse checks its timeouts.
         heartbeat_timeout_ms: silence after which a replica is lost.
         on_lost_state: "wait": if all holders of the newest state fell silent and may live, the job waits for them
             before it goes on from an older state. "restart": it waits for heartbeat_timeout_ms only.
@@ -107,7 +107,7 @@ class LighthouseServer:
         if on_lost_state != "wait" and lost_state_timeout_ms != defaults.LOST_STATE_TIMEOUT_MS:
             raise ConfigError(
                 f"on_lost_state is {on_lost_state!r} and lost_state_timeout_ms is {lost_state_timeout_ms}, which "
-                "belongs to 'wait': leave one of them out (a restart waits for heartbeat_timeout_ms)"
+                "needs 'wait'; leave one of them out (a restart waits for heartbeat_timeout_ms)"
             )
         waits_ms = lost_state_timeout_ms if on_lost_state == "wait" else 0
         config = LighthouseConfig(
@@ -136,7 +136,7 @@ class LighthouseServer:
             self._address,
             bind,
             min_replicas,
-            config.stragglers.said(),
+            config.stragglers.describe(),
             on_lost_state,
             config.lost_state_ms / 1_000,
         )
@@ -144,7 +144,7 @@ class LighthouseServer:
             sentence = "no shared secret is set, so only this machine is served, at %s; %s"
             logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
         elif token is None:
-            logger.warning("insecure: anyone who reaches %s can join, end and change the job", self._address)
+            logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
 
     @property
     def address(self) -> Address:

@@ -71,8 +71,8 @@ class LighthouseShell:
         self._tick_s = config.timeouts.quorum_tick_ms / 1000
         self._grace_s = config.timeouts.reconnect_grace_ms / 1000
         # A connection whose other host is silent ends after heartbeat_timeout, by pings or by missing acknowledgements.
-        # A stream that was heard a moment before its end was therefore closed by that host.
-        self._told_within_s = config.timeouts.heartbeat_timeout_ms / 2000
+        # A stream on which a message came a moment before its end was therefore closed by that host.
+        self._peer_closed_within_s = config.timeouts.heartbeat_timeout_ms / 2000
         self._config = config
         self._serves_since_ms = self._wall_ms()
         self._core = LighthouseCore(
@@ -82,30 +82,31 @@ class LighthouseShell:
             nonces=lambda: secrets.randbits(64),
             now_ms=self._now_ms(),
         )
-        self._theirs = TorchftCore(config, started_ms=self._serves_since_ms)
-        self._kinds = ProtocolRouter(
+        self._torchft_core = TorchftCore(config, started_ms=self._serves_since_ms)
+        self._router = ProtocolRouter(
             self._core,
-            self._theirs,
+            self._torchft_core,
             undecided_ms=config.timeouts.heartbeat_timeout_ms,
             now_ms=self._now_ms(),
         )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
-        self._heard_s: dict[int, float] = {}  # stream -> time of its last message; without streams that this side ends
+        # stream -> time of its last message; without streams that this side ends
+        self._received_s: dict[int, float] = {}
         self._was_asked: set[int] = set()  # streams that were asked for the quorum that they hold
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
-        self._encode_quorum = _Last(codec.encode_quorum)
-        self._pack_quorum = _Last(packing.pack_quorum)
+        self._encode_quorum = _CachedEncoder(codec.encode_quorum)
+        self._pack_quorum = _CachedEncoder(packing.pack_quorum)
         # the last answer: request, quorum, and the framed message
         self._framed: tuple[int, bytes, bytes] = (0, b"", b"")
         self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
-        self._encode_notice: _Last[LossNotice] = _Last(
+        self._encode_notice: _CachedEncoder[LossNotice] = _CachedEncoder(
             lambda notice: codec.encode_from_lighthouse(effects.NotifyLoss(0, notice))
         )
-        self._encode_news: _Last[QuorumNews] = _Last(
+        self._encode_news: _CachedEncoder[QuorumNews] = _CachedEncoder(
             lambda news: codec.encode_from_lighthouse(effects.TellNewest(0, news))
         )
-        self._encode_response = _Last(codec.encode_lighthouse_response)
+        self._encode_response = _CachedEncoder(codec.encode_lighthouse_response)
         self._refusals = log.Refusals(self._loop.time)
         self._failures = log.Failures()
         self._timer: asyncio.TimerHandle | None = None
@@ -132,7 +133,7 @@ class LighthouseShell:
             port = self._server.bind(bind)
         except RuntimeError as error:
             raise ConfigError(
-                f"the lighthouse can't listen at {bind}: the port is in use or the address is not of this machine; "
+                f"the lighthouse can't listen at {bind}: the port is in use or the address is not this machine's; "
                 "end the other process, or give another --bind"
             ) from error
         await self._server.start()
@@ -155,7 +156,7 @@ class LighthouseShell:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
-        self._perform(self._kinds.tick(self._now_ms(), self._wall_ms()))
+        self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
         if self._loop.time() >= self._next_look_at_waits_s:
             self._next_look_at_waits_s = self._loop.time() + LOOK_AT_WAITS_S
             self._perform(self._core.look_at_waits(self._now_ms()))
@@ -176,10 +177,10 @@ class LighthouseShell:
             self._graces.add(timer)
 
     def _handle(self, event: events.LighthouseEvent) -> None:
-        self._perform(self._kinds.handle(event, self._now_ms(), self._wall_ms()))
+        self._perform(self._router.handle(event, self._now_ms(), self._wall_ms()))
         if self._core.started_ms != self._serves_since_ms:
             self._serves_since_ms = self._core.started_ms
-            log.stands_in()
+            log.took_over()
 
     def _handle_report(self, event: events.QuorumReported) -> None:
         job = self._core.job_of(event.stream)
@@ -187,31 +188,31 @@ class LighthouseShell:
         self._handle(event)
         quorum = self._core.quorum(job) if job is not None else None
         if job is not None and quorum is not None and (before is None or before.key != quorum.key):
-            log.taken_over(job, quorum, self._core.replica_of(event.stream) or "of an older stream")
+            log.resumed(job, quorum, self._core.replica_of(event.stream) or "of an older stream")
 
     def _handle_unary(self, event: events.UnaryEvent) -> None:
-        self._perform(self._kinds.handle_unary(event, self._now_ms(), self._wall_ms()))
+        self._perform(self._router.handle_unary(event, self._now_ms(), self._wall_ms()))
 
     def _perform(self, decisions: Iterable[_Decision]) -> None:
         for decision in decisions:
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):
-                    self._put(stream, self._frame_answer(request, quorum, packs=stream in self._unpacks))
+                    self._send(stream, self._frame_answer(request, quorum, packs=stream in self._unpacks))
                 case effects.NotifyLoss(stream, notice):
-                    self._put(stream, self._encode_notice(notice))
+                    self._send(stream, self._encode_notice(notice))
                 case effects.TellNewest(stream, news):
-                    self._put(stream, self._encode_news(news))
+                    self._send(stream, self._encode_news(news))
                 case effects.RefuseSession(stream, refusal, message):
-                    self._refusals.say("a stream", refusal, message)
-                    self._put(stream, codec.encode_from_lighthouse(decision))
+                    self._refusals.log("a stream", refusal, message)
+                    self._send(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
                 case effects.RefuseRequest(stream, _, refusal, message):
                     if refusal not in (Refusal.LOST, Refusal.LEFT):  # these have a log line already
-                        self._refusals.say("a request", refusal, message)
-                    self._put(stream, codec.encode_from_lighthouse(decision))
+                        self._refusals.log("a request", refusal, message)
+                    self._send(stream, codec.encode_from_lighthouse(decision))
                 case effects.AskForQuorum(stream):
                     self._was_asked.add(stream)
-                    self._put(stream, codec.encode_from_lighthouse(decision))
+                    self._send(stream, codec.encode_from_lighthouse(decision))
                 case effects.CloseStream(stream):
                     self._close(stream)
                 case effects.QuorumFormed():
@@ -229,14 +230,14 @@ class LighthouseShell:
                 case effects.JobEnded():
                     log.job_ended(decision)
                 case effects.JobFailed():
-                    self._failures.say(decision)
+                    self._failures.log(decision)
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
-                    self._refusals.say("a call", refusal, message)
+                    self._refusals.log("a call", refusal, message)
                     self._answer(call, decision)
                 case _:
-                    self._put(decision.stream, codec.encode_from_lighthouse(decision))
+                    self._send(decision.stream, codec.encode_from_lighthouse(decision))
 
     def _frame_answer(self, request: int, quorum: Quorum, *, packs: bool) -> bytes:
         """Return the framed answer; replicas that started together use the same request numbers, and get the same
@@ -249,13 +250,13 @@ class LighthouseShell:
             self._framed = (request, encoded, codec.frame_quorum_answer(request, encoded, packed=packs))
         return self._framed[2]
 
-    def _put(self, stream: int, message: bytes) -> None:
+    def _send(self, stream: int, message: bytes) -> None:
         outbox = self._streams.get(stream)
         if outbox is not None:
             outbox.put(message)
 
     def _close(self, stream: int) -> None:
-        self._heard_s.pop(stream, None)
+        self._received_s.pop(stream, None)
         outbox = self._streams.get(stream)
         if outbox is not None:
             outbox.close()
@@ -278,37 +279,37 @@ class LighthouseShell:
         assert serves is not None
 
         def overflows() -> None:
-            name, peer = self._core.replica_of(stream) or "nobody yet", peer_address(context.peer())
-            logger.warning("the stream of replica %s, from %s, is ended: it does not read what it is told", name, peer)
-            self._heard_s.pop(stream, None)
+            name, peer = self._core.replica_of(stream) or "(no hello yet)", peer_address(context.peer())
+            logger.warning("disconnected replica %s at %s: it does not read its messages", name, peer)
+            self._received_s.pop(stream, None)
             serves.cancel()
 
         outbox = self._streams[stream] = Outbox(overflows)
-        self._heard_s[stream] = self._loop.time()
+        self._received_s[stream] = self._loop.time()
         reader = self._loop.create_task(self._read(stream, outbox, context))
         try:
             await outbox.write_all(context.write)
         finally:
             reader.cancel()
-            heard_s = self._heard_s.pop(stream, None)
-            told = heard_s is not None and self._loop.time() - heard_s < self._told_within_s
+            last_s = self._received_s.pop(stream, None)
+            by_peer = last_s is not None and self._loop.time() - last_s < self._peer_closed_within_s
             del self._streams[stream]
             self._was_asked.discard(stream)
             self._unpacks.discard(stream)
-            self._handle(events.StreamClosed(stream, told))
+            self._handle(events.StreamClosed(stream, by_peer))
             self._look_after_grace()
 
     async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
         """Read the stream until its manager server closes its side, the stream breaks, or a message is invalid."""
-        said: Member | None = None
+        last: Member | None = None
 
-        def heard(message: bytes) -> None:
-            nonlocal said
+        def receive(message: bytes) -> None:
+            nonlocal last
             if not outbox.closed:
-                self._heard_s[stream] = self._loop.time()
-            event = codec.decode_to_lighthouse(stream, message, said, was_asked=stream in self._was_asked)
+                self._received_s[stream] = self._loop.time()
+            event = codec.decode_to_lighthouse(stream, message, last, was_asked=stream in self._was_asked)
             if isinstance(event, events.QuorumRequested):
-                said = event.member
+                last = event.member
             elif isinstance(event, events.QuorumReported):
                 self._was_asked.discard(stream)
                 if event.quorum is not None:
@@ -320,7 +321,7 @@ class LighthouseShell:
 
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
-                heard(message)
+                receive(message)
         except ProtocolError as error:
             sentence = f"from {peer_address(context.peer())}: {error}"
             self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, sentence)])
@@ -329,12 +330,12 @@ class LighthouseShell:
 
     async def _answer_describe(self, _request: bytes, _context: Context) -> bytes:
         timeouts = self._config.timeouts
-        core, theirs = self._core, self._theirs
+        core, torchft = self._core, self._torchft_core
         jobs = tuple(
             _described(name, core.quorum(name), core.wait_sentence(name, self._now_ms()), core.warnings(name))
             for name in core.jobs
         )
-        lives = theirs.living(self._now_ms()) is not None
+        lives = torchft.any_alive(self._now_ms()) is not None
         return codec.encode_description(
             LighthouseDescription(
                 version=__version__,
@@ -346,9 +347,9 @@ class LighthouseShell:
                 heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
                 quorum_tick_ms=timeouts.quorum_tick_ms,
                 lost_state_timeout_ms=self._config.lost_state_ms,
-                stragglers=self._config.stragglers.said(),
+                stragglers=self._config.stragglers.describe(),
                 jobs=jobs,
-                torchft=_described(TORCHFT_JOB, theirs.previous, theirs.waiting_for) if lives else None,
+                torchft=_described(TORCHFT_JOB, torchft.previous, torchft.waiting_for) if lives else None,
             )
         )
 
@@ -361,12 +362,12 @@ class LighthouseShell:
         orders = self._core.drain(replace(drain, reason=reason))
         for order in orders:
             if isinstance(order, effects.RefuseUnary):
-                theirs = self._theirs.living(self._now_ms()) if drain.job == TORCHFT_JOB else None
-                more = f"; {theirs} of torchft's lives here, whose members can't be asked: end them" if theirs else ""
+                torchft = self._torchft_core.any_alive(self._now_ms()) if drain.job == TORCHFT_JOB else None
+                more = f"; {torchft} is torchft's, which can't be asked to leave: end its process" if torchft else ""
                 await fail(context, order.refusal.value, order.message + more)
             if isinstance(order, effects.AskToLeave):
                 logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
-            self._put(order.stream, codec.encode_from_lighthouse(order))
+            self._send(order.stream, codec.encode_from_lighthouse(order))
         return b""
 
     # --- torchft's unary calls ----------------------------------------------------------------------------------------
@@ -403,7 +404,7 @@ class LighthouseShell:
 
 
 @final
-class _Last(Generic[_T]):
+class _CachedEncoder(Generic[_T]):
     """An encoder that returns the same bytes again while the value stays the same object."""
 
     def __init__(self, encode: Callable[[_T], bytes]) -> None:

@@ -19,6 +19,7 @@ from tft_pg.errors import (
     StoreUnreachableError,
     UnsupportedOperationError,
 )
+from tft_pg.forwarding import forward
 from tft_pg.futures import context_timeout, future_timeout, future_wait, stream_timeout
 from tft_pg.mesh import extend_device_mesh
 from tft_pg.ops import COLLECTIVES, Collective
@@ -73,6 +74,7 @@ __all__ = [
     "exchange_word_by_allreduce",
     "extend_device_mesh",
     "format_store_addr",
+    "forward",
     "future_timeout",
     "future_wait",
     "init_group",

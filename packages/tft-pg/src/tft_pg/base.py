@@ -50,7 +50,7 @@ __all__ = ["ProcessGroup", "check_name"]
 def check_name(name: object) -> None:
     """Check that a group can be registered under this name. Raises: ConfigError: the name is invalid."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-        raise ConfigError(f"{name!r} can't be a group's name; use letters, digits, '_', '-' and '.'")
+        raise ConfigError(f"the group name {name!r} is invalid; use letters, digits, '_', '-' and '.'")
 
 
 class _Abstract(abc.ABCMeta, type(dist.ProcessGroup)):  # type: ignore[misc]
@@ -69,7 +69,7 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
     def __init__(self) -> None:
         missing = sorted(type(self).__abstractmethods__)
         if missing:  # torch's metaclass creates objects without this check
-            raise TypeError(f"{type(self).__name__} is abstract; it lacks {', '.join(missing)}")
+            raise TypeError(f"{type(self).__name__} is abstract; implement {', '.join(missing)}")
         super().__init__(0, 1)  # type: ignore[call-arg]  # torch's stub declares only another form
         self._registered_as: str | None = None
         self._group_name: GroupName | None = None
@@ -229,7 +229,8 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
             )
         if self._registered_as is not None and registry.is_entered(self):
             raise ConfigError(
-                f"group {name!r} is registered already, as {self._registered_as!r}; unregister it first, or use it so"
+                f"the group is already registered as {self._registered_as!r}; unregister it before you register it as "
+                f"{name!r}"
             )
         registry.enter(self, kind=self.getBackendName(), description=name)
         self._registered_as = name

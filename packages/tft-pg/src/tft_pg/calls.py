@@ -26,7 +26,7 @@ __all__ = ["AGAIN_AFTER_S", "NO_ANSWER", "ProbeAddress", "call_all"]
 AGAIN_AFTER_S: Final = 0.3
 NO_ANSWER: Final = "no answer to a connection"
 _STEP_S: Final = 0.05
-_AT_ONCE: Final = 256  # descriptors
+_OPEN_MAX: Final = 256  # descriptors
 
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -48,8 +48,8 @@ class ProbeAddress:
 
 
 @dataclass
-class _Call:
-    place: ProbeAddress
+class _Probe:
+    address: ProbeAddress
     due_s: float
     began_s: float = 0.0
     connection: socket.socket | None = field(default=None, repr=False)
@@ -58,10 +58,10 @@ class _Call:
     def begin(self, now_s: float) -> int:
         """Start to connect. Returns: the error, or 0 if no error is known yet."""
         self.began_s = now_s
-        self.connection = socket.socket(self.place.family, socket.SOCK_STREAM)
+        self.connection = socket.socket(self.address.family, socket.SOCK_STREAM)
         self.connection.setblocking(False)
         try:
-            error = self.connection.connect_ex(self.place.sockaddr)
+            error = self.connection.connect_ex(self.address.sockaddr)
         except OSError as failure:  # the address is invalid
             error = max(failure.errno or 0, 0) or errno.EADDRNOTAVAIL
         return 0 if error in (errno.EINPROGRESS, errno.EAGAIN) else error
@@ -73,21 +73,21 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Open:
+class _RunningProbes:
     """The running probes, for a child that is forked during `call_all`."""
 
-    calls: list[_Call]
+    probes: list[_Probe]
 
     def forked(self) -> Inheritance:
-        connections = [call.connection for call in self.calls]
+        connections = [probe.connection for probe in self.probes]
         return Inheritance(connection.fileno() for connection in connections if connection is not None)
 
 
-def call_all(places: Mapping[_Key, ProbeAddress], *, until_s: float, goes_on: Callable[[], bool]) -> dict[_Key, str]:
+def call_all(addresses: Mapping[_Key, ProbeAddress], *, until_s: float, goes_on: Callable[[], bool]) -> dict[_Key, str]:
     """Probe each address.
 
     Args:
-        places: the addresses to probe.
+        addresses: the addresses to probe.
         until_s: deadline on the monotonic clock. An address that has not answered by then counts as silent.
         goes_on: called at least every 50 ms or so. When it returns false, the probes stop.
 
@@ -95,58 +95,58 @@ def call_all(places: Mapping[_Key, ProbeAddress], *, until_s: float, goes_on: Ca
         out.
     """
     now_s = time.monotonic()
-    calls = {key: _Call(place, now_s) for key, place in places.items()}
+    probes = {key: _Probe(address, now_s) for key, address in addresses.items()}
     found: dict[_Key, str] = {}
-    kept = _Open(list(calls.values()))
-    let_go_in_child(kept)
+    running = _RunningProbes(list(probes.values()))
+    let_go_in_child(running)
     try:
-        while calls and goes_on() and now_s < until_s:
-            _begin_due(calls, found, now_s)
-            _take_answers(calls, found)
+        while probes and goes_on() and now_s < until_s:
+            _begin_due(probes, found, now_s)
+            _collect_results(probes, found)
             now_s = time.monotonic()
         if goes_on():
-            for key, call in calls.items():
-                if call.refused or call.connection is not None:
-                    found[key] = call.refused or f"{NO_ANSWER} within {now_s - call.began_s:.1f} s"
+            for key, probe in probes.items():
+                if probe.refused or probe.connection is not None:
+                    found[key] = probe.refused or f"{NO_ANSWER} within {now_s - probe.began_s:.1f} s"
     finally:
-        for call in calls.values():
-            call.end()
+        for probe in probes.values():
+            probe.end()
     return found
 
 
-def _begin_due(calls: dict[_Key, _Call], found: dict[_Key, str], now_s: float) -> None:
-    under_way = sum(call.connection is not None for call in calls.values())
-    for key, call in list(calls.items()):
-        if call.connection is None and call.due_s <= now_s and under_way < _AT_ONCE:
+def _begin_due(probes: dict[_Key, _Probe], found: dict[_Key, str], now_s: float) -> None:
+    under_way = sum(probe.connection is not None for probe in probes.values())
+    for key, probe in list(probes.items()):
+        if probe.connection is None and probe.due_s <= now_s and under_way < _OPEN_MAX:
             under_way += 1
-            error = call.begin(now_s)
+            error = probe.begin(now_s)
             if error:
-                _failed(calls, found, key, error)
+                _failed(probes, found, key, error)
 
 
-def _take_answers(calls: dict[_Key, _Call], found: dict[_Key, str]) -> None:
+def _collect_results(probes: dict[_Key, _Probe], found: dict[_Key, str]) -> None:
     poll = select.poll()
-    under_way = {call.connection.fileno(): key for key, call in calls.items() if call.connection is not None}
+    under_way = {probe.connection.fileno(): key for key, probe in probes.items() if probe.connection is not None}
     for descriptor in under_way:
         poll.register(descriptor, select.POLLOUT)
     for descriptor, _ in poll.poll(_STEP_S * 1000):
         key = under_way[descriptor]
-        connection = calls[key].connection
+        connection = probes[key].connection
         assert connection is not None
         error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            _failed(calls, found, key, error)
+            _failed(probes, found, key, error)
         else:
-            calls.pop(key).end()
+            probes.pop(key).end()
 
 
-def _failed(calls: dict[_Key, _Call], found: dict[_Key, str], key: _Key, error: int) -> None:
+def _failed(probes: dict[_Key, _Probe], found: dict[_Key, str], key: _Key, error: int) -> None:
     """Record a failed probe. The second failure of an address counts."""
-    call = calls[key]
-    call.end()
-    if call.refused:
-        found[key] = call.refused
-        del calls[key]
+    probe = probes[key]
+    probe.end()
+    if probe.refused:
+        found[key] = probe.refused
+        del probes[key]
     else:
-        call.refused = os.strerror(error).lower()
-        call.due_s = time.monotonic() + AGAIN_AFTER_S
+        probe.refused = os.strerror(error).lower()
+        probe.due_s = time.monotonic() + AGAIN_AFTER_S

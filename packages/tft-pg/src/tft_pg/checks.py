@@ -77,11 +77,11 @@ def _unreadable(value: object) -> str:
                 return fault
     elif isinstance(value, torch.Tensor):
         if not value.is_cpu:
-            return f"a tensor is on {value.device}, and this group is for the CPU"
+            return f"a tensor is on {value.device}, but this group is for the CPU"
         if value.is_conj():
-            return f"a tensor of {_described(value)} is a conjugate view; give its resolve_conj()"
+            return f"a tensor of {_described(value)} is a conjugate view; pass its resolve_conj()"
         if value.is_neg():
-            return f"a tensor of {_described(value)} is a negated view; give its resolve_neg()"
+            return f"a tensor of {_described(value)} is a negated view; pass its resolve_neg()"
     return ""
 
 
@@ -97,7 +97,7 @@ def _check_peer(given: Sequence[Any], rank: int, world_size: int) -> str:
 
 
 def _check_anysource(given: Sequence[Any], rank: int, world_size: int) -> str:
-    return "" if world_size > 1 else "there is nobody to receive from in a group of one"
+    return "" if world_size > 1 else "a group of one has no other rank to receive from"
 
 
 def _check_single(given: Sequence[Any], rank: int, world_size: int) -> str:
@@ -106,13 +106,13 @@ def _check_single(given: Sequence[Any], rank: int, world_size: int) -> str:
     """
     tensors = given[0]
     if isinstance(tensors, (list, tuple)) and len(tensors) > 1:
-        return f"it takes one tensor a call, and got {len(tensors)}; call it for each"
+        return f"a call takes one tensor, but got {len(tensors)}; call it for each tensor"
     return ""
 
 
 def _check_allreduce(given: Sequence[Any], rank: int, world_size: int) -> str:
     fault = _check_single(given, rank, world_size)
-    return f"{fault}, or allreduce_coalesced" if fault else ""
+    return f"{fault}, or use allreduce_coalesced" if fault else ""
 
 
 def _check_scatter(given: Sequence[Any], rank: int, world_size: int) -> str:
@@ -132,7 +132,7 @@ def _check_alltoall_base(given: Sequence[Any], rank: int, world_size: int) -> st
     if not isinstance(output, torch.Tensor) or not isinstance(input_, torch.Tensor):
         return ""
     if output.dtype != input_.dtype:
-        return f"the output is {_described(output)}, the input {_described(input_)}"
+        return f"the output is {_described(output)}, but the input is {_described(input_)}"
     if not output.dim() or not input_.dim() or output.shape[1:].numel() != input_.shape[1:].numel():
         return f"the rows of the output, {_described(output)}, are not as long as the input's, {_described(input_)}"
     fault = _gap(output) or _gap(input_)
@@ -150,7 +150,7 @@ def _check_alltoall_base(given: Sequence[Any], rank: int, world_size: int) -> st
         else:
             lengths.append(splits[rank])
     if lengths[0] != lengths[1]:
-        return f"rank {rank} takes {lengths[0]} rows from itself and gives itself {lengths[1]}"
+        return f"rank {rank} receives {lengths[0]} rows from itself but sends itself {lengths[1]}"
     return ""
 
 
@@ -160,7 +160,7 @@ def _check_reduce_scatter(given: Sequence[Any], rank: int, world_size: int) -> s
     if isinstance(outputs, torch.Tensor):
         outputs, inputs = [outputs], [inputs]
     if not isinstance(outputs, Sequence) or not isinstance(inputs, Sequence):
-        return "it needs tensors, or lists of them"
+        return "the arguments must be tensors, or lists of tensors"
     if not outputs or len(outputs) != len(inputs):
         return f"there are {len(outputs)} outputs and {len(inputs)} inputs"
     return next(filter(None, (_part_fault(*pair, world_size) for pair in zip(outputs, inputs, strict=True))), "")
@@ -168,7 +168,7 @@ def _check_reduce_scatter(given: Sequence[Any], rank: int, world_size: int) -> s
 
 def _part_fault(output: object, input_: object, world_size: int) -> str:
     if not isinstance(output, torch.Tensor) or not isinstance(input_, (torch.Tensor, list, tuple)):
-        return "it needs tensors, or lists of them"
+        return "the arguments must be tensors, or lists of tensors"
     if isinstance(input_, torch.Tensor):
         if input_.numel() != world_size * output.numel() or input_.dtype != output.dtype:
             return (
@@ -180,7 +180,7 @@ def _part_fault(output: object, input_: object, world_size: int) -> str:
         return f"{len(input_)} tensors can't be scattered among {world_size} ranks"
     for part in input_:
         if not isinstance(part, torch.Tensor):
-            return "it needs tensors, or lists of them"
+            return "the arguments must be tensors, or lists of tensors"
         if part.numel() != output.numel() or part.dtype != output.dtype:
             return f"an input of {_described(part)} is not as large as its output of {_described(output)}"
     return ""

@@ -29,7 +29,7 @@ from typing import Final, Protocol
 from tft_pg import sockets
 from tft_pg.sockets import Endpoint
 
-__all__ = ["Inheritance", "Owner", "fork_safe_lock", "forks_wait", "keep_for_ever", "let_go_in_child"]
+__all__ = ["Inheritance", "Owner", "fork_safe_lock", "forks_wait", "let_go_in_child", "never_destroy"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def forks_wait() -> Iterator[None]:
         yield
 
 
-def keep_for_ever(obj: object) -> None:
+def never_destroy(obj: object) -> None:
     """Prevent the destruction of this object in this process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(obj))
 
@@ -116,7 +116,7 @@ def _in_child() -> None:
     inherited = [owner.forked() for owner in owners]
     for each in inherited:
         for obj in each.kept:
-            keep_for_ever(obj)
+            never_destroy(obj)
     descriptors = {descriptor for each in inherited for descriptor in each.descriptors if descriptor >= 0}
     descriptors |= sockets.descriptors(
         inodes={inode for each in inherited for inode in each.inodes},

@@ -64,6 +64,6 @@ def forward_collectives(cls: _Class) -> _Class:
 def forward(
     group: dist.ProcessGroup, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> dist.Work:
-    """Call a collective of another group with the same arguments."""
+    """Call a collective of another group with the same arguments. Returns: its Work."""
     work: dist.Work = getattr(group, collective.name)(*args, **kwargs)
     return work

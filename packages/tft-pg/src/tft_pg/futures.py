@@ -57,7 +57,7 @@ WATCHDOG_ENVS = ("TFT_WATCHDOG_TIMEOUT_SEC", "TORCHFT_WATCHDOG_TIMEOUT_SEC")
 
 _EXIT_STATUS = 1
 # A timer thread on a busy machine may wait that long to run, and is not stuck.
-_LEAST_WATCHDOG_S = 1.0
+_WATCHDOG_MIN_S = 1.0
 # The layer without the lock fires after the layer with the lock, so the sentence is written whenever possible.
 _FAULTHANDLER_GRACE_S = 1.0
 _FIRST_LOOK_S = 0.005
@@ -75,11 +75,10 @@ def watchdog_timeout() -> timedelta | None:
             continue
         with suppress(ValueError, OverflowError):
             seconds = float(value)
-            if _LEAST_WATCHDOG_S <= seconds < math.inf:
+            if _WATCHDOG_MIN_S <= seconds < math.inf:
                 return timedelta(seconds=seconds)
         raise ConfigError(
-            f"{name} is a number of seconds, at least {_LEAST_WATCHDOG_S:g}, but it is set to {value!r}; "
-            "mend or unset it"
+            f"{name} is {value!r}; set it to a number of seconds, at least {_WATCHDOG_MIN_S:g}, or unset it"
         )
     return None
 
@@ -174,14 +173,14 @@ class Timer:
     """
 
     def __init__(self) -> None:
-        self._knows_of_forks = False
-        self._begin_anew()
+        self._has_fork_hooks = False
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._changed = threading.Condition()
         self._deadlines = Deadlines()
         self._thread: threading.Thread | None = None
-        self._last_resort = _LastResort()
+        self._fault_handler = _FaultHandlerTimer()
 
     def __len__(self) -> int:
         """Return the number of pending callbacks."""
@@ -202,8 +201,8 @@ class Timer:
         """Do the same as `after`, with the delay in seconds."""
         with self._changed:
             if self._thread is None:
-                self._know_of_forks()
-                watchdog = _Watchdog.from_environment(self._last_resort)
+                self._register_fork_hooks()
+                watchdog = _Watchdog.from_environment(self._fault_handler)
                 self._thread = threading.Thread(target=self._run, args=(watchdog,), name="tft-pg-timer", daemon=True)
                 pending = self._deadlines.add(time.monotonic() + delay_s, callback)
                 self._thread.start()
@@ -222,13 +221,13 @@ class Timer:
                 self._changed.notify_all()
             return taken
 
-    def _know_of_forks(self) -> None:
-        if not self._knows_of_forks:
-            self._knows_of_forks = True
+    def _register_fork_hooks(self) -> None:
+        if not self._has_fork_hooks:
+            self._has_fork_hooks = True
             os.register_at_fork(
-                before=lambda: self._last_resort.pause(),
-                after_in_parent=lambda: self._last_resort.resume(),
-                after_in_child=self._begin_anew,  # the child lacks the thread that held a lock or was changing the list
+                before=lambda: self._fault_handler.pause(),
+                after_in_parent=lambda: self._fault_handler.resume(),
+                after_in_child=self._reset,  # the child lacks the thread that held a lock or was changing the list
             )
 
     def _run(self, watchdog: _Watchdog | None) -> None:
@@ -247,12 +246,12 @@ class Timer:
             except Exception as error:  # this thread has no caller that could handle the error
                 _report(error)
             except BaseException as error:  # SystemExit, which Python would ignore silently here, and KeyboardInterrupt
-                told = RuntimeError(
-                    f"the timer's callback {_named(due.callback)} raised {type(error).__name__}, which ends neither "
-                    "the process nor the timer; let the main thread end the process"
+                report = RuntimeError(
+                    f"the timer callback {_named(due.callback)} raised {type(error).__name__}, which ends neither "
+                    "the process nor the timer; end the process from the main thread"
                 )
-                told.__cause__ = error
-                _report(told)
+                report.__cause__ = error
+                _report(report)
             if watchdog is not None:
                 watchdog.begins(None)
             del due  # objects of the callback must not live until the next callback
@@ -279,7 +278,7 @@ def _report(error: BaseException) -> None:
 
 
 @final
-class _LastResort:
+class _FaultHandlerTimer:
     """`faulthandler`'s timer, which ends the process unless it is set again in time. Forks cancel it for their
     duration.
 
@@ -296,7 +295,7 @@ class _LastResort:
             self._delay_s = delay_s
             faulthandler.dump_traceback_later(delay_s, exit=True, file=_stderr())
 
-    def take_off(self) -> None:
+    def cancel(self) -> None:
         with self._lock:
             self._delay_s = None
             faulthandler.cancel_dump_traceback_later()
@@ -322,14 +321,14 @@ class _Watchdog:
 
     Args:
         limit_s: the longest time without a beat.
-        last_resort: ends the process if no Python can run.
+        fault_handler: ends the process if no Python can run.
     """
 
-    def __init__(self, limit_s: float, last_resort: _LastResort) -> None:
+    def __init__(self, limit_s: float, fault_handler: _FaultHandlerTimer) -> None:
         self._limit_s = limit_s
-        self._last_resort = last_resort
+        self._fault_handler = fault_handler
         self.beat_s = limit_s / 4
-        self._beaten_s = time.monotonic()
+        self._last_beat_s = time.monotonic()
         self._armed_s = -math.inf
         self._running: Callable[[], None] | None = None
         self._over = threading.Event()
@@ -338,17 +337,17 @@ class _Watchdog:
         self._thread.start()
 
     @classmethod
-    def from_environment(cls, last_resort: _LastResort) -> _Watchdog | None:
+    def from_environment(cls, fault_handler: _FaultHandlerTimer) -> _Watchdog | None:
         limit = watchdog_timeout()
-        return None if limit is None else cls(limit.total_seconds(), last_resort)
+        return None if limit is None else cls(limit.total_seconds(), fault_handler)
 
     def beat(self) -> None:
         """Record that the timer thread is alive."""
         now_s = time.monotonic()
-        self._beaten_s = now_s
+        self._last_beat_s = now_s
         if now_s - self._armed_s >= self.beat_s / 2:
             self._armed_s = now_s
-            self._last_resort.set(self._limit_s + _FAULTHANDLER_GRACE_S)
+            self._fault_handler.set(self._limit_s + _FAULTHANDLER_GRACE_S)
 
     def begins(self, callback: Callable[[], None] | None) -> None:
         """Record that the timer thread enters a callback, or has left it (None)."""
@@ -357,13 +356,13 @@ class _Watchdog:
 
     def end(self) -> None:
         """Stop the watchdog. The timer thread calls this method when it ends normally."""
-        self._last_resort.take_off()
+        self._fault_handler.cancel()
         self._over.set()
         self._thread.join()
 
     def _watch(self) -> None:
         while not self._over.wait(self.beat_s):
-            stuck_s = time.monotonic() - self._beaten_s
+            stuck_s = time.monotonic() - self._last_beat_s
             if stuck_s > self._limit_s:
                 self._exit(stuck_s)
 
@@ -371,8 +370,8 @@ class _Watchdog:
         running = self._running
         what = "between two callbacks" if running is None else f"in the callback {_named(running)}"
         sentence = (
-            f"tft-pg: the timer thread has been stuck for {stuck_s:.1f} s {what}, so no time-out works any more; "
-            f"this process ends now, as {WATCHDOG_ENVS[0]} asks for\n"
+            f"tft-pg: the timer thread has been stuck for {stuck_s:.1f} s {what}, so no timeout works any more; "
+            f"ending this process, because {WATCHDOG_ENVS[0]} is set\n"
         )
         os.write(_stderr(), sentence.encode())
         os._exit(_EXIT_STATUS)
@@ -503,7 +502,7 @@ def _nothing() -> None:
 
 def _future_deadline_passed(timeout: timedelta) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(
-        f"a future was not done within {timeout.total_seconds():g} s; abort what it waits for, or allow more time"
+        f"a future did not finish within {timeout.total_seconds():g} s; abort its operation, or raise the timeout"
     )
 
 

@@ -38,7 +38,7 @@ from tft_pg.forks import fork_safe_lock
 
 __all__ = ["extend_device_mesh"]
 
-_ABOVE_ALL_STRIDES = 1 << 32
+_STRIDE_UNIT = 1 << 32
 _lock = fork_safe_lock()
 _numbers: dict[GroupName, int] = {}  # a number for each name of a group in a mesh; under the lock
 
@@ -59,26 +59,26 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
         torch stores meshes differently. Before 2.13, torch accepts the dimension only as the first one.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"extend_device_mesh was given a {type(mesh).__name__}; give a DeviceMesh")
+        raise ConfigError(f"extend_device_mesh got a {type(mesh).__name__} as mesh; pass a DeviceMesh")
     if not isinstance(pg, ProcessGroup):
         raise ConfigError(
-            f"extend_device_mesh was given a {type(pg).__name__} as group; give one of this package, such as a "
+            f"extend_device_mesh got a {type(pg).__name__} as group; pass a group of tft-pg, such as a "
             "ManagedProcessGroup"
         )
     names = mesh.mesh_dim_names
     if names is None:
-        raise ConfigError(f"{mesh} has no names for its dimensions; give it mesh_dim_names")
+        raise ConfigError(f"{mesh} has no names for its dimensions; pass mesh_dim_names")
     if name in names:
-        raise ConfigError(f"{mesh} has a dimension {name!r} already; give the new one another name")
+        raise ConfigError(f"{mesh} already has a dimension {name!r}; pass another name")
     check_name(name)
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ConfigError(f"the place of a dimension is a whole number, not {dim!r}")
+        raise ConfigError(f"dim is {dim!r}; pass a whole number")
     if not 0 <= dim <= mesh.ndim:
-        raise ConfigError(f"{mesh} has {mesh.ndim} dimensions, so that a new one can't be number {dim}")
+        raise ConfigError(f"{mesh} has {mesh.ndim} dimensions, so dim={dim} is out of range; pass 0 to {mesh.ndim}")
     if dim and hasattr(mesh._layout, "stride"):
         raise UnsupportedOperationError(
-            f"torch {torch.__version__} takes no slice of a mesh whose strides don't fall from dimension to dimension, "
-            f"so that {name!r} can be the first one only: leave out dim={dim}, or use torch 2.13 or later"
+            f"torch {torch.__version__} supports {name!r} only as the first dimension, because it can't slice a mesh "
+            f"with rising strides; leave out dim={dim}, or install torch 2.13 or later"
         )
     if isinstance(error := pg.errored(), ProcessGroupClosedError):
         raise ConfigError(f"the group for dimension {name!r} was shut down; make a new group") from error
@@ -94,12 +94,12 @@ def extend_device_mesh(mesh: DeviceMesh, pg: ProcessGroup, name: str = "dp", dim
     )
     with _lock:
         number = _numbers.setdefault(pg.group_name, len(_numbers) + 1)
-    _number_dimension(extended, name, mesh, number)
+    _set_stride(extended, name, mesh, number)
     _forbid_new_groups(extended, name)
     return extended
 
 
-def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number: int) -> None:
+def _set_stride(extended: DeviceMesh, name: str, inner: DeviceMesh, number: int) -> None:
     """Set the stride of the replica group dimension to a number, and keep the strides of the inner mesh."""
     unnumbered = extended[name]
     layout: Any = extended._layout
@@ -110,7 +110,7 @@ def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number
             axes[place] = axis
     # Before torch 2.13: one tuple of shapes and one tuple of strides, in descending order.
     if hasattr(layout, "stride"):
-        axes[dim] = type(layout)(1, number * _ABOVE_ALL_STRIDES)
+        axes[dim] = type(layout)(1, number * _STRIDE_UNIT)
         extended._layout = type(layout)(tuple(axis.shape for axis in axes), tuple(axis.stride for axis in axes))
     else:
         axes[dim] = copy.copy(axes[dim])
@@ -118,8 +118,8 @@ def _number_dimension(extended: DeviceMesh, name: str, inner: DeviceMesh, number
         extended._layout = type(layout)(axes)
     if extended[name] == unnumbered:
         raise UnsupportedOperationError(
-            f"torch {torch.__version__} keeps its meshes otherwise than 2.11 to 2.15, so that compiled code would take "
-            "a mesh over one group for a mesh over another; use one of these"
+            f"torch {torch.__version__} does not store meshes like 2.11 to 2.15, so compiled code would confuse meshes "
+            "of different groups; install one of these versions"
         )
 
 
@@ -133,14 +133,14 @@ def _forbid_new_groups(mesh: DeviceMesh, name: str) -> None:
     for table in ("_flatten_mapping", "_pg_registry"):
         if not isinstance(vars(mesh).get(table), dict):
             raise UnsupportedOperationError(
-                f"torch {torch.__version__} keeps its meshes otherwise than 2.11 to 2.15, so that a flattened mesh "
-                "would silently leave out the other replicas; use one of these"
+                f"torch {torch.__version__} does not store meshes like 2.11 to 2.15, so a flattened mesh would "
+                "silently leave out the other replicas; install one of these versions"
             )
-        setattr(mesh, table, _Closed(vars(mesh)[table], dimension=name))
+        setattr(mesh, table, _ReadOnlyTable(vars(mesh)[table], dimension=name))
 
 
 @final
-class _Closed(dict[Any, Any]):
+class _ReadOnlyTable(dict[Any, Any]):
     """A table of a mesh that refuses new entries.
 
     Args:
@@ -164,12 +164,12 @@ class _Closed(dict[Any, Any]):
     def _refusal(self) -> UnsupportedOperationError:
         return UnsupportedOperationError(
             f"a mesh with the dimension {self._dimension!r} across replica groups can't be flattened or unflattened, "
-            "because the new group would lack the other replicas; do so before you extend the mesh, and reduce over "
-            f"{self._dimension!r} and over the others one after the other"
+            "because the new group would lack the other replicas; flatten the mesh before extend_device_mesh, and "
+            f"reduce over {self._dimension!r} separately"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Closed:
-        return _Closed(self, dimension=self._dimension)
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ReadOnlyTable:
+        return _ReadOnlyTable(self, dimension=self._dimension)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Other processes have other groups, so a loaded mesh is a plain torch mesh that needs nothing of this package.

@@ -63,6 +63,15 @@ class Collective:
             return []
         return list(_tensors(self.argument(self.outputs, args, kwargs)))
 
+    def given(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        """Return the tensors that the caller gives to the operation, as one flat list.
+
+        These are the inputs. An operation without separate inputs (allreduce, broadcast, reduce, a send, a receive)
+        gets its only tensors.
+        """
+        index = self.inputs if self.inputs is not None else self.outputs
+        return list(_tensors(self.argument(0 if index is None else index, args, kwargs)))
+
     def copy_to_self(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         """Run the operation in a group of one: copy every input to its output.
 
@@ -204,4 +213,4 @@ def collective(name: str) -> Collective:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise ConfigError(f"{name!r} is no collective; there are {', '.join(sorted(_BY_NAME))}") from None
+        raise ConfigError(f"unknown collective {name!r}; use one of {', '.join(sorted(_BY_NAME))}") from None

@@ -25,7 +25,7 @@ _lock = fork_safe_lock()
 _entering: list[dist.ProcessGroup] = []  # at most one entry, under the lock
 
 
-def _hand_over(*_: object) -> dist.ProcessGroup:
+def _current_group(*_: object) -> dist.ProcessGroup:
     """Return the group being registered. Torch calls this function as the constructor of a backend."""
     return _entering[0]
 
@@ -43,7 +43,7 @@ def enter(group: dist.ProcessGroup, *, kind: str, description: str) -> None:
     """
     with _lock:
         if kind not in dist.Backend.backend_list:
-            dist.Backend.register_backend(kind, _hand_over, devices=[*_DEVICES])
+            dist.Backend.register_backend(kind, _current_group, devices=[*_DEVICES])
         _entering.append(group)
         # If the default group is bound to a device, torch asks every new group whether its communicator can be split.
         vars(group)["_get_backend"] = lambda device: SimpleNamespace(supports_splitting=False)

@@ -40,7 +40,7 @@ __all__ = ["init_group"]
 _log = logging.getLogger("tft_pg")
 _PREFIX = "tft/init_group"
 _POLL_S = 0.02
-_TELL_S = 5.0
+_LOG_AFTER_S = 5.0
 _JOIN_TIMEOUT = timedelta(minutes=5)
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
@@ -77,7 +77,7 @@ def init_group(
         checked_timeout(timeout)
     if dist.is_initialized():
         raise ConfigError(
-            "torch's default process group exists already; call init_group once, in place of init_process_group"
+            "torch's default process group already exists; call init_group once, instead of init_process_group"
         )
     place = _place(os.environ)
     chosen = _select_device(device, os.environ)
@@ -129,7 +129,7 @@ def _whole(environ: Mapping[str, str], name: str, default: str) -> int:
 
 
 def _missing(name: str) -> str:
-    return f"{name} is not set and WORLD_SIZE says that this replica group has several processes; start with torchrun"
+    return f"{name} is not set, but WORLD_SIZE is above 1; set {name}, or start the script with torchrun"
 
 
 def _select_device(device: torch.device | str | None, environ: Mapping[str, str]) -> str:
@@ -145,8 +145,8 @@ def _select_device(device: torch.device | str | None, environ: Mapping[str, str]
         available = torch.accelerator.device_count()
         if index >= available:
             raise ConfigError(
-                f"LOCAL_RANK {index} has no {wanted.type} device of its own, of {available} on this machine; start at "
-                "most one process for each device"
+                f"LOCAL_RANK is {index}, but this machine has {available} {wanted.type} devices; start at most one "
+                "process for each device"
             )
         torch.accelerator.set_device_index(index)
     return wanted.type
@@ -173,8 +173,8 @@ def _agree(store: Store, place: _Place, timeout: timedelta) -> str:
         return meet(PrefixStore(_PREFIX, store), place, deadline_s)
     except (DistNetworkError, DistStoreError) as error:
         raise StoreUnreachableError(
-            f"rank {place.rank} of {place.world_size} lost the store of its replica group at {place.store}; look "
-            "whether torchrun, or rank 0, still runs"
+            f"rank {place.rank} of {place.world_size} disconnected from the store of its replica group at "
+            f"{place.store}; check that torchrun, or rank 0, still runs"
         ) from error
 
 
@@ -216,8 +216,8 @@ def _ask(store: Store, place: _Place, deadline_s: float) -> str:
         if start != confirmed:
             if int(world_size) != place.world_size:
                 raise ConfigError(
-                    f"rank {place.rank} has a WORLD_SIZE of {place.world_size} and rank 0 one of {world_size}; give "
-                    "every process of the replica group the same"
+                    f"WORLD_SIZE is {place.world_size} on rank {place.rank} and {world_size} on rank 0; set the same "
+                    "value in every process of the replica group"
                 )
             store.set(f"{start}/{place.rank}", word)
             confirmed = start
@@ -243,7 +243,7 @@ class _Wait:
     def __init__(self, place: _Place, deadline_s: float) -> None:
         self._place = place
         self._deadline_s = deadline_s
-        self._tell_at_s = time.monotonic() + _TELL_S
+        self._log_at_s = time.monotonic() + _LOG_AFTER_S
 
     def look_again(self, find_missing: Callable[[], set[int]]) -> None:
         """Pause before the next look at the store.
@@ -255,15 +255,15 @@ class _Wait:
         """
         now_s = time.monotonic()
         if now_s > self._deadline_s:
-            raise _late(self._place, find_missing())
-        if now_s > self._tell_at_s:
+            raise _timeout_error(self._place, find_missing())
+        if now_s > self._log_at_s:
             missing = sorted(find_missing())
             _log.warning("rank %d waits for ranks %s of its replica group to start", self._place.rank, missing)
-            self._tell_at_s = self._deadline_s
+            self._log_at_s = self._deadline_s
         time.sleep(_POLL_S)
 
 
-def _late(place: _Place, missing: set[int]) -> ConfigureError:
+def _timeout_error(place: _Place, missing: set[int]) -> ConfigureError:
     ranks = tuple(sorted(missing))
     return ConfigureError(
         f"rank {place.rank} of {place.world_size} timed out waiting for ranks {', '.join(map(str, ranks))} of its "

@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from tft_pg.errors import ConfigError
 
-__all__ = ["always_leaves_an_error", "checked_timeout", "place_first"]
+__all__ = ["checked_timeout", "checks_argument_order", "refuses_errored_false"]
 
 _P = ParamSpec("_P")
 _Self = TypeVar("_Self")
@@ -24,35 +24,36 @@ _Self = TypeVar("_Self")
 def checked_timeout(timeout: timedelta) -> timedelta:
     """Return the timeout unchanged. Raises: ConfigError: it is not a timedelta, or not above zero."""
     if not isinstance(timeout, timedelta):
-        raise ConfigError(f"a time-out is a timedelta, but this one is {timeout!r}; give timedelta(seconds=...)")
+        raise ConfigError(f"the timeout is {timeout!r}; pass timedelta(seconds=...)")
     if timeout <= timedelta(0):
-        raise ConfigError(f"a time-out must be above zero, but this one is {timeout.total_seconds():g} s")
+        raise ConfigError(f"the timeout is {timeout.total_seconds():g} s; pass a timedelta above zero")
     return timeout
 
 
-def place_first(configure: Callable[Concatenate[_Self, _P], None]) -> Callable[Concatenate[_Self, _P], None]:
+def checks_argument_order(configure: Callable[Concatenate[_Self, _P], None]) -> Callable[Concatenate[_Self, _P], None]:
     """Decorate a `configure` to refuse arguments in another order. Raises: ConfigError, from the method."""
 
     @functools.wraps(configure)
     def ordered(self: _Self, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         if len(args) > 3 or any(isinstance(place, str) for place in args[1:]):
             raise ConfigError(
-                "configure takes store_addr, rank and world_size in this order, and all else by keyword, "
-                f"as replica_id=...; but got {', '.join(map(repr, args))}"
+                "configure takes store_addr, rank and world_size in this order, and all other arguments by keyword, "
+                f"such as replica_id=...; but got {', '.join(map(repr, args))}"
             )
         configure(self, *args, **kwargs)
 
     return ordered
 
 
-def always_leaves_an_error(abort: Callable[[_Self], None]) -> Callable[[_Self], None]:
+def refuses_errored_false(abort: Callable[[_Self], None]) -> Callable[[_Self], None]:
     """Decorate an `abort` to refuse `errored=False`. Raises: ConfigError, from the decorated method."""
 
     @functools.wraps(abort)
     def marked(self: _Self, errored: bool = True) -> None:
         if not errored:
             raise ConfigError(
-                "abort leaves an error until the next configure, always; call abort() and configure, or shutdown()"
+                "abort(errored=False) is not supported, because an aborted group needs a new configure; call abort() "
+                "and configure, or shutdown()"
             )
         abort(self)
 

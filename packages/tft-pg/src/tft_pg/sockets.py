@@ -89,14 +89,14 @@ def supported() -> bool:
 # A duplicate looks like another owner's descriptor. So the duplicates are recorded, and none appears or disappears
 # during a scan.
 _lock = threading.Lock()  # made anew in a forked child, see `forget_holds`
-_ours: set[int] = set()
+_duplicates: set[int] = set()
 
 
 def _inodes() -> Iterator[tuple[int, int]]:
     """Yield (descriptor, inode) of each socket of this process, without this module's duplicates."""
     for name in os.listdir(_DESCRIPTORS):
         descriptor = int(name)
-        inode = _inode(descriptor) if descriptor not in _ours else None
+        inode = _inode(descriptor) if descriptor not in _duplicates else None
         if inode is not None:
             yield descriptor, inode
 
@@ -229,7 +229,7 @@ def forget_holds() -> None:
     the lock.
     """
     _lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with their locks
-    _ours.clear()
+    _duplicates.clear()
 
 
 def hide_from_programs(local: Collection[Endpoint]) -> None:
@@ -333,7 +333,7 @@ def _hold(inodes: Collection[int]) -> Iterator[Held]:
             duplicate = os.dup(descriptor)
         except OSError:
             continue
-        _ours.add(duplicate)
+        _duplicates.add(duplicate)
         held = Held(duplicate, descriptor, inode)
         if _inode(duplicate) == inode:
             yield held
@@ -349,7 +349,7 @@ def let_go(holds: Collection[Held]) -> None:
 
 
 def _let_go(held: Held) -> None:
-    _ours.discard(held.duplicate)
+    _duplicates.discard(held.duplicate)
     os.close(held.duplicate)
 
 

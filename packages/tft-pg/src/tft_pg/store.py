@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar, final
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -68,9 +69,9 @@ class StoreAddress:
 
     def __post_init__(self) -> None:
         if not self.host or any(char.isspace() or char in "/[]" for char in self.host):
-            raise StoreAddressError(f"{self.host!r} is no host of a store", address=self.host)
+            raise StoreAddressError(f"{self.host!r} is not a valid store host", address=self.host)
         if not 1 <= self.port <= 65535:
-            raise StoreAddressError(f"{self.port} is no port of a store, which is 1 to 65535", address=str(self.port))
+            raise StoreAddressError(f"the store port {self.port} is not between 1 and 65535", address=str(self.port))
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -96,19 +97,19 @@ def parse_store_addr(store_addr: str) -> StoreAddress:
 
     def wrong(why: str) -> StoreAddressError:
         return StoreAddressError(
-            f"{store_addr!r} is no store address: {why}; write host:port/prefix or [v6]:port/prefix",
+            f"{store_addr!r} is not a store address: {why}; write host:port/prefix or [v6]:port/prefix",
             address=store_addr,
         )
 
     if not isinstance(store_addr, str):
-        raise wrong("it is no string")
+        raise wrong("it is not a string")
     if "://" in store_addr:
         raise wrong("it has a scheme")
     place, _, prefix = store_addr.partition("/")
     if place.startswith("["):
         host, bracket, rest = place[1:].partition("]")
         if not bracket or not rest.startswith(":"):
-            raise wrong("after the brackets comes :port")
+            raise wrong("the brackets must be followed by :port")
         port = rest[1:]
     else:
         host, colon, port = place.rpartition(":")
@@ -120,9 +121,9 @@ def parse_store_addr(store_addr: str) -> StoreAddress:
         try:
             ipaddress.IPv6Address(host)
         except ValueError:
-            raise wrong(f"{host!r} is no IPv6 address") from None
+            raise wrong(f"{host!r} is not an IPv6 address") from None
     if not (port.isascii() and port.isdigit()):
-        raise wrong(f"{port!r} is no port")
+        raise wrong(f"{port!r} is not a port")
     try:
         return StoreAddress(host, int(port), prefix)
     except StoreAddressError as error:
@@ -158,7 +159,7 @@ class StoreClient:
         self.host = host
         self.port = port
         self._store: Store | None = None
-        self._opening: _Opening | None = None
+        self._opening: _BackgroundCall[Store] | None = None
         self._remote: frozenset[Endpoint] = frozenset()
         self._lock = threading.Lock()
         self._before: frozenset[int] = frozenset()
@@ -189,14 +190,14 @@ class StoreClient:
             refusals count.
         """
         deadline_s = time.monotonic() + timeout.total_seconds()
-        places = self._look_up(deadline_s, keep_trying)
+        addresses = self._look_up(deadline_s, keep_trying)
         if refusal_counts:
-            keep_trying = _UnlessRefused(self, places, keep_trying)
+            keep_trying = _RefusalCheck(self, addresses, keep_trying)
         while True:
             with self._lock:
                 self._before = sockets.connected(remote=self._remote)
                 self._silent_since_s = {}
-            self._store = store = self._open(places, deadline_s, keep_trying)
+            self._store = store = self._open(addresses, deadline_s, keep_trying)
             own = self._identify(store)
             with self._lock:
                 self._own = own
@@ -204,7 +205,7 @@ class StoreClient:
                 break
             keep_trying()
             if time.monotonic() > deadline_s:
-                raise self.unreachable("its connection could not be told from others to the same store")
+                raise self.unreachable("its connection can't be distinguished from others to the same store")
         store.set_timeout(timeout)
 
     def _identify(self, store: Store) -> frozenset[int]:
@@ -227,7 +228,7 @@ class StoreClient:
         own = frozenset(inode for inode, grew in grown.items() if 0 <= grew - mark_bytes <= _MARK_SLACK_BYTES)
         return own if len(own) == 1 else frozenset()
 
-    def _open(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> Store:
+    def _open(self, addresses: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> Store:
         """Open a client of torch, and wait for a listener between attempts, because torch's client is noisy and can't
         be interrupted.
 
@@ -237,11 +238,14 @@ class StoreClient:
         try_s = _TRY_S
         # The name is resolved once, because torch would resolve it again in each attempt. For a name with several
         # addresses, torch gets one address once the answering address is known.
-        host = self.host if len(places) > 1 else str(places[0][4][0])
+        host = self.host if len(addresses) > 1 else str(addresses[0][4][0])
         while True:
             limit_s = min(deadline_s - time.monotonic(), try_s)
             try_s = min(2 * try_s, _TRY_S_MAX)
-            self._opening = _Opening(host, self.port, timedelta(seconds=max(limit_s, 0.001)))
+            timeout = timedelta(seconds=max(limit_s, 0.001))
+            # If the store dies while torch's client connects, the client retries for seconds.
+            connect = partial(TCPStore, host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._opening = _BackgroundCall(connect, "tft-pg-connect")
             try:
                 return self._opening.result(keep_trying)
             except ProcessGroupError:
@@ -251,7 +255,7 @@ class StoreClient:
                 keep_trying()
                 if time.monotonic() >= deadline_s:
                     raise self.silent() from error
-            host = self._wait_for_listener(places, deadline_s, keep_trying)
+            host = self._wait_for_listener(addresses, deadline_s, keep_trying)
 
     @property
     def connecting(self) -> bool:
@@ -312,9 +316,9 @@ class StoreClient:
     def silent(self) -> StoreUnreachableError:
         """Return the error for a store that does not answer a request or a connection."""
         if self._own:
-            return self.unreachable("it does not answer any more; look whether its process is stopped")
-        if self.is_heard:
-            return self.unreachable("it takes connections and does not answer; look whether its process is stopped")
+            return self.unreachable("it does not answer any more; check whether its process is stopped")
+        if self.has_connection:
+            return self.unreachable("it accepts connections but does not answer; check whether its process is stopped")
         return self.unreachable("no answer to a connection")
 
     def unreachable(self, why: str) -> StoreUnreachableError:
@@ -327,43 +331,47 @@ class StoreClient:
         )
 
     @property
-    def is_heard(self) -> bool:
+    def has_connection(self) -> bool:
         """Return whether this client has an established connection to the store's address, with or without traffic."""
         return bool(sockets.connected(remote=self._remote) - self._before)
 
     @property
-    def is_unanswered(self) -> bool:
+    def has_pending_connection(self) -> bool:
         """Return whether a connection to the store's address is neither established nor refused yet."""
         return bool(sockets.connecting(remote=self._remote))
 
     def _look_up(self, deadline_s: float, keep_trying: Callable[[], None]) -> Sequence[_Place]:
-        places: Sequence[_Place]
+        addresses: Sequence[_Place]
         try:
-            places = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+            addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
         except OSError:
-            places = self._resolve(deadline_s, keep_trying)
-        self._remote = frozenset(Endpoint.of(sockaddr) for *_, sockaddr in places)
-        return places
+            addresses = self._resolve(deadline_s, keep_trying)
+        self._remote = frozenset(Endpoint.of(sockaddr) for *_, sockaddr in addresses)
+        return addresses
 
     def _resolve(self, deadline_s: float, keep_trying: Callable[[], None]) -> Sequence[_Place]:
         """Resolve the name on a separate thread, because a resolver call can't be interrupted for many seconds."""
-        asked = _Question(lambda: socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM), "tft-pg-resolve")
+        lookup = _BackgroundCall(
+            lambda: socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM), "tft-pg-resolve"
+        )
         try:
-            while not asked.wait(_RETRY_S):
+            while not lookup.wait(_RETRY_S):
                 keep_trying()
                 if time.monotonic() > deadline_s:
                     raise self.unreachable(f"its name {self.host} was not resolved in time")
-            return asked.answer()
+            return lookup.answer()
         except (OSError, UnicodeError) as error:
             why = f"its name {self.host} can't be resolved: {getattr(error, 'strerror', None) or error}"
             raise self.unreachable(why) from error
 
-    def _wait_for_listener(self, places: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]) -> str:
+    def _wait_for_listener(
+        self, addresses: Sequence[_Place], deadline_s: float, keep_trying: Callable[[], None]
+    ) -> str:
         """Wait in short, interruptible steps until the store listens. Returns: the numeric address that answers."""
         while True:
             why = "refused"
-            share_s = (deadline_s - time.monotonic()) / len(places)
-            for family, kind, protocol, _, sockaddr in places:
+            share_s = (deadline_s - time.monotonic()) / len(addresses)
+            for family, kind, protocol, _, sockaddr in addresses:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.setblocking(False)
                     why = _connect_in_steps(probe, sockaddr, time.monotonic() + share_s, keep_trying)
@@ -376,7 +384,7 @@ class StoreClient:
 
 
 @final
-class _Question(Generic[_T]):
+class _BackgroundCall(Generic[_T]):
     """A call that can't be interrupted, on a separate thread.
 
     Args:
@@ -409,6 +417,12 @@ class _Question(Generic[_T]):
             raise self._error
         return self._answers.pop()
 
+    def result(self, keep_trying: Callable[[], None]) -> _T:
+        """Wait for the call, and return its result. Raises: its error, or that of `keep_trying`, called every 50 ms."""
+        while not self.wait(_RETRY_S):
+            keep_trying()
+        return self.answer()
+
     @property
     def runs(self) -> bool:
         return self._thread.is_alive()
@@ -418,35 +432,7 @@ class _Question(Generic[_T]):
 
 
 @final
-class _Opening:
-    """Torch's client while it connects. If the store dies in that moment, torch retries for seconds.
-
-    Args:
-        host, port: of the store.
-        timeout: torch gives up after about this time.
-    """
-
-    def __init__(self, host: str, port: int, timeout: timedelta) -> None:
-        self._question: _Question[Store] = _Question(
-            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout), "tft-pg-connect"
-        )
-
-    def result(self, keep_trying: Callable[[], None]) -> Store:
-        """Return the store. Raises: torch's RuntimeError, or the error of `keep_trying`, called about every 50 ms."""
-        while not self._question.wait(_RETRY_S):
-            keep_trying()
-        return self._question.answer()
-
-    @property
-    def runs(self) -> bool:
-        return self._question.runs
-
-    def join(self, timeout_s: float) -> None:
-        self._question.join(timeout_s)
-
-
-@final
-class _UnlessRefused:
+class _RefusalCheck:
     """A `keep_trying` callback that also ends the attempt if the store refuses connections.
 
     Torch's client does not report refused connections. If it has no connection and no pending one, this class probes
@@ -454,9 +440,9 @@ class _UnlessRefused:
     pauses for a name look-up at each connection that it accepts.
     """
 
-    def __init__(self, client: StoreClient, places: Sequence[_Place], keep_trying: Callable[[], None]) -> None:
+    def __init__(self, client: StoreClient, addresses: Sequence[_Place], keep_trying: Callable[[], None]) -> None:
         self._client = client
-        self._places = places
+        self._places = addresses
         self._keep_trying = keep_trying
         self._due_s = time.monotonic() + _SOON_S
         self._refused = False
@@ -466,7 +452,7 @@ class _UnlessRefused:
         if time.monotonic() < self._due_s:
             return
         self._due_s = time.monotonic() + AGAIN_AFTER_S
-        if self._client.is_heard or self._client.is_unanswered:
+        if self._client.has_connection or self._client.has_pending_connection:
             self._refused = False
             return
         why = [_refusal(place) for place in self._places]

@@ -23,8 +23,8 @@ def join_within(thread: threading.Thread, within_s: float = _WITHIN_S) -> bool:
     thread.join(within_s)
     if thread.is_alive():
         logger.warning(
-            "thread %s did not end within %g s and is left alone; this machine may be overloaded. If it is not, please "
-            "report this with the output of py-spy dump",
+            "thread %s did not end within %g s and keeps running. This machine may be overloaded. If it is not, report "
+            "a bug with the output of py-spy dump.",
             thread.name,
             within_s,
         )

@@ -105,11 +105,11 @@ def checked_values(words: Sequence[int]) -> tuple[int, ...]:
 def check_round(round_number: int, last_round: int) -> None:
     """Check the number of a round. Raises: ConfigError: it is out of range, or not above the last word's round."""
     if not 0 <= round_number <= _ROUND_MAX:
-        raise ConfigError(f"{round_number} is no round's number, which is 0 to 2**64 - 1")
+        raise ConfigError(f"round_number is {round_number}; pass 0 to 2**64 - 1")
     if round_number <= last_round:
         raise ConfigError(
-            f"the word of round {round_number} came after that of round {last_round}; a round has one word, and each "
-            "word needs a higher number than the one before it, until the group is configured again"
+            f"round_number is {round_number}, but the last one was {last_round}; pass a higher number for each word "
+            "until the next configure"
         )
 
 
@@ -206,10 +206,10 @@ class _AllreduceExchange(WordExchange):
                 ) from error
             raise PeerDisconnectedError(
                 f"exchange_word: the reduction of round {self._round_number} failed ({reason}); configure the group "
-                "without the rank that is gone"
+                "without the disconnected rank"
             ) from error
         if not ended_well:
-            raise self._disagreement("the group has swallowed an error of its own")
+            raise self._disagreement("the group swallowed an error")
         return self._sums()
 
     def _sums(self) -> tuple[int, ...]:

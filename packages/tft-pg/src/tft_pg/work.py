@@ -21,14 +21,14 @@ import torch.distributed as dist
 from tft_pg.errors import ProcessGroupError
 from tft_pg.forks import fork_safe_lock
 
-__all__ = ["ConvertsErrors", "DummyWork", "FailedWork", "GuardedWork", "PendingWork", "let_waits_rest"]
+__all__ = ["ConvertsErrors", "DummyWork", "FailedWork", "GuardedWork", "PendingWork", "end_shared_waits"]
 
 _Future = torch.futures.Future[Any]
 
 _LOOK_S = 0.03
 _REST_S = 0.3
 _LOOK = timedelta(seconds=_LOOK_S)
-_promising = fork_safe_lock()
+_promise_lock = fork_safe_lock()
 
 # The waits that currently run in short shares. A daemon thread must not return from C++ while the interpreter ends:
 # Python ends that thread immediately, and C++ then ends the process.
@@ -37,7 +37,7 @@ _ending_thread: int | None = None
 _MOMENT_S = 0.001
 
 
-def let_waits_rest() -> None:
+def end_shared_waits() -> None:
     """Prepare for the end of the process, which this thread runs: other threads then wait without shares, as torch
     does.
 
@@ -100,7 +100,7 @@ class ConvertsErrors(Protocol):
         """Return the error of an operation that will never finish, or None while the operation may still finish."""
         ...
 
-    def handed_out_future(self, work: GuardedWork) -> None:
+    def track_future(self, work: GuardedWork) -> None:
         """Note that a caller has this work's future, so `give_up` must be called if the operation never finishes."""
         ...
 
@@ -177,14 +177,14 @@ class GuardedWork(dist.Work):
 
     def get_future(self) -> _Future:
         """Return a future with the backend's result or error. The group learns of an error when it occurs."""
-        with _promising:
+        with _promise_lock:
             promise, made = self._promise, self._promise is None
             if promise is None:
                 future = self._work.get_future()  # raises if the backend has no future
                 promise = self._promise = _Promise()
         if made:
             future.add_done_callback(self._settle)
-            self._converter.handed_out_future(self)
+            self._converter.track_future(self)
         return promise.future
 
     def _settle(self, future: _Future) -> None:

@@ -27,9 +27,9 @@ from tft_sim.many import run_many, story
 from tft_sim.simulator import STANDING, STRAGGLERS, SimulationConfig, SimulationError, simulate
 from tft_sim.worlds import KINDS, STARTS, GroupWorld, LighthouseWorld
 
-OF_SEEDS: Final = ("seeds", "seed", "trace", "story", "stragglers", "standing")
-OF_ORDERS: Final = ("replicas", "start", "kinds")
-NOBODY_READS: Final = 128 + signal.SIGPIPE  # the shell's exit code for a command that SIGPIPE ended
+SEED_OPTIONS: Final = ("seeds", "seed", "trace", "story", "stragglers", "standing")
+EXPLORE_OPTIONS: Final = ("replicas", "start", "kinds")
+EXIT_CODE_SIGPIPE: Final = 128 + signal.SIGPIPE  # the shell's exit code for a command that SIGPIPE ended
 
 
 @final
@@ -49,34 +49,36 @@ def main(arguments: list[str] | None = None) -> int:
         # Unwritten output goes nowhere. SIGPIPE's default action would also end this process after a worker's broken
         # pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NOBODY_READS
+        return EXIT_CODE_SIGPIPE
     return code
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     """Return the parsed arguments, with `kinds` as a list. Invalid arguments end the process."""
     parser = _Parser(prog="python -m tft_sim", description="Run the cluster simulator.", allow_abbrev=False)
-    parser.add_argument("--seeds", type=int, metavar="N", help="how many seeds to run; 1 unless said")
-    parser.add_argument("--seed", type=int, metavar="N", help="the first one; 0 unless said")
-    parser.add_argument("--processes", type=int, default=0, metavar="N", help="that do it; 0: one for each core")
-    parser.add_argument("--trace", action="store_true", default=None, help="print every event and effect; of one seed")
-    parser.add_argument("--story", action="store_true", default=None, help="tell it as the transcripts do; of one seed")
+    parser.add_argument("--seeds", type=int, metavar="N", help="number of seeds to run; default 1")
+    parser.add_argument("--seed", type=int, metavar="N", help="first seed; default 0")
+    parser.add_argument(
+        "--processes", type=int, default=0, metavar="N", help="number of processes; 0: one for each core"
+    )
+    parser.add_argument("--trace", action="store_true", default=None, help="print all events of one seed")
+    parser.add_argument("--story", action="store_true", default=None, help="print one seed as a transcript")
     parser.add_argument("--stragglers", action="store_true", default=None, help="replicas become slow for a while")
     parser.add_argument("--standing", action="store_true", default=None, help="quorums stand without requests")
-    parser.add_argument("--explore", type=int, metavar="N", help="instead, every order of N events")
-    parser.add_argument("--replicas", type=int, metavar="N", help="of which the events are, 1 to 3; 3 unless said")
-    parser.add_argument("--start", choices=(*STARTS, "group"), help="from where; without it from each, one by one")
-    parser.add_argument("--kinds", metavar="A,B", help="of events, as ask,die,leave; without it all")
+    parser.add_argument("--explore", type=int, metavar="N", help="try every order of N events instead of seeds")
+    parser.add_argument("--replicas", type=int, metavar="N", help="number of replicas, 1 to 3; default 3")
+    parser.add_argument("--start", choices=(*STARTS, "group"), help="start of the exploration; default: each in turn")
+    parser.add_argument("--kinds", metavar="A,B", help="kinds of events, such as ask,die,leave; default all")
     options = parser.parse_args(arguments)
     explores = options.explore is not None
-    for name in OF_SEEDS if explores else OF_ORDERS:
+    for name in SEED_OPTIONS if explores else EXPLORE_OPTIONS:
         if getattr(options, name) is not None:
             parser.error(
-                f"--explore tries every order of events, and --{name} is of seeds; give one of the two"
+                f"--explore and --{name} exclude each other; give one of the two"
                 if explores
-                else f"--{name} is of the orders that --explore tries; give --explore too, or leave it out"
+                else f"--{name} needs --explore; give --explore too, or remove --{name}"
             )
-    _fill_in(options)
+    _set_defaults(options)
     if options.seeds < 1:
         parser.error(f"--seeds is {options.seeds}; give at least 1")
     if options.processes < 0:
@@ -93,7 +95,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _fill_in(options: argparse.Namespace) -> None:
+def _set_defaults(options: argparse.Namespace) -> None:
     """Fill in the defaults of options that only one mode has: argparse's own hide whether an option was given."""
     defaults = {
         "seeds": 1,
@@ -121,12 +123,12 @@ def _run(options: argparse.Namespace) -> int:
         else:
             seeds = range(options.seed, options.seed + options.seeds)
             marks = run_many(seeds, processes=processes, config=config)
-            print(f"{options.seeds} seeds from {options.seed}: all invariants hold; they came by\n{marks}")
+            print(f"{options.seeds} seeds from {options.seed}: all invariants hold; marks reached:\n{marks}")
     except SimulationError as failed:
         if isinstance(failed.cause, BrokenPipeError):  # the pipe of the trace broke, and the seed is fine
             raise failed.cause from None
-        told = story(failed.seed, config)
-        print(f"the transcript of seed {failed.seed}:", *told, "", failed, sep="\n", file=sys.stderr)
+        transcript = story(failed.seed, config)
+        print(f"the transcript of seed {failed.seed}:", *transcript, "", failed, sep="\n", file=sys.stderr)
         return 1
     return 0
 
@@ -134,8 +136,8 @@ def _run(options: argparse.Namespace) -> int:
 def _explore(num_events: int, names: str, only: str | None, kinds: Sequence[str], processes: int) -> int:
     """Explore every order of that many events, and print the progress after each length, because the last takes
     longest."""
-    everywhere = STARTS if kinds else (*STARTS, "group")
-    for start in everywhere if only is None else (only,):
+    all_starts = STARTS if kinds else (*STARTS, "group")
+    for start in all_starts if only is None else (only,):
         world = GroupWorld if start == "group" else partial(LighthouseWorld, names, start=start)
         what = "a group of 2 ranks" if start == "group" else f"{len(names)} replicas, {start}"
 

@@ -22,7 +22,7 @@ class Timer:
     """An action that will happen at `at_ms`. `cancel` withdraws it."""
 
     at_ms: int
-    action: Callable[[], None] | None
+    action: Callable[[], object] | None
 
     def cancel(self) -> None:
         """Cancel the action. A second call has no effect."""
@@ -44,14 +44,14 @@ class VirtualClock:
         self._queue: list[tuple[int, int, Timer]] = []
         self._number = 0
 
-    def at(self, at_ms: int, action: Callable[[], None]) -> Timer:
+    def at(self, at_ms: int, action: Callable[[], object]) -> Timer:
         """Schedule `action` for `at_ms`, or for now if that has passed."""
         self._number += 1
         timer = Timer(max(at_ms, self.now_ms), action)
         heapq.heappush(self._queue, (timer.at_ms, self._number, timer))
         return timer
 
-    def after(self, delay_ms: int, action: Callable[[], None]) -> Timer:
+    def after(self, delay_ms: int, action: Callable[[], object]) -> Timer:
         """Schedule `action` for `delay_ms` from now."""
         return self.at(self.now_ms + delay_ms, action)
 

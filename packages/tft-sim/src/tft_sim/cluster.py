@@ -31,7 +31,7 @@ from tft_coord.core.types import (
     WaitsFor,
 )
 from tft_sim.clock import VirtualClock
-from tft_sim.config import Chance, ClusterConfig
+from tft_sim.config import Chance, ClusterConfig, TrainerSettings
 from tft_sim.end_truth import EndTruth
 from tft_sim.foreign_process import ForeignLighthouseProcess
 from tft_sim.group import SimulatedGroup
@@ -46,14 +46,14 @@ from tft_sim.marks import Marks
 from tft_sim.network import Network, Stream
 from tft_sim.pace_truth import PaceTruth
 from tft_sim.process import Process, State
-from tft_sim.rank import Rank, SentBeat, TrainerSettings
+from tft_sim.rank import Rank, SentBeat
 from tft_sim.surroundings import Outside
 from tft_sim.syncs import SyncLoop
 from tft_sim.torchft_process import TorchftProcess
 from tft_sim.trainer import Trainer
 from tft_sim.waiting import Refused, Waiter
 
-REASONS = (
+REASON_MARKS = (
     "joined",
     "is gone",
     "failed to commit",
@@ -61,9 +61,9 @@ REASONS = (
     "has a newer session",
     "has left",
     "can't be reached",
-    "does not hold it",
+    "did not receive it",
 )
-STOP_KNOWN_MS = 2_000  # a report of a stop may be late by this much
+STOP_REPORT_DELAY_MS = 2_000  # a report of a stop may be late by this much
 _UNREACHABLE = Refused("unreachable", "the manager server can't be reached")
 
 
@@ -100,9 +100,9 @@ class Cluster:
             keepalive_ms=self.timeouts.heartbeat_timeout_ms,
             extra_rng=chance.extra,
         )
-        self.network.on_mend = self._mended
+        self.network.on_mend = self._retry_groups
         self.links = Links()
-        self.links.on_change = self._mended
+        self.links.on_change = self._retry_groups
         self.wall_offset_ms = 0  # offset by which the wall clock was set
         self._invariants: dict[str, Invariants] = {}
         self.losses = LossWatch(self)
@@ -113,10 +113,10 @@ class Cluster:
         self.torchft: dict[str, TorchftProcess] = {}
         self.lives: list[Replica] = []  # all lives that were ever started
         self.log: deque[str] = deque(maxlen=log_lines)
-        self.decides = ""  # the lighthouse whose decisions are being reported now
-        self.foreign_observer: Callable[[Quorum], None] = lambda _: None
-        self.observer: Callable[[effects.LighthouseEffect], None] = lambda _: None
-        self.teller: Callable[[str, str], None] = lambda _name, _text: None
+        self.deciding = ""  # the lighthouse whose decisions are being reported now
+        self.on_foreign_quorum: Callable[[Quorum], None] = lambda _: None
+        self.on_effect: Callable[[effects.LighthouseEffect], None] = lambda _: None
+        self.on_note: Callable[[str, str], None] = lambda _name, _text: None
         self.num_lighthouses = 0
         self._on_end = on_end
         self._on_line = on_line
@@ -173,7 +173,7 @@ class Cluster:
                 if order.previous is None:
                     self.invariants_of(order.job).started_over(order.quorum, durable=self.config.durable)
                 self.paces.formed(order.job, order.quorum, order.previous)
-                self._look_who_joined(order)
+                self._check_jobs(order)
                 self.marks.hit("a quorum was formed")
                 if order.previous is not None and len(order.quorum.members) < len(order.previous.members):
                     self.marks.hit("a quorum shrank")
@@ -181,7 +181,7 @@ class Cluster:
                     both = set(order.previous.replica_ids).intersection(order.quorum.replica_ids)
                     if 0 < len(both) < len(order.previous.replica_ids):
                         self.marks.hit("some members of a standing quorum went on without the others")
-                for words in REASONS:
+                for words in REASON_MARKS:
                     if words in order.reason:
                         self.marks.hit(f"new id: {words}")
                 if order.reason.count(" joined") > 1:
@@ -210,7 +210,7 @@ class Cluster:
                 self.marks.hit(f"refused: {order.refusal.value}")
             case effects.RefuseRequest():
                 self.marks.hit(f"request refused: {order.refusal.value}")
-        self.observer(order)
+        self.on_effect(order)
 
     def replica_of_stream(self, number: int) -> Replica | None:
         """Return the replica whose manager server holds that stream to the lighthouse."""
@@ -220,7 +220,7 @@ class Cluster:
                 return replica
         return None
 
-    def _look_who_joined(self, order: effects.QuorumFormed) -> None:
+    def _check_jobs(self, order: effects.QuorumFormed) -> None:
         """Check that jobs don't mix in a quorum, and hit the marks for torn members and states of unknown lineage."""
         if order.job == OTHER_JOB:
             self.marks.hit("another job formed a quorum")
@@ -244,7 +244,7 @@ class Cluster:
     def foreign_formed(self, quorum: Quorum) -> None:
         """Record a quorum that torchft's lighthouse gives to all its members."""
         self.marks.hit("a foreign lighthouse formed a quorum")
-        self.foreign_observer(quorum)
+        self.on_foreign_quorum(quorum)
 
     @property
     def is_foreign(self) -> bool:
@@ -267,7 +267,7 @@ class Cluster:
     def _new_lighthouse(self, name: str = "lighthouse") -> LighthouseProcess | ForeignLighthouseProcess:
         self.num_lighthouses += 1
         for invariants in self._invariants.values():
-            if invariants.started_at(self.wall_ms):
+            if invariants.lighthouse_started(self.wall_ms):
                 self.marks.hit("a lighthouse started before its predecessor's ids")
         kind = ForeignLighthouseProcess if self.config.foreign else LighthouseProcess
         lighthouse = kind(self, self.num_lighthouses, name)
@@ -299,7 +299,7 @@ class Cluster:
         replica = Replica(name, f"{name}:{life}", replaces, life, self._job_of(name))
         if twin_of:
             first = self.replicas[twin_of]
-            self.invariants_of(first.job).has_twin(first.replica_id)
+            self.invariants_of(first.job).twin_started(first.replica_id)
             replica = Replica(name, first.replica_id, replaces, life, first.job, elsewhere=name)
         replica.world_size = world_size or self.config.world_size
         self.replicas[name] = replica
@@ -355,7 +355,7 @@ class Cluster:
             stream.listen(trainer, heard, again)
             self._beat(trainer, stream)
             if self.config.probes and not self.is_foreign:
-                trainer.says_long_wait = lambda: self._say_where(trainer, stream, extra=True)
+                trainer.report_long_wait = lambda: self._say_where(trainer, stream, extra=True)
 
         def heard(
             news: LossNotice
@@ -369,9 +369,9 @@ class Cluster:
         ) -> None:
             match news:
                 case QuorumNews():
-                    trainer.told_of_quorum(news)
+                    trainer.quorum_announced(news)
                 case NewcomerAsks(replica_id):
-                    trainer.recovery.heard_of_newcomer(replica_id)
+                    trainer.recovery.newcomer_announced(replica_id)
                 case effects.TellGroupLost(_, message):
                     trainer.group_lost(message)
                 case LeaveRequest():
@@ -381,10 +381,10 @@ class Cluster:
                 case WaitsFor():
                     pass  # this is for logs alone
                 case StragglerNotice():
-                    trainer.told_of_its_pace(news)
+                    trainer.pace_announced(news)
                 case notice:
-                    self.losses.told(trainer, notice)
-                    trainer.noticed(notice)
+                    self.losses.loss_announced(trainer, notice)
+                    trainer.loss_announced(notice)
 
         self.network.dial(
             trainer,
@@ -398,12 +398,12 @@ class Cluster:
         """Send a rank's position in its step once a beat, for as long as its stream is open."""
         if stream.open:
             self._say_where(trainer, stream, number=trainer.number_beat())
-            trainer.look()
+            trainer.check_waits()
             trainer.after(self.timeouts.beat_interval_ms, lambda: self._beat(trainer, stream))
 
     def _say_where(self, trainer: Trainer, stream: Stream, *, extra: bool = False, number: int = 0) -> None:
-        told = SentBeat(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms, number)
-        stream.send(trainer, told, extra=extra)
+        beat = SentBeat(trainer.progress(), self.clock.now_ms, trainer.phase_since_ms, number)
+        stream.send(trainer, beat, extra=extra)
 
     def is_local(self, trainer: Trainer) -> bool:
         """Return whether a rank runs on its manager server's host."""
@@ -417,7 +417,7 @@ class Cluster:
             if each.state is State.STOPPED and not each.is_seen_running:
                 stops.append((each.stopped_since_ms, self.clock.now_ms))
             for since_ms, until_ms in stops if self.is_local(each) else ():
-                if self.clock.now_ms - until_ms < STOP_KNOWN_MS and until_ms - since_ms >= for_ms:
+                if self.clock.now_ms - until_ms < STOP_REPORT_DELAY_MS and until_ms - since_ms >= for_ms:
                     return True
         return False
 
@@ -457,7 +457,7 @@ class Cluster:
             trainer = replica.trainers[0]
 
             def successor() -> None:
-                self.invariants_of(replica.job).started_anew(replica.host, trainer.held)
+                self.invariants_of(replica.job).manager_restarted(replica.host, trainer.held)
                 self.start_manager(replica)
                 self.connect_rank(replica, trainer)
 
@@ -497,22 +497,22 @@ class Cluster:
         """End the rest of a replica group."""
         self._finish(replica, reason)
 
-    def stick(self) -> None:
+    def block_reductions(self) -> None:
         """Let no reduction of the newest quorum end any more."""
         if self.is_foreign:
             return
         quorum = self.our_lighthouse.core.quorum(JOB)
         if quorum is not None:
             for (key, _), group in self._groups.items():
-                group.sticks = group.sticks or key == quorum.key
-            self.hangs.sticks(quorum.key)
+                group.is_blocked = group.is_blocked or key == quorum.key
+            self.hangs.reductions_blocked(quorum.key)
 
-    def unstick(self) -> None:
+    def unblock_reductions(self) -> None:
         """Let all reductions end again."""
         for group in self._groups.values():
-            if group.sticks:
-                group.sticks = False
-                group.look()
+            if group.is_blocked:
+                group.is_blocked = False
+                group.update()
 
     def restart_lighthouse(self, after_ms: int) -> None:
         """Kill the lighthouse, and start another one with an empty memory at its address."""
@@ -564,12 +564,12 @@ class Cluster:
             )
         return self._groups[name]
 
-    def _mended(self) -> None:
+    def _retry_groups(self) -> None:
         """Let groups that were cut apart go on."""
         for replica in self.replicas.values():
             for trainer in replica.trainers:
                 if trainer.group is not None:
-                    trainer.group.look()
+                    trainer.group.update()
 
     def call(
         self,

@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.timeouts import Timeouts
-from tft_sim.rank import TrainerSettings
 
 SHORT_TIMEOUTS = Timeouts(
     timeout_ms=6_000,
@@ -25,6 +25,52 @@ SHORT_TIMEOUTS = Timeouts(
     slowest_step_ms=3_000,
 )
 NO_STRAGGLERS = StragglerPolicy(action=StragglerAction.OFF)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """The settings of a job's trainers, equal for all of them.
+
+    Args:
+        use_async_quorum, init_sync, fixed_with_spares, min_replica_size: as in Member.
+        step: initial step. More than 0 means a state loaded from outside.
+        run: the run that the state was loaded from. Other runs have other weights.
+        num_fragments: number of model fragments that are synchronized now and then. 0: gradients are reduced in every
+            step.
+        most_in_flight: maximum number of concurrent syncs.
+        check_every: committed steps between two comparisons of the states. 0: none.
+        heals_divergence: a replica whose state differs recovers once before it stops.
+        weighted: means are weighted by the samples of each replica.
+        speaks: trainers exchange a word at the end of each round. The job's `lease_ms` limits how long they go on
+            without a request.
+    """
+
+    speaks: bool = False
+
+    use_async_quorum: bool = True
+    init_sync: bool = True
+    fixed_with_spares: bool = False
+    min_replica_size: int = 1
+    step: int = 0
+    run: str = ""
+    num_fragments: int = 0
+    most_in_flight: int = 1
+    check_every: int = 0
+    heals_divergence: bool = True
+    weighted: bool = False
+
+    def fingerprint(self, world_size: int) -> Fingerprint:
+        """Return the rank's fingerprint."""
+        return fingerprint_of(
+            {
+                "group world size": str(world_size),
+                "use_async_quorum": str(self.use_async_quorum),
+                "world_size_mode": "FIXED_WITH_SPARES" if self.fixed_with_spares else "DYNAMIC",
+                "min_replica_size": str(self.min_replica_size),
+                "init_sync": str(self.init_sync),
+                "fragments": f"{self.num_fragments}, syncs in flight {self.most_in_flight}",
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +109,7 @@ class ClusterConfig:
     standby: str = ""
     timeouts: Timeouts = SHORT_TIMEOUTS
     stragglers: StragglerPolicy = NO_STRAGGLERS
-    trainers: TrainerSettings = TrainerSettings()  # noqa: RUF009  # frozen
+    trainers: TrainerSettings = TrainerSettings()  # frozen
     wall_start_ms: int = 1_000_000
     delay_ms: tuple[int, int] = (1, 5)
     lost_state_ms: int = 0

@@ -40,21 +40,21 @@ class EndTruth:
         self._refused: set[tuple[str, str]] = set()  # ranks that were refused something for a reason, and the code
         self._keys: dict[str, set[QuorumKey]] = {}  # quorums that the manager servers of each host were given
 
-    def rank_went(self, manager: ManagerProcess, rank: int) -> None:
+    def rank_stream_closed(self, manager: ManagerProcess, rank: int) -> None:
         """Record that a manager server has noticed the end of a rank's newest stream."""
         self._away_ms.setdefault(manager, {})[rank] = self._cluster.clock.now_ms
 
-    def rank_came(self, manager: ManagerProcess, rank: int) -> None:
+    def rank_stream_opened(self, manager: ManagerProcess, rank: int) -> None:
         """Record that the rank has another stream."""
         self._away_ms.get(manager, {}).pop(rank, None)
 
-    def given(self, manager: ManagerProcess, quorum: Quorum) -> None:
+    def quorum_received(self, manager: ManagerProcess, quorum: Quorum) -> None:
         """Record that a manager server has received a quorum."""
         if all(self._may_be_torn(each) for each in quorum.replica_ids):
             self._torn.add(manager.replica.host)
         self._keys.setdefault(manager.replica.host, set()).add(quorum.key)
 
-    def asks(self, trainer: Rank, request: RankRequest) -> None:
+    def requested(self, trainer: Rank, request: RankRequest) -> None:
         """Record a rank's request to its manager server for a quorum."""
         self._asked[trainer.name] = request
 
@@ -65,16 +65,20 @@ class EndTruth:
         away = any(now_ms - since_ms >= grace_ms for since_ms in self._away_ms.get(manager, {}).values())
         gone = any(not trainer.alive or trainer.left for trainer in replica.trainers)
         if not (away or gone or replica.ended):
-            raise InvariantError("I8", f"the end of {replica.host} is reported ({reason}), and all of it lives")
+            raise InvariantError(
+                "I8", f"the death of {replica.host} is reported ({reason}), and all its ranks are alive"
+            )
         self._deaths.add(replica.replica_id)
         self._lost.add(replica.host)
 
     def gave_up(self, replica: Replica, trainer: Rank, answer: Refused, deadline_ms: int) -> None:
         """Check that a rank's failed request was not cut short of its deadline."""
-        if self._has_to(replica, answer.code):
+        if self._has_reason(replica, answer.code):
             self._refused.add((trainer.name, answer.code))
         if answer.code == "deadline" and self._cluster.clock.now_ms < deadline_ms:
-            raise InvariantError("I8", f"{trainer.name} is told that it has no more time, until {deadline_ms} ms")
+            raise InvariantError(
+                "I8", f"{trainer.name} receives a deadline error before its deadline, {deadline_ms} ms"
+            )
 
     def no_verdict(self, replica: Replica, trainer: Rank, since_ms: int) -> None:
         """Check a rank that received no verdict in time, and ends with its group: its manager server was out of
@@ -84,7 +88,9 @@ class EndTruth:
             return
         felt_ms = self._cluster.network.calm_since_ms(trainer.name, manager.name)
         if max(felt_ms, manager.running_since_ms, trainer.running_since_ms) <= since_ms:
-            raise InvariantError("I5", f"{trainer.name} votes since {since_ms} ms, within reach, and gets no verdict")
+            raise InvariantError(
+                "I5", f"{trainer.name} has voted at {since_ms} ms, was reachable since, and has no verdict"
+            )
 
     def refused(self, hello: Hello, refusal: Refusal, message: str) -> None:
         """Check that a refused session has a sound reason. After some refusals the replica does not end yet."""
@@ -97,27 +103,30 @@ class EndTruth:
                 sound = True  # the refusal was late, because the replica has a newer stream
             case Refusal.DUPLICATE | Refusal.STALE:
                 # The lighthouse may take the replica's previous manager server for live for a while.
-                sound = replica.num_managers > 1 or self._has_to(replica, Refusal.DUPLICATE.value)
+                sound = replica.num_managers > 1 or self._has_reason(replica, Refusal.DUPLICATE.value)
             case Refusal.MALFORMED:
                 sound = False
             case Refusal.CLOCK:
                 sound = hello.session > self._cluster.wall_ms + CLOCKS_DIFFER_MOST_MS
             case _:
-                sound = self._has_to(replica, refusal.value)
+                sound = self._has_reason(replica, refusal.value)
         if not sound:
-            raise InvariantError("I9", f"{replica.host} is refused ({refusal.value}), and nothing is wrong: {message}")
+            raise InvariantError("I9", f"{replica.host} is refused ({refusal.value}) without a reason: {message}")
 
     def ended(self, replica: Replica, trainer: Rank, reason: str, answer: Refused) -> None:
         """Check that a trainer ends itself only for a reason, and that the answer names it."""
         # The training loop reaches its end a while after the answer.
-        if (trainer.name, answer.code) not in self._refused and not self._has_to(replica, answer.code):
-            raise InvariantError("I8", f"{trainer.name} ends ({reason}), and has no reason to: {answer.message}")
+        if (trainer.name, answer.code) not in self._refused and not self._has_reason(replica, answer.code):
+            raise InvariantError("I8", f"{trainer.name} ends ({reason}) without a cause: {answer.message}")
         keys = self._keys.get(replica.host, set())
         names = [replica.replica_id, *self._cluster.torchft, *map(str, keys)]
         if not reason.startswith("vote") and not any(name in answer.message for name in names):
-            raise InvariantError("I9", f"{trainer.name} ends ({reason}), and this names nobody: {answer.message!r}")
+            raise InvariantError(
+                "I9",
+                f"{trainer.name} ends ({reason}) with an error that names no replica and no quorum: {answer.message!r}",
+            )
 
-    def _has_to(self, replica: Replica, code: str) -> bool:
+    def _has_reason(self, replica: Replica, code: str) -> bool:
         match code:
             case "group_lost":
                 return replica.host in self._lost
@@ -128,7 +137,9 @@ class EndTruth:
             case "unloadable":
                 return any(trainer.recovery.failed_loads > 1 for trainer in replica.trainers)
             case "diverged":
-                return any(trainer.recovery.astray for each in self._cluster.lives for trainer in each.trainers)
+                return any(
+                    trainer.recovery.num_corruptions for each in self._cluster.lives for trainer in each.trainers
+                )
             case Refusal.DEAD.value:
                 replaced = any(each.replaces == replica.replica_id for each in self._cluster.lives)
                 return replaced or replica.replica_id in self._deaths
@@ -137,7 +148,7 @@ class EndTruth:
             case Refusal.OTHER_KIND.value:
                 return replica.job == JOB and len(self._cluster.torchft) > 0
             case Refusal.DIFFERS.value:
-                return any(self._turns_out(other, replica) for other in self._cluster.lives)
+                return any(self._evicts(other, replica) for other in self._cluster.lives)
             case Refusal.AHEAD.value:
                 return any(self._is_behind(other, replica) for other in self._cluster.lives)
             case Refusal.OVER.value:
@@ -152,15 +163,13 @@ class EndTruth:
     def _lives_of(self, replica_id: str) -> Iterator[Replica]:
         return (each for each in self._cluster.lives if each.replica_id == replica_id)
 
-    def _turns_out(self, other: Replica, replica: Replica) -> bool:
+    def _evicts(self, other: Replica, replica: Replica) -> bool:
         """Return whether the other replica differs, and its claim has equal weight: training outweighs a fresh
         start."""
         if other.job != replica.job or _fingerprint(other) == _fingerprint(replica):
             return False
         # A member may not have received its quorum yet.
-        stands = _has_trained(other) or self._cluster.our_lighthouse.attendance_of(other.job).is_member(
-            other.replica_id
-        )
+        stands = _has_trained(other) or self._cluster.our_lighthouse.liveness_of(other.job).is_member(other.replica_id)
         return not _has_trained(replica) or stands
 
     def _is_behind(self, other: Replica, replica: Replica) -> bool:
@@ -177,8 +186,8 @@ class EndTruth:
         The live state of a rank may differ from its request by now.
         """
         for replica in self._lives_of(replica_id):
-            said = [self._asked[each.name] for each in replica.trainers if each.name in self._asked]
-            if len({(each.step, each.lineage) for each in said}) > 1 or any(each.torn for each in said):
+            requests = [self._asked[each.name] for each in replica.trainers if each.name in self._asked]
+            if len({(each.step, each.lineage) for each in requests}) > 1 or any(each.torn for each in requests):
                 return True
         return False
 

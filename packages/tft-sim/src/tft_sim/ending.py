@@ -60,23 +60,23 @@ class Ending:
         trainer, plan = self._trainer, self._plan()
         if trainer.status.wishes and not order.leaving:
             trainer.mark("the last holder of the state stayed for another step")
-            trainer.note("stays, for nobody else holds the state")
+            trainer.note("stays, because no other replica holds the state")
         vote = self.vote = self._round(order.step)
         speaks = plan.lease_ms is not None
         if speaks:
-            self._tell_word(order, vote, is_alone=plan.replica_world_size == 1)
+            self._check_word(order, vote, is_alone=plan.replica_world_size == 1)
         verdict = yield from trainer.vote(vote, order.yes, leaving=order.leaving, stands=order.stands)
         if speaks and order.yes and not verdict.yes:
             trainer.mark("a rank had its word, and another one of its group did not")
         return on.VerdictArrived(order.attempt, verdict.yes, verdict.leaves, verdict.stands)
 
-    def _tell_word(self, order: do.CastVote, vote: Round, *, is_alone: bool) -> None:
+    def _check_word(self, order: do.CastVote, vote: Round, *, is_alone: bool) -> None:
         """Let the invariants check the meaning of the round's word for this rank, as its vote shows it."""
         trainer = self._trainer
         heard = self._heard or (vote if is_alone and order.yes else None)
         if order.why and (trainer.torn or trainer.lineage is None):
             heard = None  # the rank no longer knows its own state, so the others agree without it
-        trainer.outside.invariants.worded(
+        trainer.outside.invariants.word_completed(
             trainer.replica_id, trainer.rank, heard or vote, not order.why if heard is not None else None
         )
         if heard is not None and order.why:

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from tft_coord.testing import copied
 
-HAND = 50  # paths that one process tries together
+BATCH_SIZE = 50  # paths that one process tries together
 Path = tuple[str, ...]
 
 
@@ -65,7 +65,7 @@ class ExplorationError(AssertionError):
         self.cause = cause
 
 
-class _Found(NamedTuple):
+class _BatchResult(NamedTuple):
     """The result of trying some paths: for each new state its hash, the number of its path, and the last event.
 
     `failed`: the sequence that failed, if one did.
@@ -112,9 +112,9 @@ def explore(
     tried = 0
     for length in range(1, num_events + 1):
         reached: list[Path] = []
-        hands = [range(first, first + HAND) for first in range(0, len(search.frontier), HAND)]
-        with _dealt(search, hands, processes) as all_found:
-            for hand, found in zip(hands, all_found, strict=True):
+        batches = [range(first, first + BATCH_SIZE) for first in range(0, len(search.frontier), BATCH_SIZE)]
+        with _batch_results(search, batches, processes) as results:
+            for batch, found in zip(batches, results, strict=True):
                 if found.failed is not None:
                     _replay(start, found.failed)
                     raise RuntimeError(f"{' → '.join(found.failed)} failed, and does not again; report this")
@@ -123,7 +123,7 @@ def explore(
                     if state not in search.seen:  # another process may have reached it too
                         search.seen.add(state)
                         if length < num_events:
-                            reached.append((*search.frontier[hand[path]], choice))
+                            reached.append((*search.frontier[batch[path]], choice))
         search.frontier = reached
         on_length(length, Explored(len(search.seen), tried))
     return Explored(len(search.seen), tried)
@@ -144,40 +144,40 @@ def _replay(start: World, path: Path) -> None:
 
 
 @contextmanager
-def _dealt(search: _Search, hands: Sequence[range], processes: int) -> Iterator[Iterable[_Found]]:
+def _batch_results(search: _Search, batches: Sequence[range], processes: int) -> Iterator[Iterable[_BatchResult]]:
     """Try the paths of the frontier, batch by batch and in order, in this process or in forks of it."""
-    if processes == 1 or len(hands) < 2 * processes:
-        yield (_try(search, hand, set()) for hand in hands)
+    if processes == 1 or len(batches) < 2 * processes:
+        yield (_try(search, batch, set()) for batch in batches)
         return
     # A fork has all results so far, and sends only its own.
     fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(processes, mp_context=fork, initializer=_begin, initargs=(search,)) as pool:
+    with ProcessPoolExecutor(processes, mp_context=fork, initializer=_set_search, initargs=(search,)) as pool:
         try:
-            yield pool.map(_try_in_fork, hands)
+            yield pool.map(_try_in_fork, batches)
         finally:
             pool.shutdown(cancel_futures=True)  # after a failure nothing waits for unused results
 
 
-_try_in_fork_of: Callable[[range], _Found]
+_try_in_fork_of: Callable[[range], _BatchResult]
 
 
-def _begin(search: _Search) -> None:
+def _set_search(search: _Search) -> None:
     global _try_in_fork_of
-    _try_in_fork_of = partial(_try, search, found_here=set())
+    _try_in_fork_of = partial(_try, search, found_in_batch=set())
     # Millions of states are no garbage. Scanning them repeatedly took two thirds of the time. Scanning the states that
     # came with the fork copied their pages.
     gc.freeze()
 
 
-def _try_in_fork(hand: range) -> _Found:
-    return _try_in_fork_of(hand)
+def _try_in_fork(batch: range) -> _BatchResult:
+    return _try_in_fork_of(batch)
 
 
-def _try(search: _Search, hand: range, found_here: set[int]) -> _Found:
+def _try(search: _Search, batch: range, found_in_batch: set[int]) -> _BatchResult:
     """Try every event after each of these paths of the frontier."""
     tried = 0
     reached: list[tuple[int, int, str]] = []
-    for number, path in enumerate(search.frontier[hand.start : hand.stop]):
+    for number, path in enumerate(search.frontier[batch.start : batch.stop]):
         before = copied(search.start)
         for choice in path:
             before.happen(choice)
@@ -189,11 +189,11 @@ def _try(search: _Search, hand: range, found_here: set[int]) -> _Found:
             try:
                 world.happen(choice)
                 state = hash(world.state())
-                if state in search.seen or state in found_here:
+                if state in search.seen or state in found_in_batch:
                     continue
-                found_here.add(state)
+                found_in_batch.add(state)
                 world.calm_down()
             except Exception:  # the caller replays the path for a better message
-                return _Found(tried, reached, (*path, choice))
+                return _BatchResult(tried, reached, (*path, choice))
             reached.append((state, number, choice))
-    return _Found(tried, reached)
+    return _BatchResult(tried, reached)

@@ -13,25 +13,14 @@ from typing import Any, Protocol, final
 from tft_coord.core import effects, events
 from tft_coord.core.types import Quorum
 from tft_coord.testing import TorchftLike, stripped
-from tft_coord.timeouts import Timeouts
-from tft_sim.clock import VirtualClock
-from tft_sim.config import ClusterConfig
-from tft_sim.marks import Marks
 from tft_sim.network import Stream
+from tft_sim.parts import Parts
 from tft_sim.process import Process
 
 
-class World(Protocol):
+class World(Parts, Protocol):
     """The cluster, as torchft's lighthouse sees it."""
 
-    @property
-    def clock(self) -> VirtualClock: ...
-    @property
-    def config(self) -> ClusterConfig: ...
-    @property
-    def timeouts(self) -> Timeouts: ...
-    @property
-    def marks(self) -> Marks: ...
     @property
     def wall_ms(self) -> int: ...
     def trace(self, who: str, what: object) -> None: ...

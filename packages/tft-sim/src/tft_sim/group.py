@@ -63,13 +63,13 @@ class SimulatedGroup:
         self._links = links or Links()
         self._store = store
         self._unreached: dict[str, list[Unreached]] = {}
-        self._is_timed = False  # a timer runs after which members notice a bad link
+        self._has_link_timer = False  # a timer runs after which members notice a bad link
         self._joined: dict[str, Waiter] = {}
         self._met = False
         self._left: set[str] = set()
         self._reductions: dict[int, _Reduction] = {}
-        self.sticks = False  # a network fault that lets no reduction end
-        self._words = ControlWords(members, clock, spread_ms, self._carries_words, self._note_no_word)
+        self.is_blocked = False  # a network fault that lets no reduction end
+        self._words = ControlWords(members, clock, spread_ms, self._carries_words, self._record_lost_word)
 
     def join(self, replica_id: str) -> Waiter:
         """Join the group. The waiter resolves to True when all members are here."""
@@ -83,7 +83,7 @@ class SimulatedGroup:
             self._clock.after(FAILS_AFTER_MS, lambda: waiter.resolve(False))
             return waiter
         self._joined[replica_id] = waiter
-        self.look()
+        self.update()
         return waiter
 
     def unreached_by(self, replica_id: str) -> list[Unreached]:
@@ -102,7 +102,7 @@ class SimulatedGroup:
         """Remove a member that aborts, shuts down or dies. Members that met it here can't go on without it."""
         self._left.add(replica_id)
         if self._met:
-            self.look()
+            self.update()
         else:
             self._joined.pop(replica_id, None)
 
@@ -116,54 +116,54 @@ class SimulatedGroup:
         waiter = Waiter()
         reduction = self._reductions.setdefault(number, _Reduction())
         reduction.waiting[contribution.replica_id] = waiter
-        if self._misses(contribution.replica_id):
+        if self._sees_departure(contribution.replica_id):
             waiter.resolve(None)
         else:
             reduction.given[contribution.replica_id] = contribution
-            self.look()
+            self.update()
         return waiter
 
     def exchange_word(self, step: int, replica_id: str, values: Sequence[int]) -> Waiter:
         """Exchange the word of a round. The waiter resolves to the sum, or to None if it fails for this member."""
         waiter = Waiter()
-        if self._misses(replica_id):
+        if self._sees_departure(replica_id):
             waiter.resolve(None)
         else:
             self._words.exchange(step, replica_id, values, waiter)
         return waiter
 
     @property
-    def word_has_passed(self) -> bool:
+    def words_delivered(self) -> bool:
         """Return whether every member that waits for a word has it."""
-        return self._words.has_passed()
+        return self._words.is_delivered()
 
     def _carries_words(self, one: str, other: str) -> bool:
         cut = self._is_cut(one, other) or self._is_cut(other, one)
         return not cut and not self._links.loses_word(one, other, self._group_rank)
 
-    def _note_no_word(self, replica_id: str, other: str) -> bool:
+    def _record_lost_word(self, replica_id: str, other: str) -> bool:
         """Record a link that loses words, and return whether the link does. Across a cut everything waits."""
         lost = self._links.loses_word(replica_id, other, self._group_rank)
         if lost and other not in self._left:
             self._unreached.setdefault(replica_id, []).append(Unreached(other, Via.GROUP, "no word"))
         return lost
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Resolve all waits that a change ends: a member came, left, or can be reached again."""
-        self._words.look(self._misses)
-        self._look_at_links()
-        if not self._met and self._all_joined and not self._is_torn_apart():
+        self._words.update(self._sees_departure)
+        self._start_link_timer()
+        if not self._met and self._all_joined and not self._is_partitioned():
             self._met = True
             for waiter in list(self._joined.values()):
                 waiter.resolve(True)
         for number, reduction in list(self._reductions.items()):
             for replica_id, waiter in list(reduction.waiting.items()):
-                if not waiter.done and self._misses(replica_id):
+                if not waiter.done and self._sees_departure(replica_id):
                     waiter.resolve(None)
             if reduction.complete:
                 if all(waiter.done for waiter in reduction.waiting.values()):
-                    self._reductions.pop(number, None)  # a callback of a waiter may have called `look` in between
-            elif len(reduction.given) == len(self._members) and not self._is_torn_apart() and not self.sticks:
+                    self._reductions.pop(number, None)  # a callback of a waiter may have called `update` in between
+            elif len(reduction.given) == len(self._members) and not self._is_partitioned() and not self.is_blocked:
                 self._complete(number, reduction)
 
     def _complete(self, number: int, reduction: _Reduction) -> None:
@@ -179,11 +179,11 @@ class SimulatedGroup:
             self._invariants.delivered(replica_id, result)
             waiter.resolve(result)
 
-    def _misses(self, replica_id: str) -> bool:
+    def _sees_departure(self, replica_id: str) -> bool:
         """Return whether the member sees that another one has left."""
         return any(gone == replica_id or not self._is_cut(gone, replica_id) for gone in self._left)
 
-    def _is_torn_apart(self) -> bool:
+    def _is_partitioned(self) -> bool:
         return bool(self._bad_links()) or any(self._is_cut(one, other) for one, other in combinations(self._members, 2))
 
     # --- bad links --------------------------------------------------------------------------------------------------
@@ -197,15 +197,15 @@ class SimulatedGroup:
             return []
         return [pair for pair in permutations(self._members, 2) if self._links.is_bad(*pair, Via.GROUP)]
 
-    def _look_at_links(self) -> None:
+    def _start_link_timer(self) -> None:
         """Start a timer if all members have come or reduce, and a link is bad: its users notice it after a while."""
         used = self._all_joined if not self._met else any(not each.complete for each in self._reductions.values())
-        if used and not self._is_timed and self._bad_links():
-            self._is_timed = True
-            self._clock.after(FAILS_AFTER_MS, self._links_fail)
+        if used and not self._has_link_timer and self._bad_links():
+            self._has_link_timer = True
+            self._clock.after(FAILS_AFTER_MS, self._fail_bad_links)
 
-    def _links_fail(self) -> None:
-        self._is_timed = False
+    def _fail_bad_links(self) -> None:
+        self._has_link_timer = False
         found: dict[str, list[Unreached]] = {}
         for one, other in self._bad_links():
             if other not in self._left and one not in self._left:

@@ -50,7 +50,7 @@ class HangTruth:
         return self._cluster.timeouts.slowest_step_ms
 
     @property
-    def _told_within_ms(self) -> int:
+    def _report_within_ms(self) -> int:
         """Return the time allowed after the limit: two beats (to manager server and lighthouse), a tick, and that
         twice."""
         return 4 * self._cluster.timeouts.beat_interval_ms
@@ -75,7 +75,7 @@ class HangTruth:
         if any(self._may_be_unheard(each, trainer, now_ms - needed_ms) for each in lives for trainer in each.trainers):
             return
         if not any(self._busy_ms(trainer, now_ms) >= needed_ms for each in lives for trainer in each.trainers):
-            raise InvariantError("H1", f"{replica_id} is lost by a hang, and none of its trainers hangs")
+            raise InvariantError("H1", f"{replica_id} is lost for a hang, and none of its trainers hangs")
 
     def _busy_ms(self, trainer: Rank, now_ms: int) -> int:
         """Return for how long the trainer was busy, as others can know.
@@ -84,13 +84,13 @@ class HangTruth:
         beat.
         """
         silent_since_ms, beat_ms = trainer.stopped_since_ms, self._cluster.timeouts.beat_interval_ms
-        believed_ms = trainer.busy.believed_ms(
+        observed_ms = trainer.busy.observed_ms(
             now_ms, silent_since_ms=silent_since_ms, heard_ms=silent_since_ms - beat_ms * 5 // 4
         )
         # In a standing quorum the start of a step is not visible. A rank that is silent for so long may be in a step.
-        until_ms = now_ms if trainer.state is State.STOPPED else trainer.running_since_ms  # the beat that told is older
-        told = self._cluster.config.trainers.speaks and now_ms - until_ms < self._told_within_ms
-        return max(trainer.busy.longest_ms(now_ms), believed_ms, until_ms - silent_since_ms if told else 0)
+        until_ms = now_ms if trainer.state is State.STOPPED else trainer.running_since_ms  # the newest beat is older
+        unseen = self._cluster.config.trainers.speaks and now_ms - until_ms < self._report_within_ms
+        return max(trainer.busy.longest_ms(now_ms), observed_ms, until_ms - silent_since_ms if unseen else 0)
 
     def _may_be_unheard(self, replica: Replica, trainer: Rank, since_ms: int) -> bool:
         """Return whether the manager server may not have heard the trainer.
@@ -123,26 +123,28 @@ class HangTruth:
                 for each in lives
             ]
             if idle and all(idle):  # of two processes with one replica id, the other one is no member
-                raise InvariantError("H1", f"quorum {key} is broken by a wait of all, and {idle[0]} waits not")
+                raise InvariantError(
+                    "H1", f"quorum {key} is broken because all members wait, and {idle[0]} does not wait"
+                )
 
-    def heard(self, trainer: Rank, stream: int, told: SentBeat) -> None:
+    def beat_received(self, trainer: Rank, stream: int, beat: SentBeat) -> None:
         """Record that the manager server hears a beat of a trainer.
 
         A slow beat is indistinguishable from a beat of a trainer that went on, unless earlier beats reported the same
         phase. Each beat carries more than the last.
         """
-        about, late_ms = (stream, told.since_ms), self._cluster.clock.now_ms - told.sent_ms
-        known, known_late_ms = self._late_ms.get(trainer.name, (about, late_ms))
-        if known == about and told.since_ms == trainer.phase_since_ms:
+        subject, late_ms = (stream, beat.since_ms), self._cluster.clock.now_ms - beat.sent_ms
+        known, known_late_ms = self._late_ms.get(trainer.name, (subject, late_ms))
+        if known == subject and beat.since_ms == trainer.phase_since_ms:
             late_ms = min(late_ms, known_late_ms)
-        self._late_ms[trainer.name] = about, late_ms
+        self._late_ms[trainer.name] = subject, late_ms
 
     def _known_ms(self, trainer: Rank) -> int:
         """Return for how long the trainer is in its phase, as far as its manager server can know."""
         _, late_ms = self._late_ms.get(trainer.name, (None, 0))
         return self._cluster.clock.now_ms - trainer.phase_since_ms - late_ms
 
-    def begins(self, replica: Replica, trainer: Rank) -> None:
+    def hang_began(self, replica: Replica, trainer: Rank) -> None:
         """Check later that a trainer is lost, if it now begins to hang or is stopped inside a step that is not
         excused."""
         if self._cluster.is_foreign:
@@ -152,28 +154,28 @@ class HangTruth:
         # A rank that can't speak is silent for two and a half beats first.
         silent_ms = 3 * cluster.timeouts.beat_interval_ms if stopped else 0
 
-        def look() -> None:
+        def check() -> None:
             goes_on = trainer.state is State.RUNNING if stopped else not trainer.hangs
             if trainer.plan is not plan or goes_on or plan is None or cluster.our_lighthouse is not lighthouse:
                 return
-            if trainer.stopped_since_ms > at_ms or not lighthouse.attendance_of(replica.job).lives(replica.replica_id):
+            if trainer.stopped_since_ms > at_ms or not lighthouse.liveness_of(replica.job).is_alive(replica.replica_id):
                 return
-            if lighthouse.attendance_of(replica.job).is_last_holder(replica.replica_id, trainer.step):
+            if lighthouse.liveness_of(replica.job).is_last_holder(replica.replica_id, trainer.step):
                 return  # without this trainer the others would start over
             since_ms = cluster.losses.reached_since_ms(replica, trainer, plan.key, stopped=stopped)
             if since_ms is None or since_ms > at_ms or any(loss_ms >= at_ms for loss_ms in self._losses_ms):
                 return  # only one replica at a time is lost
-            raise InvariantError("H2", f"{trainer.name} hangs since {at_ms} ms, within reach, and is not lost")
+            raise InvariantError("H2", f"{trainer.name} hangs since {at_ms} ms, is reachable, and is not lost")
 
-        cluster.clock.after(self._limit_ms + self._told_within_ms + silent_ms, look)
+        cluster.clock.after(self._limit_ms + self._report_within_ms + silent_ms, check)
 
-    def opens(self, manager: ManagerProcess, hello: Hello) -> None:
+    def session_opened(self, manager: ManagerProcess, hello: Hello) -> None:
         """Check that a manager server opens no newer session than the lost one while its trainer hangs."""
         before, hung = self._hung.get(hello.replica_id, (hello.session, []))
         for its, trainer, plan in hung if hello.session > before else ():
             hangs = trainer.hangs and trainer.plan is plan and self._known_ms(trainer) >= self._limit_ms
             if its is manager and hangs and manager.replica.alive:
-                raise InvariantError("H2", f"{trainer.name} hangs still, and a newer session of it is opened")
+                raise InvariantError("H2", f"{trainer.name} still hangs, and its manager server opens a newer session")
 
     def welcomed(self, hello: Hello) -> None:
         """Record that a lighthouse accepts a session, so that loss is over.
@@ -184,14 +186,14 @@ class HangTruth:
         if any(manager.address == hello.address for manager, _, _ in hung):
             del self._hung[hello.replica_id]
 
-    def sticks(self, key: QuorumKey) -> None:
+    def reductions_blocked(self, key: QuorumKey) -> None:
         """Check later that the quorum is broken, because from now on none of its reductions ends."""
         if self._cluster.is_foreign:
             return  # no process learns where a trainer is
         cluster, lighthouse, at_ms = self._cluster, self._cluster.our_lighthouse, self._cluster.clock.now_ms
-        within_ms = self._limit_ms + self._told_within_ms
+        within_ms = self._limit_ms + self._report_within_ms
 
-        def look() -> None:
+        def check() -> None:
             held = lighthouse.core.quorum(JOB)
             if cluster.our_lighthouse is not lighthouse or held is None or held.key != key or len(held.members) < 2:
                 return
@@ -201,6 +203,9 @@ class HangTruth:
                     waits = trainer.group is not None and trainer.phase == "reduction"
                     if since_ms is None or since_ms > at_ms or not waits or trainer.phase_since_ms > at_ms + 500:
                         return
-            raise InvariantError("H2", f"all of quorum {key} wait in one reduction since {at_ms} ms, and it stands")
+            raise InvariantError(
+                "H2",
+                f"all members of quorum {key} wait in one reduction since {at_ms} ms, and the quorum is not broken",
+            )
 
-        cluster.clock.after(within_ms + 500, look)
+        cluster.clock.after(within_ms + 500, check)

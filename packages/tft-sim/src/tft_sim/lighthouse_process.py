@@ -14,41 +14,41 @@ from tft_coord.compat.router import Effects, ProtocolRouter
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.core import effects, events
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
-from tft_coord.core.living_quorum import LIVES
+from tft_coord.core.living_quorum import LIVES, UNKNOWN_MEMBERS
 from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED
 from tft_coord.core.types import Hello, Member, Quorum, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
-from tft_sim.clock import VirtualClock
-from tft_sim.config import Chance, ClusterConfig
-from tft_sim.invariants import Attendance, Attendances
+from tft_sim.config import Chance
+from tft_sim.liveness_truth import LivenessTruth, LivenessTruths
 from tft_sim.marks import Marks
-from tft_sim.network import Network, Stream
+from tft_sim.network import Stream
+from tft_sim.parts import Parts
 from tft_sim.probe_watch import ProbeWatch
 from tft_sim.process import Process
 from tft_sim.silence import Silence
 
 JOB = "job"
 OTHER_JOB = "other"
-HANG = "its trainer hangs"
-STUCK = "waits in a reduction"
-LEFT_OUT = "is left out as a straggler"
-LATE = "for longer than join_timeout"  # end of the reason for a quorum that is broken for a late member
-OVERDUE = "asked for the next quorum, and"  # start of the reason for a member that still waits in it
-WAITS = (
+HANG_REASON = "its trainer hangs"
+STUCK_REASON = "waits in a reduction"
+LEFT_OUT_REASON = "is left out as a straggler"
+LATE_REASON = "for longer than join_timeout"  # end of the reason for a quorum that is broken for a late member
+OVERDUE_REASON = "asked for the next quorum, and"  # start of the reason for a member that still waits in it
+WAIT_MARKS = (
     "of min_replicas",
     "a majority is needed",
     "a survivor of the last quorum",
-    "heals and its bytes arrive",
+    "is healing and receives data",
     "the state of step",
     "join_timeout ends",
     "has just started",
     "the members of quorum",
-    "nobody here can name",
+    UNKNOWN_MEMBERS,
     "the report of",
     "that reach one another",
     LIVES,
-    "whoever an earlier lighthouse served",
+    "replicas of an earlier lighthouse",
 )
 
 
@@ -79,23 +79,13 @@ class Ends(Protocol):
     def refused(self, hello: Hello, refusal: Refusal, message: str) -> None: ...
 
 
-class World(Protocol):
+class World(Parts, Protocol):
     """The cluster, as a lighthouse sees it."""
 
-    decides: str
+    deciding: str
 
     @property
-    def clock(self) -> VirtualClock: ...
-    @property
-    def config(self) -> ClusterConfig: ...
-    @property
     def chance(self) -> Chance: ...
-    @property
-    def timeouts(self) -> Timeouts: ...
-    @property
-    def marks(self) -> Marks: ...
-    @property
-    def network(self) -> Network: ...
     @property
     def wall_ms(self) -> int: ...
     @property
@@ -139,7 +129,7 @@ class LighthouseProcess(Process):
             had_earlier_life=cluster.config.durable and number > 1,
         )
         torchft = TorchftCore(config, started_ms=cluster.wall_ms)
-        self._kinds = ProtocolRouter(
+        self._router = ProtocolRouter(
             self.core,
             torchft,
             undecided_ms=cluster.timeouts.heartbeat_timeout_ms,
@@ -148,20 +138,20 @@ class LighthouseProcess(Process):
         )
         self._calls: dict[int, tuple[Process, Callable[[Quorum | effects.RefuseUnary], None]]] = {}
         self._cluster = cluster
-        self._born_ms = self.clock.now_ms
+        self._life_began_ms = self.clock.now_ms
         self.num_heard: Counter[str] = Counter()  # stream messages, by type
         self._streams: dict[int, Stream] = {}
         self._stuck: set[QuorumKey] = set()  # quorums that it broke because all members waited
-        self._attendances = Attendances(self._new_attendance)
+        self._liveness = LivenessTruths(self._new_liveness)
         self._silence = Silence(cluster.timeouts, self.clock.now_ms)
         self._probes = self._new_probe_watch()
-        self._stories: dict[str, LighthouseStory] = {}
+        self._job_marks: dict[str, LighthouseMarks] = {}
 
     def waiting_for(self, job: str) -> str:
         """Return what the next quorum of that job waits for, as one phrase."""
         return self.core.waiting_for(job)
 
-    def described(self) -> tuple[int, str, tuple[str, ...]]:
+    def identity(self) -> tuple[int, str, tuple[str, ...]]:
         """Return its start time, its cluster, and the jobs that it knows."""
         return self.core.started_ms, self._cluster_id, self.core.jobs
 
@@ -169,26 +159,26 @@ class LighthouseProcess(Process):
         """Start the tick."""
         self.after(self._cluster.timeouts.quorum_tick_ms, self._tick)
 
-    def attendance_of(self, job: str) -> Attendance:
+    def liveness_of(self, job: str) -> LivenessTruth:
         """Return the observed liveness of that job's replicas."""
-        return self._attendances.of(job)
+        return self._liveness.of(job)
 
     def _new_probe_watch(self) -> ProbeWatch:
         return ProbeWatch(
             self._cluster.timeouts,
             self.clock.now_ms,
-            lambda job, name: self.attendance_of(job).lives(name),
+            lambda job, name: self.liveness_of(job).is_alive(name),
             self._cluster.was_stopped,
         )
 
-    def _new_attendance(self) -> Attendance:
+    def _new_liveness(self) -> LivenessTruth:
         config = self._cluster.config
-        return Attendance(config.min_replicas, self._broken, self._left, config.timeouts, config.lost_state_ms)
+        return LivenessTruth(config.min_replicas, self._broken, self._left, config.timeouts, config.lost_state_ms)
 
-    def _story_of(self, job: str) -> LighthouseStory:
-        if job not in self._stories:
-            self._stories[job] = LighthouseStory(self._cluster.marks, self._cluster.timeouts)
-        return self._stories[job]
+    def _marks_of(self, job: str) -> LighthouseMarks:
+        if job not in self._job_marks:
+            self._job_marks[job] = LighthouseMarks(self._cluster.marks, self._cluster.timeouts)
+        return self._job_marks[job]
 
     def drain(self, request: events.DrainRequested) -> None:
         """Perform a drain request, as an operator's call does."""
@@ -198,7 +188,7 @@ class LighthouseProcess(Process):
             if isinstance(order, effects.AskToLeave):
                 self._cluster.marks.hit("a replica was drained")
             if isinstance(order, effects.AskToLeave | effects.TellNewest):
-                self._say(order.stream, order)
+                self._send(order.stream, order)
 
     def _broken(self, key: QuorumKey, lost: str) -> None:
         self._cluster.losses.decided(self, key, lost)
@@ -209,47 +199,47 @@ class LighthouseProcess(Process):
     def accepted(self, stream: Stream) -> None:
         """Listen to a stream that a manager server has dialed."""
         self._streams[stream.number] = stream
-        stream.listen(self, self._heard, lambda: self._closed(stream.number, told=stream.told))
+        stream.listen(self, self._heard, lambda: self._closed(stream.number, told=stream.end_reported))
 
     def _tick(self) -> None:
         now_ms, timeouts, marks = self.clock.now_ms, self._cluster.timeouts, self._cluster.marks
         for job in self._cluster.jobs:
-            self._story_of(job).ticked(now_ms)
+            self._marks_of(job).ticked(now_ms)
             waits = self.core.waiting_for(job)
-            for words in WAITS:
+            for words in WAIT_MARKS:
                 if words in waits:
                     marks.hit(f"waited: {words}")
             newest = self.core.quorum(job)
             who = waits.partition(" ")[0]
-            if LIVES in waits and newest is not None and who != "whoever" and newest.member(who) is None:
+            if LIVES in waits and newest is not None and who != "unknown" and newest.member(who) is None:
                 marks.hit("a member of an earlier quorum was waited for")
-            if "of min_replicas" in waits and self.attendance_of(job).shrinks_to_few():
+            if "of min_replicas" in waits and self.liveness_of(job).shrink_only_blocks():
                 marks.hit("shrink_only left too few")
-        self._silence.looks(now_ms)
-        self._probes.looks(now_ms)
-        self._perform(self._kinds.tick(self.clock.now_ms, self._cluster.wall_ms))
+        self._silence.woke(now_ms)
+        self._probes.woke(now_ms)
+        self._perform(self._router.tick(self.clock.now_ms, self._cluster.wall_ms))
         self._silence.ticked(now_ms)
         self._probes.ticked(now_ms)
-        starts = now_ms - self._born_ms < timeouts.reconnect_grace_ms
+        starts = now_ms - self._life_began_ms < timeouts.reconnect_grace_ms
         for job in self._cluster.jobs:
             waits = self.core.waiting_for(job)
-            if not starts and not waits.startswith("the members of quorum") and "nobody here can name" not in waits:
-                self.attendance_of(job).nobody_else_is_waited_for(waits, now_ms)
+            if not starts and not waits.startswith("the members of quorum") and UNKNOWN_MEMBERS not in waits:
+                self.liveness_of(job).check_wait(waits, now_ms)
         self.after(timeouts.quorum_tick_ms, self._tick)
 
     def _heard(self, event: events.LighthouseEvent) -> None:
         self._cluster.trace(self.name, event)
         self.num_heard[type(event).__name__] += 1
-        self._attendances.heard(event, self.clock.now_ms)
-        self._story_of(self._attendances.job_of(event.stream)).heard(event, self.clock.now_ms)
-        orders = self._kinds.handle(event, self.clock.now_ms, self._cluster.wall_ms)
+        self._liveness.heard(event, self.clock.now_ms)
+        self._marks_of(self._liveness.job_of(event.stream)).heard(event, self.clock.now_ms)
+        orders = self._router.handle(event, self.clock.now_ms, self._cluster.wall_ms)
         if self.core.started_ms != self._started_ms:
-            self._stands_in()
+            self._reset_watches()
         self._silence.heard(event, self.clock.now_ms)
         self._probes.heard(event, self.clock.now_ms)
         self._perform(orders)
 
-    def asked_by_call(
+    def handle_unary_request(
         self, caller: Process, member: Member, answer: Callable[[Quorum | effects.RefuseUnary], None]
     ) -> int:
         """Handle the request of a torchft member, and return the number of its call here."""
@@ -262,7 +252,7 @@ class LighthouseProcess(Process):
         """Handle a unary call of a torchft member."""
         if not isinstance(event, events.HeartbeatReceived):
             self._cluster.trace(self.name, event)
-        self._perform(self._kinds.handle_unary(event, self.clock.now_ms, self._cluster.wall_ms))
+        self._perform(self._router.handle_unary(event, self.clock.now_ms, self._cluster.wall_ms))
 
     def _answer(self, call: int, answer: Quorum | effects.RefuseUnary) -> None:
         waiting = self._calls.pop(call, None)
@@ -279,7 +269,7 @@ class LighthouseProcess(Process):
             self._cluster.trace(self.name, order)
             match order:
                 case effects.AnswerUnaryQuorum():
-                    self.attendance_of(JOB).other_kind_trains(order.quorum)
+                    self.liveness_of(JOB).check_single_kind(order.quorum)
                     self._answer(order.call, order.quorum)
                     continue
                 case effects.RefuseUnary():
@@ -289,43 +279,43 @@ class LighthouseProcess(Process):
                     raise order.error
                 case effects.QuorumFormed() if not order.job:
                     continue  # this quorum is of torchft members, and the others have a job
-            self._cluster.decides = self.name
+            self._cluster.deciding = self.name
             if isinstance(order, effects.Welcome):
-                self._cluster.hangs.welcomed(self._attendances.hello_of(order.stream))
+                self._cluster.hangs.welcomed(self._liveness.hello_of(order.stream))
             self._cluster.watch(order)
             self._probes.decided(order, self.clock.now_ms)
-            self._attendances.decided(order, self.clock.now_ms)
+            self._liveness.decided(order, self.clock.now_ms)
             self._silence.decided(order, self.clock.now_ms)
             match order:
                 case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned() | effects.TellWait():
                     continue
                 case effects.PaceChanged(job, news):
-                    healthy = self.attendance_of(job).num_ready()
+                    healthy = self.liveness_of(job).num_ready()
                     self._cluster.paces.decided(job, news, self.core.quorum(job), healthy)
                     continue
                 case effects.QuorumFormed() | effects.ReplicaLost():
-                    if isinstance(order, effects.ReplicaLost) and order.reason.startswith(HANG):
+                    if isinstance(order, effects.ReplicaLost) and order.reason.startswith(HANG_REASON):
                         self._cluster.hangs.lost(order.replica_id, order.session)
-                    self._story_of(order.job).decided(order, self.clock.now_ms)
+                    self._marks_of(order.job).decided(order, self.clock.now_ms)
                     continue
                 case effects.NotifyLoss() if order.notice.lives:
                     self._cluster.marks.hit("one that lives broke its quorum")
-                    if order.notice.reason.startswith(LEFT_OUT):
+                    if order.notice.reason.startswith(LEFT_OUT_REASON):
                         self._cluster.marks.hit("a quorum was ended for a straggler")
                         self._cluster.losses.left(self, order.notice.key, order.notice.replica_id, surely=True)
-                    if order.notice.reason.endswith(LATE) or order.notice.reason.startswith(OVERDUE):
-                        late = order.notice.reason.endswith(LATE)
+                    if order.notice.reason.endswith(LATE_REASON) or order.notice.reason.startswith(OVERDUE_REASON):
+                        late = order.notice.reason.endswith(LATE_REASON)
                         words = "a late member" if late else "one that had asked"
                         self._cluster.marks.hit(f"a standing quorum was broken for {words}")
                         self._cluster.losses.left(self, order.notice.key, order.notice.replica_id, surely=True)
-                        self.attendance_of(self._attendances.job_of(order.stream)).goes_on_without(late=late)
-                    if order.notice.reason.startswith(STUCK):
-                        self._all_are_stuck(order)
-            self._story_of(self._attendances.job_of(order.stream)).decided(order, self.clock.now_ms)
+                        self.liveness_of(self._liveness.job_of(order.stream)).quorum_broken_for(late=late)
+                    if order.notice.reason.startswith(STUCK_REASON):
+                        self._record_stuck_quorum(order)
+            self._marks_of(self._liveness.job_of(order.stream)).decided(order, self.clock.now_ms)
             match order:
                 case effects.RefuseSession() | effects.CloseStream():
                     if isinstance(order, effects.RefuseSession):
-                        hello = self._attendances.hello_of(order.stream)
+                        hello = self._liveness.hello_of(order.stream)
                         self._cluster.ends.refused(hello, order.refusal, order.message)
                     stream = self._streams.get(order.stream)
                     if stream is not None:
@@ -334,39 +324,39 @@ class LighthouseProcess(Process):
                         stream.close(self)
                         self._closed(order.stream)
                 case _:
-                    self._say(order.stream, order)
+                    self._send(order.stream, order)
         refusals = {order.refusal for order in orders if isinstance(order, effects.RefuseSession)}
         if Refusal.OLD_LIGHTHOUSE in refusals:  # a newer lighthouse serves, so this one has no memory from now on
             self._stuck.clear()
-            self._attendances = Attendances(self._new_attendance)
+            self._liveness = LivenessTruths(self._new_liveness)
             self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
             self._probes = self._new_probe_watch()
-            self._stories.clear()
+            self._job_marks.clear()
 
-    def _stands_in(self) -> None:
+    def _reset_watches(self) -> None:
         """Reset the watches, because the core has forgotten everything and behaves as if it has just started."""
         self._cluster.marks.hit("an older lighthouse stood in for a newer one")
         self._started_ms = self.core.started_ms
-        self._born_ms = self.clock.now_ms
+        self._life_began_ms = self.clock.now_ms
         self._silence = Silence(self._cluster.timeouts, self.clock.now_ms)
         self._probes = self._new_probe_watch()
 
-    def _all_are_stuck(self, order: effects.NotifyLoss) -> None:
+    def _record_stuck_quorum(self, order: effects.NotifyLoss) -> None:
         notice = order.notice
         self._cluster.marks.hit("all were stuck in one reduction")
         self._cluster.losses.left(self, notice.key, notice.replica_id, surely=True)
-        held = self.core.quorum(self._attendances.job_of(order.stream))
+        held = self.core.quorum(self._liveness.job_of(order.stream))
         if held is not None and held.key == notice.key and notice.key not in self._stuck:
             self._stuck.add(notice.key)  # a reconnected stream is told again, whatever the members do by then
             self._cluster.hangs.stuck(notice.key, held.replica_ids)
 
-    def _say(self, number: int, order: effects.LighthouseEffect) -> None:
+    def _send(self, number: int, order: effects.LighthouseEffect) -> None:
         stream = self._streams.get(number)
         if stream is not None:
             stream.send(self, order, extra=isinstance(order, effects.Probe))
 
 
-class LighthouseStory:
+class LighthouseMarks:
     """The coverage marks of one life of a lighthouse, derived from what it hears and says.
 
     Args:
@@ -381,7 +371,7 @@ class LighthouseStory:
         self._names: dict[int, str] = {}  # replica ids by stream
         self._addresses: dict[str, str] = {}
         self._hellos: dict[int, Hello] = {}
-        self._greets: int | None = None  # the stream whose hello is being answered
+        self._answered_hello: int | None = None  # the stream whose hello is being answered
         self._closed_ms: dict[str, int] = {}
         self._losses: dict[str, list[str]] = {}  # reasons, by replica id
         self._lost: set[str] = set()
@@ -391,7 +381,7 @@ class LighthouseStory:
 
     def ticked(self, now_ms: int) -> None:
         """Record a tick of the lighthouse."""
-        self._greets = None
+        self._answered_hello = None
         away_ms = now_ms - self._ticked_ms if self._ticked_ms is not None else 0
         if away_ms >= self._timeouts.heartbeat_timeout_ms:
             self._marks.hit("the lighthouse was away for longer than heartbeat_timeout")
@@ -401,11 +391,11 @@ class LighthouseStory:
         """Record an event that the lighthouse receives."""
         name = self._names.get(event.stream, "")
         if not isinstance(event, events.StreamClosed):  # an older stream is closed on the way
-            self._greets = None
+            self._answered_hello = None
         match event:
             case events.HelloReceived():
                 self._hellos[event.stream] = event.hello
-                self._greets = event.stream
+                self._answered_hello = event.stream
             case events.QuorumRequested():
                 self._asking.add(name)
             case events.RequestWithdrawn():
@@ -429,7 +419,7 @@ class LighthouseStory:
             case effects.ReplicaLost():
                 self._lose(order.replica_id, order.reason)
             case effects.NotifyLoss():
-                if order.stream == self._greets:
+                if order.stream == self._answered_hello:
                     self._marks.hit("a hello was answered with a loss")
                     if self._newest_key is not None and order.notice.key < self._newest_key:
                         self._marks.hit("a hello was answered with a loss in a quorum that others have left")
@@ -463,7 +453,7 @@ class LighthouseStory:
             if away_ms <= self._timeouts.reconnect_grace_ms:
                 self._marks.hit("a stream was back within the grace")
             elif away_ms > self._timeouts.reconnect_grace_ms + self._timeouts.quorum_tick_ms:
-                by_stream = [reason for reason in reasons if reason.startswith("its stream broke")]
+                by_stream = [reason for reason in reasons if reason.startswith("its stream disconnected")]
                 flaps = len(by_stream) >= 3
                 self._marks.hit("a flapping link was judged by silence" if flaps else "all were excused together")
         self._addresses[name] = hello.address
@@ -475,10 +465,10 @@ def kind_of_loss(reason: str) -> str:
         LOST_SILENT,
         LOST_STOPPED,
         "silent",
-        "its stream broke",
+        "its stream disconnected",
         "its manager server reports",
         "replaced by",
-        HANG,
+        HANG_REASON,
     ):
         if reason.startswith(kind):
             return kind

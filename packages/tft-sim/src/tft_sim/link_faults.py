@@ -17,9 +17,9 @@ from tft_coord.core.types import Via
 from tft_sim.cluster import Cluster
 from tft_sim.links import Link, all_of, both_ways
 
-STAYS_SHARE: Final = 0.5  # of the jobs with bad links
-LASTS_MS: Final = (500, 9_000)
-EVERY_MS: Final = (300, 4_000)
+PERMANENT_SHARE: Final = 0.5  # of the jobs with bad links
+DURATION_MS: Final = (500, 9_000)
+INTERVAL_MS: Final = (300, 4_000)
 
 
 @final
@@ -39,7 +39,7 @@ class LinkFaults:
         self._names = cluster.config.names
         self._first_ms: int | None = None
         self._kinds = (self._one_way, self._pair, self._pair, self._star, self._two_pairs, self._store, self._flap)
-        self._passing = (self._one_store, self._state)
+        self._transient_kinds = (self._one_store, self._state)
 
     def begin(self) -> None:
         """Schedule the first bad link."""
@@ -49,14 +49,14 @@ class LinkFaults:
         """Return the time since the first bad link. No pause is longer than this plus the first pause."""
         return self._cluster.clock.now_ms - self._first_ms if self._first_ms is not None else 0
 
-    def stay(self) -> bool:
+    def leave_some_bad(self) -> bool:
         """Mend all links, and perhaps cut a few for good.
 
         Returns: whether links stay bad and the job can go on. It can if every possible holder of its state is in a
             large enough set of replicas that all reach one another.
         """
         self._cluster.links.mend()
-        if self._rng.random() >= STAYS_SHARE:
+        if self._rng.random() >= PERMANENT_SHARE:
             return False
         links = self._rng.choice(self._kinds[:-1])()
         if not is_connected_enough(self._names, links, self._cluster.config.min_replicas):
@@ -68,10 +68,10 @@ class LinkFaults:
     def _next(self) -> None:
         if self._is_calm():
             return
-        links = self._rng.choice((*self._kinds, *self._passing))()
+        links = self._rng.choice((*self._kinds, *self._transient_kinds))()
         self._cut(links)
-        self._cluster.clock.after(self._rng.randint(*LASTS_MS), lambda: self._cluster.links.mend(links))
-        self._cluster.clock.after(self._rng.randint(*EVERY_MS), self._next)
+        self._cluster.clock.after(self._rng.randint(*DURATION_MS), lambda: self._cluster.links.mend(links))
+        self._cluster.clock.after(self._rng.randint(*INTERVAL_MS), self._next)
 
     def _cut(self, links: Collection[Link]) -> None:
         self._first_ms = self._cluster.clock.now_ms if self._first_ms is None else self._first_ms
@@ -81,17 +81,17 @@ class LinkFaults:
 
     # Each kind of fault is a method below.
 
-    def _two(self) -> tuple[str, str]:
+    def _random_pair(self) -> tuple[str, str]:
         one, other = self._rng.sample(self._names, 2)
         return one, other
 
     def _one_way(self) -> list[Link]:
         self._cluster.marks.hit("links: one way")
-        return [(*self._two(), Via.GROUP)]
+        return [(*self._random_pair(), Via.GROUP)]
 
     def _pair(self) -> list[Link]:
         self._cluster.marks.hit("links: a pair")
-        return both_ways(*self._two())
+        return both_ways(*self._random_pair())
 
     def _star(self) -> list[Link]:
         self._cluster.marks.hit("links: a star")
@@ -108,16 +108,16 @@ class LinkFaults:
 
     def _one_store(self) -> list[Link]:
         self._cluster.marks.hit("links: a store that one does not reach")
-        return [(*self._two(), Via.STORE)]
+        return [(*self._random_pair(), Via.STORE)]
 
     def _state(self) -> list[Link]:
         self._cluster.marks.hit("links: a state server")
-        return [(*self._two(), Via.STATE)]
+        return [(*self._random_pair(), Via.STATE)]
 
     def _flap(self) -> list[Link]:
         """Let a link fail several times, each time for a moment."""
         self._cluster.marks.hit("links: one that flaps")
-        links = both_ways(*self._two())
+        links = both_ways(*self._random_pair())
         for number in range(1, 4):
             at_ms = 1_500 * number
             self._cluster.clock.after(at_ms, lambda: self._cluster.links.mend(links))

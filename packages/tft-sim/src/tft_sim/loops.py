@@ -56,8 +56,8 @@ class Loop:
         if not (yield from trainer.quorum.start()):
             return
         if trainer.settings.weighted:
-            trainer.tell(on.WeightSet(float(1 + trainer.outside.samples(trainer))))
-        if not trainer.outside.overlaps(trainer) or not trainer.status.is_asynchronous:
+            trainer.report(on.WeightSet(float(1 + trainer.outside.chance.samples(trainer.outside.name))))
+        if not trainer.outside.chance.overlaps(trainer.name) or not trainer.status.is_asynchronous:
             yield from trainer.quorum.wait()
         if not trainer.status.is_asynchronous and trainer.status.plan is not None:
             yield from trainer.recovery.exchange()
@@ -77,7 +77,7 @@ class Loop:
         """Compute for a while. A step without a quorum is cut short."""
         trainer = self.trainer
         trainer.phase = "forward"
-        step_ms = round(trainer.outside.step_ms(trainer) * trainer.share)
+        step_ms = round(trainer.outside.chance.step_ms(trainer.outside.name) * trainer.share)
         yield trainer.sleep(POLL_MS if trainer.status.phase is Phase.FAILED else step_ms)
         if trainer.clock.now_ms - trainer.phase_since_ms >= trainer.outside.timeouts.slowest_step_ms:
             trainer.mark("a first step took longer than slowest_step")
@@ -90,12 +90,14 @@ class Loop:
         numbers: list[int] = []
         for bucket in range(NUM_BUCKETS):
             trainer.phase = "reduction"
-            result = yield from trainer.reduce(f"bucket {bucket}", f"{trainer.replica_id}:{trainer.step}:{bucket}")
-            if result is None:
+            reduced_bucket = yield from trainer.reduce(
+                f"bucket {bucket}", f"{trainer.replica_id}:{trainer.step}:{bucket}"
+            )
+            if reduced_bucket is None:
                 numbers.clear()
                 continue
-            numbers += result.numbers
-            gradients += result.gradients
+            numbers += reduced_bucket.numbers
+            gradients += reduced_bucket.gradients
         complete = len(numbers) == NUM_BUCKETS
         return Reduced(plan.key, trainer.rank, tuple(numbers), tuple(gradients)) if complete else None
 
@@ -121,7 +123,7 @@ class Loop:
         yield from trainer.quorum.wait()
         step, trainer.loads_step = trainer.loads_step, None
         trainer.mark("a state was loaded by hand")
-        trainer.tell(on.StateLoaded({"step": step, "batches_committed": step}))
+        trainer.report(on.StateLoaded({"step": step, "batches_committed": step}))
         trainer.weights = f"by hand/{trainer.rank}"
 
     def _save_or_load(self) -> None:
@@ -133,7 +135,7 @@ class Loop:
         elif trainer.saved is not None and trainer.status.commit_failures > 0:
             (weights, state), trainer.saved = trainer.saved, None
             trainer.mark("a durable checkpoint was loaded")
-            trainer.tell(on.StateLoaded(state))
+            trainer.report(on.StateLoaded(state))
             trainer.weights = weights
 
     def fail_if_asked(self, number: int = 0) -> None:
@@ -142,24 +144,24 @@ class Loop:
         if not trainer.fails_once:
             return
         trainer.fails_once = False
-        trainer.note("has an error of its own in this step")
+        trainer.note("reports an error of its own in this step")
         aside = trainer.status.attempt(number)
         if aside is None:
             trainer.report_error()
         else:
-            trainer.tell(on.ErrorReported(UserError("the user's own"), aside.name))
+            trainer.report(on.ErrorReported(UserError("the user's own"), aside.name))
 
-    def concluded(self, told: do.Concluded, vote: Round | None, reduced: Reduced | None) -> Life:
+    def concluded(self, result: do.Concluded, vote: Round | None, reduced: Reduced | None) -> Life:
         """Let the optimizer step after a yes."""
         trainer = self.trainer
-        if told.committed:
-            if reduced is None or vote is None or told.plan is None:
+        if result.committed:
+            if reduced is None or vote is None or result.plan is None:
                 raise InvariantError("I5", f"{trainer.name} commits step {trainer.step}, which was not reduced")
-            self.commit(told.plan, vote, reduced)
+            self.commit(result.plan, vote, reduced)
         elif vote is not None:
-            self.not_committed(vote, told.plan.step if told.plan is not None else vote.step)
+            self.not_committed(vote, result.plan.step if result.plan is not None else vote.step)
         trainer.recovery.step_ended()
-        if told.committed and not trainer.left:
+        if result.committed and not trainer.left:
             yield from trainer.hang_if_asked("optimizer")
 
     def commit(self, plan: Plan, vote: Round, reduced: Reduced) -> None:
@@ -170,14 +172,16 @@ class Loop:
         outside.invariants.committed(trainer.host, trainer.rank, vote, plan.replica_world_size, trainer.state_held)
         outside.invariants.applied(trainer.replica_id, trainer.rank, vote, reduced)
         mean_of = len({gradient.rsplit(":", 2)[0] for gradient in reduced.gradients})
-        trainer.note(f"commits step {trainer.step}, " + (f"a mean of {mean_of}" if reduced.numbers else "the opening"))
+        trainer.note(
+            f"commits step {trainer.step}, " + (f"a mean of {mean_of}" if reduced.numbers else "with nothing to reduce")
+        )
         if outside.invariants.num_lineages(trainer.rank, trainer.step) > 1:
             trainer.mark("a lost step was committed again by others")
         tears, trainer.tears_once = trainer.tears_once, False
-        if tears or outside.optimizer_raises(trainer):
+        if tears or outside.chance.optimizer_raises(outside.name):
             # A part of the parameters may have been written.
             trainer.note("raises in its optimizer: its state is torn")
-            trainer.tell(on.StateTorn())
+            trainer.report(on.StateTorn())
             trainer.weights = f"torn/{trainer.name}"
 
     def not_committed(self, vote: Round, step: int) -> None:

@@ -39,37 +39,39 @@ class LossWatch:
         if (key, lost) not in self._decided:
             self._decided.add((key, lost))
             at_ms = self._cluster.clock.now_ms
-            self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
+            self._check_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
 
     def left(self, lighthouse: LighthouseProcess, key: QuorumKey, who: str, *, surely: bool) -> None:
         """Record that a member of that quorum has asked for the next. `surely`: it can't go on in this one."""
         self._left.add((key, who))
         if surely:
             at_ms = self._cluster.clock.now_ms
-            self._look_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
+            self._check_later(lighthouse, key, at_ms, at_ms + WATCHED_MS)
 
-    def told(self, trainer: Rank, notice: LossNotice) -> None:
+    def loss_announced(self, trainer: Rank, notice: LossNotice) -> None:
         """Check a loss notice to a rank: a lighthouse has decided it, unless it is of the rank's own replica."""
         known = self._left if notice.lives else self._decided
         if notice.replica_id != trainer.replica_id and (notice.key, notice.replica_id) not in known:
-            raise InvariantError("P3", f"{trainer.name} is told what no lighthouse has decided: {notice}")
+            raise InvariantError(
+                "P3", f"{trainer.name} receives a loss notice that no lighthouse has decided: {notice}"
+            )
 
-    def _look_later(self, lighthouse: LighthouseProcess, key: QuorumKey, at_ms: int, until_ms: int) -> None:
+    def _check_later(self, lighthouse: LighthouseProcess, key: QuorumKey, at_ms: int, until_ms: int) -> None:
         cluster = self._cluster
 
-        def look() -> None:
+        def check() -> None:
             if cluster.lighthouse is not lighthouse or not lighthouse.alive:
                 return  # the next lighthouse decides for itself
             for replica in cluster.replicas.values():
                 for trainer in replica.trainers:
                     if trainer.group is not None and trainer.group.key == key:
-                        self._judge(replica, trainer, key, at_ms)
+                        self._check_rank(replica, trainer, key, at_ms)
             if cluster.clock.now_ms < until_ms:
-                self._look_later(lighthouse, key, at_ms, until_ms)
+                self._check_later(lighthouse, key, at_ms, until_ms)
 
-        cluster.clock.after(REACHED_MS, look)
+        cluster.clock.after(REACHED_MS, check)
 
-    def _judge(self, replica: Replica, trainer: Rank, key: QuorumKey, at_ms: int) -> None:
+    def _check_rank(self, replica: Replica, trainer: Rank, key: QuorumKey, at_ms: int) -> None:
         if trainer.left or (key, replica.replica_id) in self._left:
             return  # the replica trains no more, or its ranks wait for the next quorum
         since_ms = self.reached_since_ms(replica, trainer, key)
@@ -78,7 +80,7 @@ class LossWatch:
         for_ms = self._cluster.clock.now_ms - max(at_ms, since_ms, trainer.group_since_ms)
         if for_ms >= REACHED_MS:
             raise InvariantError(
-                "P3", f"{trainer.name} is still in quorum {key}, broken and within reach for {for_ms} ms"
+                "P3", f"{trainer.name} is still in quorum {key}, which is broken, and was reachable for {for_ms} ms"
             )
 
     def reached_since_ms(self, replica: Replica, trainer: Rank, key: QuorumKey, *, stopped: bool = False) -> int | None:
@@ -91,7 +93,7 @@ class LossWatch:
             stopped: the rank itself is stopped and hears nothing. Only the way to it counts.
         """
         lighthouse, manager, network = self._cluster.our_lighthouse, replica.manager, self._cluster.network
-        if replica.ended or manager is None or lighthouse.attendance_of(replica.job).is_dead(replica.replica_id):
+        if replica.ended or manager is None or lighthouse.liveness_of(replica.job).is_dead(replica.replica_id):
             return None  # the replica ends, or it was replaced and learns of that when it speaks
         processes = (lighthouse, manager) if stopped else (lighthouse, manager, trainer)
         if any(process.state is not State.RUNNING for process in processes):

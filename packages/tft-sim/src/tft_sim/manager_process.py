@@ -14,9 +14,9 @@ from tft_coord.compat.replica_group import (
     BEAT_INTERVAL_MS,
     CallQuorum,
     CancelCall,
-    ForeignCore,
-    ForeignEffect,
     TellGroup,
+    TorchftEffect,
+    TorchftGroupCore,
 )
 from tft_coord.core import effects, events
 from tft_coord.core.replica_group import ReplicaGroupCore
@@ -36,22 +36,21 @@ from tft_coord.core.session import (
 from tft_coord.core.session import SessionEffect as _SessionEffect
 from tft_coord.core.stops import LOOK_EVERY_MS
 from tft_coord.core.types import Hello, NewcomerAsks, Quorum, Refusal, Unreached, Via
-from tft_coord.timeouts import Timeouts
-from tft_sim.clock import Timer, VirtualClock
-from tft_sim.config import Chance, ClusterConfig
+from tft_sim.clock import Timer
+from tft_sim.config import Chance
 from tft_sim.foreign_process import ForeignLighthouseProcess, Unimplemented
 from tft_sim.invariants import Invariants
 from tft_sim.lighthouse_process import JOB, LighthouseProcess
 from tft_sim.links import FAILS_AFTER_MS, Links
-from tft_sim.marks import Marks
-from tft_sim.network import Network, Stream
+from tft_sim.network import Stream
+from tft_sim.parts import Parts
 from tft_sim.process import Process, State
 from tft_sim.rank import Rank, SentBeat
 from tft_sim.trainer import Trainer
 from tft_sim.waiting import Refused, Waiter
 
-TRIED_AFTER_MS = 5  # duration of a trial in which all peers answer
-FATAL = frozenset(
+TRIAL_MS = 5  # duration of a trial in which all peers answer
+FATAL_CODES = frozenset(
     {
         "group_lost",
         Refusal.DEAD.value,
@@ -103,34 +102,24 @@ class Replica:
 class Ends(Protocol):
     """The watch over ends, as a manager server reports to it."""
 
-    def rank_went(self, manager: ManagerProcess, rank: int) -> None: ...
-    def rank_came(self, manager: ManagerProcess, rank: int) -> None: ...
-    def given(self, manager: ManagerProcess, quorum: Quorum) -> None: ...
+    def rank_stream_closed(self, manager: ManagerProcess, rank: int) -> None: ...
+    def rank_stream_opened(self, manager: ManagerProcess, rank: int) -> None: ...
+    def quorum_received(self, manager: ManagerProcess, quorum: Quorum) -> None: ...
     def death_reported(self, manager: ManagerProcess, reason: str) -> None: ...
 
 
 class Hangs(Protocol):
     """The watch over hangs, as a manager server reports to it."""
 
-    def heard(self, trainer: Rank, stream: int, told: SentBeat) -> None: ...
-    def opens(self, manager: ManagerProcess, hello: Hello) -> None: ...
+    def beat_received(self, trainer: Rank, stream: int, beat: SentBeat) -> None: ...
+    def session_opened(self, manager: ManagerProcess, hello: Hello) -> None: ...
 
 
-class World(Protocol):
+class World(Parts, Protocol):
     """The cluster, as a manager server sees it."""
 
     @property
-    def clock(self) -> VirtualClock: ...
-    @property
-    def config(self) -> ClusterConfig: ...
-    @property
     def chance(self) -> Chance: ...
-    @property
-    def timeouts(self) -> Timeouts: ...
-    @property
-    def marks(self) -> Marks: ...
-    @property
-    def network(self) -> Network: ...
     @property
     def links(self) -> Links: ...
     @property
@@ -170,8 +159,8 @@ class ManagerProcess(Process):
             answers_probes=cluster.config.probes,
             tries_peers=cluster.config.trials,
         )
-        self._looks: Timer | None = None
-        self.foreign = ForeignCore(
+        self._rank_check: Timer | None = None
+        self.foreign = TorchftGroupCore(
             job=replica.job, replica_id=replica.replica_id, timeouts=cluster.timeouts, words=cluster.chance.words
         )
         self._on_foreign = False  # the stream is a connection to torchft's lighthouse
@@ -194,7 +183,7 @@ class ManagerProcess(Process):
         """Return the time since which the rank's stream is open, or None. This end may not know yet that it has
         broken."""
         stream = self._ranks.get(rank)
-        return stream.stands_since_ms if stream is not None and stream.open else None
+        return stream.open_since_ms if stream is not None and stream.open else None
 
     @property
     def lighthouse(self) -> Process | None:
@@ -203,7 +192,7 @@ class ManagerProcess(Process):
 
     def lighthouse_since_ms(self) -> int | None:
         """Return the time since which its stream to the lighthouse is open, or None."""
-        return self._stream.stands_since_ms if self._stream is not None and self._stream.open else None
+        return self._stream.open_since_ms if self._stream is not None and self._stream.open else None
 
     def start(self) -> None:
         """Dial the lighthouse."""
@@ -217,17 +206,17 @@ class ManagerProcess(Process):
         def closed() -> None:
             if self._ranks.get(rank) is stream:
                 del self._ranks[rank]
-                self._cluster.ends.rank_went(self, rank)
+                self._cluster.ends.rank_stream_closed(self, rank)
             self.handle(events.RankDisconnected(rank=rank, stream=stream.number))
 
-        def progressed(told: SentBeat) -> None:
-            self._cluster.hangs.heard(self.replica.trainers[rank], stream.number, told)
-            self.handle(events.RankProgressed(rank, told.progress))
-            if told.number:
-                self.handle(events.RankBeat(rank, told.number))
+        def progressed(beat: SentBeat) -> None:
+            self._cluster.hangs.beat_received(self.replica.trainers[rank], stream.number, beat)
+            self.handle(events.RankProgressed(rank, beat.progress))
+            if beat.number:
+                self.handle(events.RankBeat(rank, beat.number))
 
         self._ranks[rank] = stream
-        self._cluster.ends.rank_came(self, rank)
+        self._cluster.ends.rank_stream_opened(self, rank)
         stream.listen(self, progressed, closed)
         self.handle(events.RankConnected(rank=rank, stream=stream.number, session=session))
 
@@ -243,31 +232,31 @@ class ManagerProcess(Process):
         self._cluster.trace(self.name, event)
         now_ms = self.clock.now_ms
         if isinstance(event, events.QuorumArrived):
-            self._cluster.ends.given(self, event.quorum)
+            self._cluster.ends.quorum_received(self, event.quorum)
         self._perform_group(self.group.handle(event, now_ms))
         if self.session.hangs and not self.group.is_hung(now_ms):
             self._cluster.marks.hit("a session that was held back was opened")
             self._perform_session(self.session.went_on(now_ms))
         self._set_deadline()
-        if self._looks is None and self._cluster.config.probes and self.group.looks(now_ms):
-            self._looks = self.after(0, self._look_at_ranks)
+        if self._rank_check is None and self._cluster.config.probes and self.group.looks(now_ms):
+            self._rank_check = self.after(0, self._check_ranks)
 
-    def _look_at_ranks(self) -> None:
+    def _check_ranks(self) -> None:
         """Check which ranks on this host are stopped, for as long as the core wants it."""
-        self._looks = self.after(LOOK_EVERY_MS, self._look_at_ranks)
-        self.handle(events.RanksLookedAt(self._stops_now()))
+        self._rank_check = self.after(LOOK_EVERY_MS, self._check_ranks)
+        self.handle(events.RanksLookedAt(self._stopped_ranks()))
         if not self.group.looks(self.clock.now_ms):
-            self._looks.cancel()
-            self._looks = None
+            self._rank_check.cancel()
+            self._rank_check = None
 
-    def _stops_now(self) -> dict[int, bool]:
+    def _stopped_ranks(self) -> dict[int, bool]:
         local = [each for each in self.replica.trainers if each.alive and self._cluster.is_local(each)]
         return {each.rank: each.state is State.STOPPED and not each.is_seen_running for each in local}
 
     def _is_hung(self) -> bool:
         """Return whether a rank hangs or is stopped now."""
         if self._cluster.config.probes:
-            self.handle(events.RanksLookedAt(self._stops_now()))
+            self.handle(events.RanksLookedAt(self._stopped_ranks()))
         return self.group.is_hung(self.clock.now_ms)
 
     def _set_deadline(self) -> None:
@@ -278,9 +267,9 @@ class ManagerProcess(Process):
             self._deadline.cancel()
             self._deadline = None
         if due_ms is not None:
-            self._deadline = self.clock.at(due_ms, lambda: self.run(self._due))
+            self._deadline = self.clock.at(due_ms, lambda: self.run(self._deadline_passed))
 
-    def _due(self) -> None:
+    def _deadline_passed(self) -> None:
         self._deadline = None
         orders = self.group.tick(self.clock.now_ms)
         if any(isinstance(order, effects.AnswerVote) for order in orders):
@@ -299,7 +288,7 @@ class ManagerProcess(Process):
                         self.session.ask(order.request, order.member, order.held, now_ms, order.fingerprint)
                     )
                     if self.session.refused is not None:
-                        self._refuse_open(self.session.refused)
+                        self._refuse_pending(self.session.refused)
                     if self._on_foreign:
                         self._ask_foreign()
                 case effects.WithdrawFromLighthouse():
@@ -324,8 +313,8 @@ class ManagerProcess(Process):
                     self._send(partial(events.LateReported, key=key, step=step))
                 case effects.ReportStop(reason, stopped_ms, _, probe):
                     self._cluster.marks.hit("a manager server reported a stop")
-                    said = partial(events.ProbeAnswered, number=probe, stopped=reason, stopped_ms=stopped_ms)
-                    self._send(said, extra=True)
+                    answer = partial(events.ProbeAnswered, number=probe, stopped=reason, stopped_ms=stopped_ms)
+                    self._send(answer, extra=True)
                 case effects.AnswerPlan():
                     self._cluster.invariants_of(self.replica.job).planned_from(order.plan, order.quorum)
                     self._answer(order.call, order.plan)
@@ -334,7 +323,7 @@ class ManagerProcess(Process):
                 case effects.AnswerVote():
                     self._answer(order.call, order.verdict)
                 case effects.FailRank():
-                    self._answer(order.call, Refused(order.code, order.message, order.code in FATAL))
+                    self._answer(order.call, Refused(order.code, order.message, order.code in FATAL_CODES))
                 case effects.NotifyRank():
                     if order.rank in self._ranks:
                         self._ranks[order.rank].send(self, order.notice)
@@ -369,11 +358,11 @@ class ManagerProcess(Process):
                 case Dial(at_ms, address):
                     self.clock.at(at_ms, partial(self.run, partial(self._dial, address)))
                 case Look(address):
-                    self._look(address)
+                    self._request_identity(address)
                 case Say():
                     self._cluster.marks.hit("a lighthouse of another cluster was found")
                 case SendHello():
-                    self._cluster.hangs.opens(self, order.hello)
+                    self._cluster.hangs.session_opened(self, order.hello)
                     self._send(partial(events.HelloReceived, hello=order.hello))
                 case SendRequest():
                     asked = partial(events.QuorumRequested, request=order.request, member=order.member)
@@ -394,11 +383,11 @@ class ManagerProcess(Process):
                         self._perform_session(self.session.stream_broke(self.clock.now_ms))
                 case GiveUp():
                     self._cluster.marks.hit(f"a session was refused: {order.code}")
-                    self._refuse_open(order)
+                    self._refuse_pending(order)
 
     # --- to torchft's lighthouse ------------------------------------------------------------------------------------
 
-    def _found_foreign(self) -> None:
+    def _foreign_lighthouse_found(self) -> None:
         self._perform_session(self.session.found_foreign())
         self._on_foreign = True
         if self.session.open_request is not None:
@@ -419,7 +408,7 @@ class ManagerProcess(Process):
                 self._stream.send(self, events.HeartbeatReceived(self.replica.replica_id))
             self.after(BEAT_INTERVAL_MS, self._tick_foreign)
 
-    def _perform_foreign(self, orders: list[ForeignEffect]) -> None:
+    def _perform_foreign(self, orders: list[TorchftEffect]) -> None:
         for order in orders:
             self._cluster.trace(self.name, order)
             match order:
@@ -437,7 +426,7 @@ class ManagerProcess(Process):
                         # The event is handled later, because the core must not be entered twice.
                         self.after(0, partial(self.handle, event))
 
-    def _refuse_open(self, refused: GiveUp) -> None:
+    def _refuse_pending(self, refused: GiveUp) -> None:
         request = self._open_request
         if request is not None:
             # The event is handled later, because the core must not be entered twice.
@@ -447,21 +436,21 @@ class ManagerProcess(Process):
         if self._stream is not None:
             self._stream.send(self, make(self._stream.number), extra=extra)
 
-    def _look(self, address: int) -> None:
+    def _request_identity(self, address: int) -> None:
         """Ask another lighthouse for its identity."""
         lighthouse, network = self._cluster.lighthouse_at(address), self._cluster.network
 
         def asked() -> None:
             assert isinstance(lighthouse, LighthouseProcess)
-            started_ms, cluster_id, jobs = lighthouse.described()
+            started_ms, cluster_id, jobs = lighthouse.identity()
             serves = self.replica.job in jobs
             network.message(
-                lighthouse, self, lambda: self._looked(address, cluster_id, started_ms, serves), lambda: None
+                lighthouse, self, lambda: self._identity_received(address, cluster_id, started_ms, serves), lambda: None
             )
 
         network.message(self, lighthouse, asked, lambda: None)
 
-    def _looked(self, address: int, cluster_id: str, started_ms: int, serves: bool) -> None:
+    def _identity_received(self, address: int, cluster_id: str, started_ms: int, serves: bool) -> None:
         orders = self.session.looked(address, cluster_id, started_ms, serves=serves)
         if HangUp() in orders:
             self._cluster.marks.hit("a replica followed to a newer lighthouse")
@@ -482,7 +471,7 @@ class ManagerProcess(Process):
             if stream is self._stream:
                 self._send(lambda number: events.PeersTried(number, order.number, unreached))
 
-        self.after(FAILS_AFTER_MS if unreached else TRIED_AFTER_MS, over)
+        self.after(FAILS_AFTER_MS if unreached else TRIAL_MS, over)
 
     def _dial(self, address: int) -> None:
         lighthouse = self._cluster.lighthouse_at(address)
@@ -526,7 +515,7 @@ class ManagerProcess(Process):
         self._cluster.trace(self.name, order)
         match order:
             case Unimplemented():
-                self._found_foreign()
+                self._foreign_lighthouse_found()
             case effects.AnswerUnaryQuorum():
                 self._perform_foreign(self.foreign.answered(order.call, order.quorum))
             case effects.Welcome():
@@ -562,8 +551,8 @@ class ManagerProcess(Process):
                 self.handle(events.ProbeCame(number))
             case effects.RefuseSession():
                 hung = self._is_hung()
-                told = self.session.told_refused(order.refusal, order.message, now_ms, order.silent_ms, hung=hung)
-                self._perform_session(told)
+                orders = self.session.told_refused(order.refusal, order.message, now_ms, order.silent_ms, hung=hung)
+                self._perform_session(orders)
             case effects.AskForQuorum():
                 held = self.group.report()
                 quorum = held if held is not None and held.key == order.key else None

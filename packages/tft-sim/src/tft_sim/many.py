@@ -18,7 +18,7 @@ from tft_sim.marks import Marks
 from tft_sim.scenario import Scenario
 from tft_sim.simulator import Simulation, SimulationConfig, SimulationError, simulate
 
-HAND = 10  # seeds that a process runs before it reports
+BATCH_SIZE = 10  # seeds that a process runs before it reports
 
 
 def run_many(seeds: range, *, processes: int = 1, config: SimulationConfig | None = None) -> Marks:
@@ -36,22 +36,22 @@ def run_many(seeds: range, *, processes: int = 1, config: SimulationConfig | Non
         for seed in seeds:
             marks.add(simulate(seed, config).marks)
         return marks
-    hands = iter([seeds[first : first + HAND] for first in range(0, len(seeds), HAND)])
+    batches = iter([seeds[first : first + BATCH_SIZE] for first in range(0, len(seeds), BATCH_SIZE)])
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         # Batches are submitted a few at a time, so that after a failure nothing waits for unused results.
-        running = {pool.submit(_run_hand, hand, config) for hand in islice(hands, 2 * processes)}
+        running = {pool.submit(_run_batch, batch, config) for batch in islice(batches, 2 * processes)}
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            failed = _take(done, marks)
+            failed = _merge_results(done, marks)
             if failed is not None:
                 pool.shutdown(cancel_futures=True)
                 simulate(failed, config)  # fails here as it did there, with its message
                 raise RuntimeError(f"seed {failed} failed in another process and does not here; report this")
-            running |= {pool.submit(_run_hand, hand, config) for hand in islice(hands, len(done))}
+            running |= {pool.submit(_run_batch, batch, config) for batch in islice(batches, len(done))}
     return marks
 
 
-def _take(done: set[Future[tuple[int | None, Marks]]], marks: Marks) -> int | None:
+def _merge_results(done: set[Future[tuple[int | None, Marks]]], marks: Marks) -> int | None:
     failures = []
     for each in done:
         failed, reached = each.result()
@@ -61,7 +61,7 @@ def _take(done: set[Future[tuple[int | None, Marks]]], marks: Marks) -> int | No
     return min(failures, default=None)
 
 
-def _run_hand(seeds: range, config: SimulationConfig | None) -> tuple[int | None, Marks]:
+def _run_batch(seeds: range, config: SimulationConfig | None) -> tuple[int | None, Marks]:
     """Run a batch in a worker process. Return the first failed seed, and the marks of the others."""
     marks = Marks()
     for seed in seeds:
@@ -80,8 +80,8 @@ def story(seed: int, config: SimulationConfig | None = None) -> Iterator[str]:
         config: as in `simulate`.
     """
     simulation = Simulation(seed, config or SimulationConfig())
-    teller = Scenario()
-    teller.attend(simulation.cluster)
+    recorder = Scenario()
+    recorder.attend(simulation.cluster)
     with suppress(Exception):  # `simulate` reports the error, and this transcript ends before it
         simulation.run()
-    yield from teller.told()
+    yield from recorder.reports()

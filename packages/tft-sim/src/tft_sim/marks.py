@@ -29,7 +29,7 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
     ),
     4: (
         "a stream was back within the grace",
-        "came back after its loss: its stream broke",
+        "came back after its loss: its stream disconnected",
         "came back after its loss: silent",
         "a beat came after a reported death",
         "a waiting member was lost",
@@ -73,7 +73,7 @@ SCENARIO_MARKS: Mapping[int, tuple[str, ...]] = {
         "half of a group had fetched",
         "a rank of a group could not load",
         "a transfer lost its last source",
-        "waited: heals and its bytes arrive",
+        "waited: is healing and receives data",
     ),
     11: (
         "a trainer hung in its forward",
@@ -162,7 +162,7 @@ STANDING_MARKS: Mapping[int, tuple[str, ...]] = {
     9: ("one word said that all ask and that one leaves",),
     10: ("a leaver let its last word pass",),
     11: ("a word said that the lease runs out", "a rank asked where its quorum stood: its lease was over"),
-    12: ("waited: whoever an earlier lighthouse served",),
+    12: ("waited: replicas of an earlier lighthouse",),
     13: ("some members of a standing quorum went on without the others",),
     14: ("an answer to an old beat came to a rank",),
     15: ("a standing round was late", "a standing quorum was broken for a late member"),

@@ -53,12 +53,12 @@ class Rule:
     low_ms: int = 0
     high_ms: int = 0
 
-    def fits(self, source: str, target: str) -> bool:
+    def matches(self, source: str, target: str) -> bool:
         return fnmatchcase(source, self.source) and fnmatchcase(target, self.target)
 
 
 @dataclass(slots=True)
-class _Way:
+class _Direction:
     """One direction of a stream."""
 
     last_at_ms: int = 0
@@ -73,10 +73,10 @@ class Stream:
         self.client = client
         self.server = server
         self.open = True
-        self.told = False  # the stream ended with a process, and that process's host reported it
-        self.stands_since_ms: int | None = None  # time since which both ends know that it is open
+        self.end_reported = False  # the stream ended with a process, and that process's host reported it
+        self.open_since_ms: int | None = None  # time since which both ends know that it is open
         self._network = network
-        self._ways = {client.name: _Way(), server.name: _Way()}
+        self._directions = {client.name: _Direction(), server.name: _Direction()}
         # messages that came before the end listened
         self._early: dict[str, list[Any]] = {client.name: [], server.name: []}
         self._on_message: dict[str, Callable[[Any], None]] = {}
@@ -110,14 +110,14 @@ class Stream:
             extra: its delay is drawn from a separate source.
         """
         if self.open:
-            self._network.on_stream(self, sender, message, extra=extra)
+            self._network.send_on_stream(self, sender, message, extra=extra)
 
     def close(self, closer: Process) -> None:
         """End the stream. The other end learns of it after all messages sent before. The closer is not told."""
         if self.open:
-            self._network.end_stream(self, told=[self.other(closer)])
+            self._network.end_stream(self, notify=[self.other(closer)])
 
-    def closes(self, end: Process) -> None:
+    def notify_closed(self, end: Process) -> None:
         """Tell that end that the stream has ended."""
         self._closed.add(end.name)
         on_closed = self._on_closed.get(end.name)
@@ -162,7 +162,7 @@ class Network:
         self._ended_rules: list[tuple[Rule, int]] = []  # each with the time until which its effect lasted
         self._newest_arrival_ms: dict[tuple[str, str], int] = {}  # of single messages already sent
         self._streams: dict[int, Stream] = {}
-        self._held: list[tuple[Process, Process, Callable[[], None], Callable[[], None]]] = []
+        self._held_messages: list[tuple[Process, Process, Callable[[], None], Callable[[], None]]] = []
         self._numbers = itertools.count(1)
 
     # --- rules ----------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Network:
         self._rules.append(rule)
         if rule.fate is Fate.PARTITION:
             for stream in list(self._streams.values()):
-                self._watch(stream)
+                self._break_if_cut(stream)
         return rule
 
     def remove(self, rule: Rule) -> None:
@@ -180,7 +180,7 @@ class Network:
         if rule in self._rules:
             self._rules.remove(rule)
             self._ended_rules.append((rule, self._clock.now_ms + rule.high_ms))
-            self._release()
+            self._deliver_held()
             self.on_mend()
 
     def clear(self) -> None:
@@ -193,16 +193,16 @@ class Network:
         counts."""
         if not any(rule.fate is Fate.PARTITION for rule in self._rules):
             return False
-        return Fate.PARTITION in (self._rule(one, other).fate, self._rule(other, one).fate)
+        return Fate.PARTITION in (self._rule_for(one, other).fate, self._rule_for(other, one).fate)
 
     def calm_since_ms(self, one: str, other: str) -> int:
         """Return the time since which no rule disturbs messages between these two, in either direction."""
         since_ms = 0
         for source, target in ((one, other), (other, one)):
-            if self._rule(source, target).fate is not Fate.PASS:
+            if self._rule_for(source, target).fate is not Fate.PASS:
                 return self._clock.now_ms
-            felt = [until_ms for rule, until_ms in self._ended_rules if rule.fits(source, target)]
-            since_ms = max(since_ms, *felt, 0)
+            effect_ended_ms = [until_ms for rule, until_ms in self._ended_rules if rule.matches(source, target)]
+            since_ms = max(since_ms, *effect_ended_ms, 0)
         return since_ms
 
     def break_streams(self, source: str, target: str, *, server_late_ms: int | None = None) -> int:
@@ -219,10 +219,10 @@ class Network:
         ]
         for stream in broken:
             if server_late_ms is None:
-                self.end_stream(stream, told=[stream.client, stream.server])
+                self.end_stream(stream, notify=[stream.client, stream.server])
             else:
-                self.end_stream(stream, told=[stream.client])
-                self._clock.after(server_late_ms, partial(stream.closes, stream.server))
+                self.end_stream(stream, notify=[stream.client])
+                self._clock.after(server_late_ms, partial(stream.notify_closed, stream.server))
         return len(broken)
 
     # --- processes ------------------------------------------------------------------------------------------------
@@ -233,10 +233,10 @@ class Network:
             if process in (stream.client, stream.server):
                 other = stream.other(process)
                 if process.state is State.VANISHED:
-                    self._clock.after(self._keepalive_ms, partial(self.end_stream, stream, told=[other]))
+                    self._clock.after(self._keepalive_ms, partial(self.end_stream, stream, notify=[other]))
                 else:
-                    stream.told = stream.open and not self.is_cut(process.name, other.name)
-                    self.end_stream(stream, told=[other])
+                    stream.end_reported = stream.open and not self.is_cut(process.name, other.name)
+                    self.end_stream(stream, notify=[other])
 
     # --- streams --------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Network:
         def give_up() -> None:
             if not outcome:
                 outcome.append(False)
-                self.end_stream(stream, told=[server])
+                self.end_stream(stream, notify=[server])
                 client.run(failed)
 
         def answer() -> None:
@@ -266,57 +266,57 @@ class Network:
                 give_up()  # the stream broke before the client knew that it was open
                 return
             outcome.append(True)
-            stream.stands_since_ms = self._clock.now_ms
+            stream.open_since_ms = self._clock.now_ms
             opened(stream)
 
         def accept() -> None:
             if stream.open and not outcome:
                 self._streams[stream.number] = stream
                 accepted(stream)
-                self._move(server, client, answer, give_up, self._for_streams(server, client))
-                self._watch(stream)
+                self._move(server, client, answer, give_up, self._stream_rule(server, client))
+                self._break_if_cut(stream)
 
-        self._move(client, server, accept, give_up, self._for_streams(client, server))
+        self._move(client, server, accept, give_up, self._stream_rule(client, server))
         self._clock.after(self._keepalive_ms, give_up)
 
-    def on_stream(self, stream: Stream, sender: Process, message: Any, *, extra: bool = False) -> None:
+    def send_on_stream(self, stream: Stream, sender: Process, message: Any, *, extra: bool = False) -> None:
         """Move a message of a stream. `Stream.send` calls this."""
         target = stream.other(sender)
-        way = stream._ways[sender.name]
-        rule = self._for_streams(sender, target)
+        direction = stream._directions[sender.name]
+        rule = self._stream_rule(sender, target)
         if rule.fate is Fate.DROP:
-            self.end_stream(stream, told=[stream.client, stream.server])
-        elif way.waiting or rule.fate in (Fate.PARTITION, Fate.HOLD):
-            way.waiting.append(message)
+            self.end_stream(stream, notify=[stream.client, stream.server])
+        elif direction.waiting or rule.fate in (Fate.PARTITION, Fate.HOLD):
+            direction.waiting.append(message)
         else:
             self._deliver(stream, sender, message, self._delay(rule, self._extra_rng if extra else self._rng))
 
-    def end_stream(self, stream: Stream, *, told: list[Process]) -> None:
-        """Break a stream. Each end in `told` learns of it after the messages that were sent to it before."""
+    def end_stream(self, stream: Stream, *, notify: list[Process]) -> None:
+        """Break a stream. Each end in `notify` learns of it after the messages that were sent to it before."""
         if not stream.open:
             return
         stream.open = False
         self._streams.pop(stream.number, None)
-        for process in told:
+        for process in notify:
             sender = stream.other(process)
-            rule = self._for_streams(sender, process)
+            rule = self._stream_rule(sender, process)
             delay_ms = self._keepalive_ms if rule.fate is Fate.PARTITION else self._delay(rule)
-            way = stream._ways[sender.name]
-            at_ms = max(way.last_at_ms, self._clock.now_ms + delay_ms)
-            self._clock.at(at_ms, partial(stream.closes, process))
+            direction = stream._directions[sender.name]
+            at_ms = max(direction.last_at_ms, self._clock.now_ms + delay_ms)
+            self._clock.at(at_ms, partial(stream.notify_closed, process))
 
     # --- single messages ------------------------------------------------------------------------------------------
 
     def message(self, source: Process, target: Process, deliver: Callable[[], None], lost: Callable[[], None]) -> None:
         """Move one message: call `deliver` in the target, or `lost` in the source."""
-        rule = self._rule(source.name, target.name)
+        rule = self._rule_for(source.name, target.name)
         arrives_ms = self._move(source, target, deliver, lost, rule)
         if arrives_ms is None:
             return
-        way = (source.name, target.name)
-        if arrives_ms < self._newest_arrival_ms.get(way, 0):
+        direction = (source.name, target.name)
+        if arrives_ms < self._newest_arrival_ms.get(direction, 0):
             self._marks.hit("a call overtook another")
-        self._newest_arrival_ms[way] = max(arrives_ms, self._newest_arrival_ms.get(way, 0))
+        self._newest_arrival_ms[direction] = max(arrives_ms, self._newest_arrival_ms.get(direction, 0))
         if rule.fate is Fate.DUPLICATE:
             self._marks.hit("a call came twice")
             again_ms = arrives_ms + self._rng.randint(rule.low_ms, rule.high_ms)
@@ -329,7 +329,7 @@ class Network:
     ) -> int | None:
         """Send one message, and return its arrival time, or None if it does not arrive."""
         if rule.fate is Fate.HOLD:
-            self._held.append((source, target, deliver, lost))
+            self._held_messages.append((source, target, deliver, lost))
             return None
         delay_ms = self._keepalive_ms if rule.fate is Fate.PARTITION else self._delay(rule)
         if rule.fate in (Fate.DROP, Fate.PARTITION):
@@ -347,19 +347,19 @@ class Network:
 
     def _deliver(self, stream: Stream, sender: Process, message: Any, delay_ms: int) -> None:
         target = stream.other(sender)
-        way = stream._ways[sender.name]
-        way.last_at_ms = max(way.last_at_ms, self._clock.now_ms + delay_ms)
-        self._clock.at(way.last_at_ms, lambda: target.run(lambda: stream.hear(target, message)))
+        direction = stream._directions[sender.name]
+        direction.last_at_ms = max(direction.last_at_ms, self._clock.now_ms + delay_ms)
+        self._clock.at(direction.last_at_ms, lambda: target.run(lambda: stream.hear(target, message)))
 
-    def _rule(self, source: str, target: str) -> Rule:
+    def _rule_for(self, source: str, target: str) -> Rule:
         for rule in reversed(self._rules):
-            if rule.fits(source, target):
+            if rule.matches(source, target):
                 return rule
         return Rule("*", "*", Fate.PASS)
 
-    def _for_streams(self, source: Process, target: Process) -> Rule:
+    def _stream_rule(self, source: Process, target: Process) -> Rule:
         """Return the rule in effect for a connection."""
-        rule = self._rule(source.name, target.name)
+        rule = self._rule_for(source.name, target.name)
         if rule.fate is Fate.LAG:
             return replace(rule, fate=Fate.DELAY)
         return Rule("*", "*", Fate.PASS) if rule.fate in (Fate.DUPLICATE, Fate.REORDER) else rule
@@ -369,34 +369,34 @@ class Network:
         low_ms, high_ms = (rule.low_ms, rule.high_ms) if own else self._delay_ms
         return (rng or self._rng).randint(low_ms, high_ms)
 
-    def _cut(self, stream: Stream) -> bool:
+    def _is_stream_cut(self, stream: Stream) -> bool:
         both = ((stream.client, stream.server), (stream.server, stream.client))
-        return any(self._rule(source.name, target.name).fate is Fate.PARTITION for source, target in both)
+        return any(self._rule_for(source.name, target.name).fate is Fate.PARTITION for source, target in both)
 
-    def _watch(self, stream: Stream) -> None:
+    def _break_if_cut(self, stream: Stream) -> None:
         """End a stream that is cut in either direction: data not acknowledged within the keep-alive breaks it for both
         ends."""
-        if not self._cut(stream):
+        if not self._is_stream_cut(stream):
             return
 
         def judge() -> None:
-            if stream.open and self._cut(stream):
+            if stream.open and self._is_stream_cut(stream):
                 stream.open = False
                 self._streams.pop(stream.number, None)
-                stream.closes(stream.client)
-                stream.closes(stream.server)
+                stream.notify_closed(stream.client)
+                stream.notify_closed(stream.server)
 
         self._clock.after(self._keepalive_ms, judge)
 
-    def _release(self) -> None:
+    def _deliver_held(self) -> None:
         for stream in list(self._streams.values()):
             for sender in (stream.client, stream.server):
-                way = stream._ways[sender.name]
-                rule = self._for_streams(sender, stream.other(sender))
+                direction = stream._directions[sender.name]
+                rule = self._stream_rule(sender, stream.other(sender))
                 if rule.fate not in (Fate.PARTITION, Fate.HOLD):
-                    waiting, way.waiting = way.waiting, []
+                    waiting, direction.waiting = direction.waiting, []
                     for message in waiting:
                         self._deliver(stream, sender, message, self._delay(rule))
-        held, self._held = self._held, []
+        held, self._held_messages = self._held_messages, []
         for source, target, deliver, lost in held:
             self.message(source, target, deliver, lost)

@@ -20,7 +20,7 @@ class OwnTime:
         self.all_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)  # includes steps that do not count
         self.counted_ms: deque[int] = deque(maxlen=STEPS_LOOKED_AT)
 
-    def passed(self, own_ms: int) -> None:
+    def add(self, own_ms: int) -> None:
         """Add busy time of the trainer's own part."""
         self.running_ms += own_ms
 

@@ -10,8 +10,6 @@ import hashlib
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
-from tft_coord.errors import StaleQuorumError
-from tft_sim.invariants import InvariantError
 from tft_sim.rank import Rank
 from tft_sim.recovery import Recovery
 from tft_sim.speaking import Speaking
@@ -41,11 +39,11 @@ class Quorum:
     def start(self) -> Life:
         """Begin a step. Returns: whether a step began. False: this replica has left."""
         trainer = self._trainer
-        if trainer.tell(on.StartAsked()):
+        if trainer.report(on.StartAsked()):
             return False
         yield self._known
-        trainer.tell(on.AttemptSettled(self._recovery.offers(trainer.plan)))
-        for effect in trainer.tell(on.StartReady(bool(trainer.unreached))):
+        trainer.report(on.AttemptSettled(self._recovery.offers(trainer.plan)))
+        for effect in trainer.report(on.StartReady(bool(trainer.unreached))):
             match effect:
                 case do.Pause(ms):
                     trainer.mark("a rank paused before it asked again")
@@ -61,32 +59,32 @@ class Quorum:
             poor_sources=tuple(sorted(self._recovery.poor_sources)),
             unreached=unreached,
         )
-        asked = next((each for each in trainer.tell(started) if isinstance(each, do.Ask)), None)
-        self._speaking.note_begin(asked)
+        asked = next((each for each in trainer.report(started) if isinstance(each, do.Ask)), None)
+        self._speaking.record_begin(asked)
         if asked is not None:
-            self._recovery.take_early()
+            self._recovery.take_speculative_snapshot()
             self._known = trainer.spawn(self._negotiate(asked))
         return True
 
     def _compare(self, name: str) -> Life:
         """Reduce the states of all ranks of this group to a digest."""
         trainer, sound = self._trainer, self._trainer.weights
-        if trainer.goes_astray_once and not trainer.torn:
-            trainer.goes_astray_once = False
-            self._recovery.astray += 1
+        if trainer.corrupts_once and not trainer.torn:
+            trainer.corrupts_once = False
+            self._recovery.num_corruptions += 1
             trainer.mark("a state went astray")
-            trainer.note("holds a state that went astray")
+            trainer.note("holds a corrupted state")
             trainer.weights = f"astray/{trainer.name}/{trainer.clock.now_ms}"
         trainer.phase = "compare"
-        own = "" if trainer.torn or trainer.outside.take_raises(trainer) else trainer.weights
+        own = "" if trainer.torn or trainer.outside.chance.take_raises(trainer.name) else trainer.weights
         digests = (yield trainer.outside.gather(trainer, name, own)) if trainer.world_size > 1 else (own,)
         if digests is None or not all(digests):
             trainer.mark("a state could not be compared")
             trainer.weights = sound  # an undetectable corruption is undone, because a failed comparison can't find it
-            trainer.tell(on.StateCompared(None))
+            trainer.report(on.StateCompared(None))
         else:
             trainer.mark("states were compared")
-            trainer.tell(on.StateCompared(hashlib.blake2b("|".join(digests).encode(), digest_size=16).digest()))
+            trainer.report(on.StateCompared(hashlib.blake2b("|".join(digests).encode(), digest_size=16).digest()))
 
     def wait(self) -> Life:
         """Wait until the plan has arrived and the group is built, or there is no plan."""
@@ -105,34 +103,30 @@ class Quorum:
         deadline_ms = trainer.clock.now_ms + patience_ms
         while (answer := (yield trainer.outside.ask(trainer, request, deadline_ms))) is None:
             trainer.mark("a request was made again of a new manager server")
-            trainer.outside.invariants.started_anew(trainer.host, None)
-            for effect in trainer.tell(on.ServerRestarted()):
+            trainer.outside.invariants.manager_restarted(trainer.host, None)
+            for effect in trainer.report(on.ServerRestarted()):
                 assert isinstance(effect, do.Ask)
                 request = effect.request
         if isinstance(answer, Refused):
             self._refused(attempt, answer)
             return
-        try:
-            arrived = (
-                on.PlanArrived(attempt, answer) if isinstance(answer, Plan) else on.UnchangedArrived(attempt, answer)
-            )
-            orders = trainer.tell(arrived)
-        except StaleQuorumError as stale:
-            raise InvariantError("I2", f"{trainer.name} is told that a plan stands, and has none: {stale}") from None
-        if not isinstance(answer, Plan):
+        if isinstance(answer, Plan):
+            arrived: on.Event = on.PlanArrived(attempt, answer)
+        else:
+            arrived = on.UnchangedArrived(attempt, answer)
             trainer.mark("a rank was told unchanged")
-        for effect in orders:
+        for effect in trainer.report(arrived):
             if isinstance(effect, do.Configure):
                 yield from self._configure(effect)
-        trainer.moved()
+        trainer.restart_phase()
 
     def _refused(self, attempt: int, answer: Refused) -> None:
         trainer = self._trainer
         trainer.note(f"is refused a quorum ({answer.code})")
         if trainer.core.status.num_deferred:
             trainer.mark("a request failed with syncs in flight")
-        trainer.tell(on.QuorumFailed(attempt, error_of(answer)))
-        trainer.moved()
+        trainer.report(on.QuorumFailed(attempt, error_of(answer)))
+        trainer.restart_phase()
 
     def _configure(self, order: do.Configure) -> Life:
         trainer = self._trainer
@@ -143,8 +137,8 @@ class Quorum:
         broken: Exception | None = trainer.core.status.broken
         if broken is not None:
             trainer.mark("a broken quorum was not configured")
-            trainer.note("is given a broken quorum, and does not try to meet its members")
-            trainer.tell(on.ConfigureFailed(attempt, broken))
+            trainer.note("receives a broken quorum, and does not configure its group")
+            trainer.report(on.ConfigureFailed(attempt, broken))
             return
         trainer.outside.invariants.joined_group(plan, trainer.rank)
         group = trainer.group = trainer.outside.group(plan.key, trainer.rank, plan.replica_ids, plan.store_replica_id)
@@ -153,11 +147,11 @@ class Quorum:
         # The group may have been aborted by a message that was read after a stop, just after the members met.
         if not joined or trainer.group is not group:
             trainer.mark("a rendezvous failed")
-            trainer.note("can't meet the others of its quorum")
+            trainer.note("can't form the group of its quorum")
             trainer.note_unreached(group)
             if trainer.group is group:
                 trainer.leave_group()
-            trainer.tell(on.ConfigureFailed(attempt, ReplicaLostError("a rendezvous failed")))
+            trainer.report(on.ConfigureFailed(attempt, ReplicaLostError("a rendezvous failed")))
             return
         trainer.num_reductions = 0
-        trainer.tell(on.GroupConfigured(attempt, plan.key))
+        trainer.report(on.GroupConfigured(attempt, plan.key))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tft_coord.core.fingerprint import Fingerprint, fingerprint_of
 from tft_coord.core.progress import Progress
 from tft_coord.core.step import Effects, StepCore, StepSettings, StepStatus
 from tft_coord.core.step import effects as do
@@ -16,6 +15,7 @@ from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Unreached, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
+from tft_sim.config import Chance, TrainerSettings
 from tft_sim.group import SimulatedGroup
 from tft_sim.invariants import Held, Invariants, Round
 from tft_sim.marks import Marks
@@ -23,7 +23,7 @@ from tft_sim.training_process import TrainingProcess
 from tft_sim.waiting import Life, Refused, Waiter, answer_of
 
 # These effects run beside the training thread. The thread that reports an event performs them at once.
-ASIDE = (
+BACKGROUND_EFFECTS = (
     do.Fetch,
     do.EndFetch,
     do.RefuseState,
@@ -82,11 +82,15 @@ class Surroundings(Protocol):
     def invariants(self) -> Invariants: ...
     @property
     def marks(self) -> Marks: ...
+    @property
+    def chance(self) -> Chance: ...
+    @property
+    def name(self) -> str: ...
     def own_ms(self) -> int: ...
     def ask(self, trainer: Rank, request: RankRequest, deadline_ms: int) -> Waiter: ...
     def leave(self, trainer: Rank, order: do.TellLeaving) -> Waiter: ...
     def is_healed_from(self, trainer: Rank) -> bool: ...
-    def say_late(self, trainer: Rank, key: QuorumKey, step: int) -> None: ...
+    def report_late(self, trainer: Rank, key: QuorumKey, step: int) -> None: ...
     def vote(self, trainer: Rank, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Waiter: ...
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> SimulatedGroup: ...
     def is_unreachable(self, trainer: Rank, replica_id: str) -> bool: ...
@@ -95,63 +99,9 @@ class Surroundings(Protocol):
     def is_refused(self, trainer: Rank, replica_id: str, plan: Plan) -> bool: ...
     def gather(self, trainer: Rank, name: str, value: str) -> Waiter: ...
     def received(self, trainer: Rank, num_bytes: int) -> None: ...
-    def step_ms(self, trainer: Rank) -> int: ...
-    def chunk_ms(self, trainer: Rank) -> int: ...
-    def optimizer_raises(self, trainer: Rank) -> bool: ...
-    def load_raises(self, trainer: Rank) -> str: ...
-    def take_raises(self, trainer: Rank) -> bool: ...
-    def overlaps(self, trainer: Rank) -> bool: ...
-    def samples(self, trainer: Rank) -> int: ...
-    def spread_ms(self) -> int: ...
     def hangs(self, trainer: Rank) -> None: ...
     def note(self, trainer: Rank, text: str) -> None: ...
     def ended(self, trainer: Rank, reason: str, answer: Refused | None = None) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerSettings:
-    """The settings of a job's trainers, equal for all of them.
-
-    Args:
-        use_async_quorum, init_sync, fixed_with_spares, min_replica_size: as in Member.
-        step: initial step. More than 0 means a state loaded from outside.
-        run: the run that the state was loaded from. Other runs have other weights.
-        num_fragments: number of model fragments that are synchronized now and then. 0: gradients are reduced in every
-            step.
-        most_in_flight: maximum number of concurrent syncs.
-        check_every: committed steps between two comparisons of the states. 0: none.
-        heals_divergence: a replica whose state differs recovers once before it stops.
-        weighted: means are weighted by the samples of each replica.
-        speaks: trainers exchange a word at the end of each round. The job's `lease_ms` limits how long they go on
-            without a request.
-    """
-
-    speaks: bool = False
-
-    use_async_quorum: bool = True
-    init_sync: bool = True
-    fixed_with_spares: bool = False
-    min_replica_size: int = 1
-    step: int = 0
-    run: str = ""
-    num_fragments: int = 0
-    most_in_flight: int = 1
-    check_every: int = 0
-    heals_divergence: bool = True
-    weighted: bool = False
-
-    def fingerprint(self, world_size: int) -> Fingerprint:
-        """Return the rank's fingerprint."""
-        return fingerprint_of(
-            {
-                "group world size": str(world_size),
-                "use_async_quorum": str(self.use_async_quorum),
-                "world_size_mode": "FIXED_WITH_SPARES" if self.fixed_with_spares else "DYNAMIC",
-                "min_replica_size": str(self.min_replica_size),
-                "init_sync": str(self.init_sync),
-                "fragments": f"{self.num_fragments}, syncs in flight {self.most_in_flight}",
-            }
-        )
 
 
 class Rank(TrainingProcess):
@@ -214,8 +164,8 @@ class Rank(TrainingProcess):
         self.shrink_only = False
         self.fails_once = False
         self.tears_once = False
-        self.goes_astray_once = False  # its memory is wrong at the next comparison of states
-        self.breaks_off = False  # its strategy ends, and is entered again
+        self.corrupts_once = False  # its memory is wrong at the next comparison of states
+        self.restarts_strategy = False  # its strategy ends, and is entered again
         self.ends_early = False  # its loop ends between two steps after a request to leave
         self.save_once = False  # it saves its state in a durable checkpoint
         self.saved: tuple[str, dict[str, int | str]] | None = None  # weights, and the core's part
@@ -263,7 +213,7 @@ class Rank(TrainingProcess):
         return self.core.status.name.attempt
 
     @property
-    def wishes_to_leave(self) -> bool:
+    def asked_to_leave(self) -> bool:
         """Return whether it was told to leave."""
         return self.core.status.wishes
 
@@ -283,7 +233,7 @@ class Rank(TrainingProcess):
         status = self.core.status
         return Held(status.step, status.lineage, self.weights)
 
-    def _hangs_now(self) -> None:
+    def _hang_began(self) -> None:
         self.outside.hangs(self)
 
     def note(self, text: str) -> None:
@@ -296,7 +246,7 @@ class Rank(TrainingProcess):
 
     # --- the core ---------------------------------------------------------------------------------------------------
 
-    def tell(self, event: on.Event) -> Effects:
+    def report(self, event: on.Event) -> Effects:
         """Report an event to the core, and perform the effects that run beside the training thread.
 
         Returns: the other effects, in order.
@@ -306,7 +256,7 @@ class Rank(TrainingProcess):
             return effects
         rest = []
         for effect in effects:
-            if isinstance(effect, ASIDE):
+            if isinstance(effect, BACKGROUND_EFFECTS):
                 self._perform(effect)
             else:
                 rest.append(effect)
@@ -326,9 +276,9 @@ class Rank(TrainingProcess):
     def note_unreached(self, group: SimulatedGroup) -> None:
         """Keep the bad links found in that group, for the next request."""
         for report in group.unreached_by(self.replica_id):
-            self.could_not_reach(report)
+            self.record_unreached(report)
 
-    def could_not_reach(self, report: Unreached) -> None:
+    def record_unreached(self, report: Unreached) -> None:
         """Keep that report for the next request."""
         if (report.replica_id, report.via) not in self.unreached:
             self.mark(f"a member was not reached: {report.via.value}")
@@ -347,8 +297,8 @@ class Rank(TrainingProcess):
             yield from self.quit(f"vote: {verdict.code}", verdict)
         # The manager server of a group of one rank died with the vote open, which counts as a no.
         self.mark("an open vote was taken for a no")
-        self.note("takes its open vote for a no")
-        self.tell(on.ServerRestarted())
+        self.note("counts its unanswered vote as a no")
+        self.report(on.ServerRestarted())
         return Verdict(yes=False)
 
     def raises(self, error: Exception) -> Life:

@@ -40,7 +40,7 @@ class Recovery:
         self.poor_sources: set[str] = set()
         self.is_silent_source = False  # its state server accepts connections and sends nothing
         self.snapshots_late = False  # snapshots are taken too late, as a simulated mistake
-        self._late: do.Serve | None = None
+        self._late_order: do.Serve | None = None
         self._newcomer = ""  # replica that asks, by a hint that has led to nothing yet
         self._early: tuple[Held, dict[str, Any]] | None = None  # state at the boundary, taken on such a hint
         self._lost: set[tuple[QuorumKey, str]] = set()  # members that serve nothing more
@@ -50,7 +50,7 @@ class Recovery:
         self._fetched: Snapshot | None = None
         self._is_loading = False
         self.failed_loads = 0
-        self.astray = 0  # number of corruptions of its memory
+        self.num_corruptions = 0  # number of corruptions of its memory
         self._was_torn = False
         self._started_ms = 0
         self._received_bytes = 0
@@ -59,11 +59,11 @@ class Recovery:
 
     # --- giving -----------------------------------------------------------------------------------------------------
 
-    def heard_of_newcomer(self, replica_id: str) -> None:
+    def newcomer_announced(self, replica_id: str) -> None:
         """Record the hint that a replica asks that will heal."""
         self._newcomer = replica_id
 
-    def take_early(self) -> None:
+    def take_speculative_snapshot(self) -> None:
         """Take the state at the boundary after such a hint. The key under which it is offered is not known yet."""
         status, settings = self._trainer.status, self._trainer.settings
         self._early = None
@@ -76,16 +76,16 @@ class Recovery:
         """Offer the early snapshot under the plan's key if a replica heals from it. Discard it otherwise."""
         trainer = self._trainer
         self._lost = {(key, name) for key, name in self._lost if key >= plan.key}
-        early, self._early = self._early, None
-        if early is None:
+        speculative, self._early = self._early, None
+        if speculative is None:
             return
-        held, own = early
+        held, own = speculative
         if not plan.serve or (held.step, held.lineage) != (plan.step, plan.lineage):
             trainer.mark("a state was taken early in vain")
-            trainer.note("has taken its state early in vain, and drops it")
+            trainer.note("discards an unused snapshot")
             return
         trainer.mark("a state was offered before the forward")
-        trainer.note(f"offers step {held.step} at once: it has taken it at the boundary")
+        trainer.note(f"offers step {held.step}, with the snapshot taken before the step")
         self.snapshot = Snapshot(plan.key, held, own)
 
     def offers(self, plan: Plan | None) -> bool:
@@ -104,8 +104,8 @@ class Recovery:
     def _serve(self, order: do.Serve) -> None:
         trainer, plan = self._trainer, order.plan
         if self.snapshots_late:
-            self._late = order
-        elif trainer.outside.take_raises(trainer):
+            self._late_order = order
+        elif trainer.outside.chance.take_raises(trainer.name):
             self.refuse(plan)
         else:
             by_strategy = trainer.status.by_strategy
@@ -114,12 +114,12 @@ class Recovery:
 
     def _offer(self, order: do.Serve, when: str) -> None:
         trainer = self._trainer
-        trainer.note(f"offers step {trainer.step}: it has taken it {when}")
+        trainer.note(f"offers step {trainer.step}, with a snapshot taken {when}")
         self.snapshot = Snapshot(order.plan.key, trainer.state_held, dict(order.own))
 
     def step_ended(self) -> None:
         """Take the snapshot after the optimizer has stepped, as the simulated mistake wants it."""
-        order, self._late = self._late, None
+        order, self._late_order = self._late_order, None
         if order is not None:
             self._offer(order, "after the vote")
 
@@ -128,14 +128,14 @@ class Recovery:
     def exchange(self) -> Life:
         """Give or take state, if the plan orders it."""
         trainer = self._trainer
-        orders = trainer.tell(on.ExchangeAsked(self.offers(trainer.plan)))
+        orders = trainer.report(on.ExchangeAsked(self.offers(trainer.plan)))
         while orders:
-            told: on.Event | None = None
+            outcome: on.Event | None = None
             for order in orders:
-                told = yield from self._do(order)
-            orders = trainer.tell(told) if told is not None else ()
+                outcome = yield from self._perform_stage(order)
+            orders = trainer.report(outcome) if outcome is not None else ()
 
-    def _do(self, order: do.Effect) -> Life:
+    def _perform_stage(self, order: do.Effect) -> Life:
         """Perform one stage. Returns: the event that reports its outcome."""
         trainer = self._trainer
         match order:
@@ -149,11 +149,11 @@ class Recovery:
                 return on.Agreed(purpose, verdict.yes)
             case do.MatchState():
                 trainer.mark("a healing needed the rank's own state")
-                raises = trainer.outside.take_raises(trainer)
+                raises = trainer.outside.chance.take_raises(trainer.name)
                 return on.StageEnded(Stage.MATCH, HealingError("its own state can't be taken") if raises else None)
             case do.ExplainDivergence(plan, stops):
                 trainer.mark("a state that went astray was found")
-                trainer.note(f"finds that its state is not that of {plan.sources[0].replica_id}")
+                trainer.note(f"finds that its state differs from that of {plan.sources[0].replica_id}")
                 if stops:
                     why = f"the state of replica {trainer.replica_id} is not that of the others"
                     yield from trainer.quit("diverged", Refused("diverged", why, fatal=True))
@@ -189,8 +189,8 @@ class Recovery:
         assert fetched is not None
         self._is_loading = True
         if trainer.world_size > 1:
-            trainer.outside.invariants.loads(trainer.host, trainer.rank, self._round(plan, Purpose.STAGED))
-        sentence = trainer.outside.load_raises(trainer)
+            trainer.outside.invariants.state_loaded(trainer.host, trainer.rank, self._round(plan, Purpose.STAGED))
+        sentence = trainer.outside.chance.load_raises(trainer.name)
         if sentence:
             self.failed_loads += 1
             trainer.weights = f"torn/{trainer.name}"
@@ -205,7 +205,7 @@ class Recovery:
             trainer.mark("a healing failed")
             if self._is_loading:
                 trainer.mark("a rank of a group could not load" if trainer.world_size > 1 else "a rank could not load")
-                trainer.note("could not load what it fetched, or another rank could not")
+                trainer.note("could not heal: this rank or another one failed to load the state")
             else:
                 if self._fetched is not None and trainer.world_size > 1:
                     trainer.mark("half of a group had fetched")
@@ -216,8 +216,8 @@ class Recovery:
         trainer.mark("a group healed")
         if trainer.clock.now_ms - self._started_ms > trainer.outside.timeouts.join_timeout_ms:
             trainer.mark("a healing took longer than join_timeout")
-        trainer.note(f"has healed: it holds step {trainer.step}")
-        trainer.outside.invariants.holds(trainer.replica_id, trainer.rank, trainer.state_held)
+        trainer.note(f"has healed to step {trainer.step}")
+        trainer.outside.invariants.check_state(trainer.replica_id, trainer.rank, trainer.state_held)
 
     # --- the fetch, beside the training thread ------------------------------------------------------------------------
 
@@ -230,19 +230,19 @@ class Recovery:
     def end_fetch(self) -> None:
         """End the current fetch."""
         self._plan = None
-        self._go_on()
+        self._wake_fetch()
 
     def lost(self, notice: LossNotice) -> None:
         """Record that a member of a quorum is lost. A live one still serves."""
         if not notice.lives:
             self._lost.add((notice.key, notice.replica_id))
 
-    def look(self) -> None:
+    def check_sources(self) -> None:
         """End a fetch whose last source is lost."""
         if self._plan is not None and self._has_no_source(self._plan):
-            self._go_on()
+            self._wake_fetch()
 
-    def _go_on(self) -> None:
+    def _wake_fetch(self) -> None:
         chunk, self._chunk = self._chunk, None
         if chunk is not None:
             chunk.resolve(None)
@@ -272,7 +272,7 @@ class Recovery:
                 self._chunk = trainer.sleep(POLL_MS)
                 yield self._chunk
                 continue
-            self._chunk = trainer.sleep(trainer.outside.chunk_ms(trainer))
+            self._chunk = trainer.sleep(trainer.outside.chance.chunk_ms(trainer.name))
             yield self._chunk
             if self._has_no_source(plan) or self._plan is not plan:
                 continue
@@ -290,7 +290,7 @@ class Recovery:
             if (plan.key, name) in self._lost:
                 continue
             if outside.is_unreachable(trainer, name):
-                trainer.could_not_reach(Unreached(name, Via.STATE, "no connection"))
+                trainer.record_unreached(Unreached(name, Via.STATE, "no connection"))
                 self.poor_sources.add(name)
                 continue
             if outside.is_silent(trainer, name):
@@ -304,7 +304,7 @@ class Recovery:
             if (snapshot.key, held.step, held.lineage) == (plan.key, plan.step, plan.lineage):
                 return snapshot
             if name not in self._refused and snapshot.key == plan.key:
-                trainer.note(f"refuses a snapshot of step {held.step}, for it needs step {plan.step}")
+                trainer.note(f"refuses a snapshot of step {held.step}, because it needs step {plan.step}")
                 self._refused.add(name)
             trainer.mark("a snapshot of another step was refused")
         return None
@@ -316,5 +316,5 @@ class Recovery:
             return True
         if source not in self.poor_sources:
             self.poor_sources.add(source)
-            self._trainer.note(f"has heard nothing from source {source}, and asks it last from now on")
+            self._trainer.note(f"has received nothing from source {source}, and asks it last from now on")
         return False

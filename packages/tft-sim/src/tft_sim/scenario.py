@@ -18,21 +18,20 @@ from tft_coord.core import effects
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.core.types import Member, Quorum, QuorumKey, Via
 from tft_sim.cluster import Cluster
-from tft_sim.config import SHORT_TIMEOUTS, Chance, ClusterConfig
-from tft_sim.lighthouse_process import JOB, LEFT_OUT, STUCK
+from tft_sim.config import SHORT_TIMEOUTS, Chance, ClusterConfig, TrainerSettings
+from tft_sim.lighthouse_process import JOB, LEFT_OUT_REASON, STUCK_REASON
 from tft_sim.links import Link, both_ways
 from tft_sim.manager_process import Replica
 from tft_sim.network import Fate, Rule
 from tft_sim.process import Process
-from tft_sim.rank import TrainerSettings
 from tft_sim.trainer import Trainer
 
 SEPARATOR = "----"
-MOST_MS = 120_000  # no `until` waits longer than this
+UNTIL_TIMEOUT_MS = 120_000  # no `until` waits longer than this
 LIGHTHOUSES = ("lighthouse", "lighthouse2")
-PATIENT = StragglerPolicy(patience_ms=2_000)  # beats come every 500 ms
-QUIET = ("commits step", "stands unchanged", "offers step", "has taken its state early in vain")
-MOMENT_MS = 20  # equal reports of several members within this time become one line
+STRAGGLER_POLICY = StragglerPolicy(patience_ms=2_000)  # beats come every 500 ms
+ROUTINE_REPORTS = ("commits step", "stands unchanged", "offers step", "discards an unused snapshot")
+MERGE_WITHIN_MS = 20  # equal reports of several members within this time become one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +84,18 @@ class Scenario:
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
         self._forget()
-        self._commands: dict[str, Callable[[list[str]], Iterable[str]]] = {
+        self._commands: dict[str, Callable[[list[str]], Iterable[str] | None]] = {
             name.removeprefix("_do_").replace("_", "-"): getattr(self, name)
             for name in dir(self)
             if name.startswith("_do_")
         }
 
     def _forget(self) -> None:
-        self._told: list[tuple[int, str, list[str]]] = []
-        self._wanted = ""
+        self._reports: list[tuple[int, str, list[str]]] = []
+        self._awaited_text = ""
         self._quiet = False
-        self._heard: set[str] = set()
-        self._numbers: dict[QuorumKey, int] = {}
+        self._reporters: set[str] = set()
+        self._quorum_numbers: dict[QuorumKey, int] = {}
         self._lineages: dict[int | None, str] = {None: "?"}
         self._weights: dict[str, str] = {}
         self._step_ms: dict[str, int] = {}
@@ -104,7 +103,7 @@ class Scenario:
         self._spreads_ms: list[int] = []
         self._rules: dict[str, list[Rule]] = {}
         self._refusals: set[str] = set()
-        self._given: set[tuple[str, tuple[QuorumKey, tuple[Member, ...]]]] = set()
+        self._answers: set[tuple[str, tuple[QuorumKey, tuple[Member, ...]]]] = set()
 
     @property
     def cluster(self) -> Cluster:
@@ -119,114 +118,114 @@ class Scenario:
         run = self._commands.get(words[0])
         if run is None:
             raise ScenarioError(f"there is no command {words[0]!r}; there are {', '.join(sorted(self._commands))}")
-        lines = [*run(words[1:])]
-        told = self.told()
-        self._told.clear()
-        return [*told, *lines] or ["ok"]
+        lines = [*(run(words[1:]) or ())]
+        reports = self.reports()
+        self._reports.clear()
+        return [*reports, *lines] or ["ok"]
 
     def attend(self, cluster: Cluster) -> None:
         """Report from now on what happens in that cluster."""
         self._cluster = cluster
-        cluster.observer = self._of_lighthouse
-        cluster.foreign_observer = self._of_foreign_lighthouse
-        cluster.teller = self._of_trainer
+        cluster.on_effect = self._on_effect
+        cluster.on_foreign_quorum = self._on_foreign_quorum
+        cluster.on_note = self._on_note
 
-    def told(self) -> list[str]:
+    def reports(self) -> list[str]:
         """Return the reports since the last command, line by line."""
-        return [self._line(at_ms, text, names) for at_ms, text, names in self._told]
+        return [self._line(at_ms, text, names) for at_ms, text, names in self._reports]
 
     # --- telling ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, name: str, text: str) -> None:
+    def _report(self, name: str, text: str) -> None:
         """Report an event. Equal reports of several members within a moment become one line."""
         now_ms = self.cluster.clock.now_ms
-        if self._wanted and self._wanted in text:
-            self._heard.add(name)
-        if self._quiet and any(words in text for words in QUIET):
+        if self._awaited_text and self._awaited_text in text:
+            self._reporters.add(name)
+        if self._quiet and any(words in text for words in ROUTINE_REPORTS):
             return
-        for at_ms, known, names in reversed(self._told):
-            if now_ms - at_ms > MOMENT_MS:
+        for at_ms, known, names in reversed(self._reports):
+            if now_ms - at_ms > MERGE_WITHIN_MS:
                 break
             if known == text:
                 if name not in names:
                     names.append(name)
                 return
-        self._told.append((now_ms, text, [name]))
+        self._reports.append((now_ms, text, [name]))
 
     @staticmethod
     def _line(at_ms: int, text: str, names: list[str]) -> str:
         who = " ".join(sorted(names))
         return f"{at_ms:6d}  {who}: {text}"
 
-    def _of_trainer(self, name: str, text: str) -> None:
+    def _on_note(self, name: str, text: str) -> None:
         life, rank = name.split("/")
-        self._tell(life if self.cluster.config.world_size == 1 else f"{life}/{rank}", text)
+        self._report(life if self.cluster.config.world_size == 1 else f"{life}/{rank}", text)
 
-    def _of_lighthouse(self, order: effects.LighthouseEffect) -> None:
+    def _on_effect(self, order: effects.LighthouseEffect) -> None:
+        text = self._text_of(order)
+        if text:
+            self._report(self.cluster.deciding, text)
+
+    def _text_of(self, order: effects.LighthouseEffect) -> str:
+        """Return the report of an effect, or "" for none."""
         match order:
             case effects.PaceChanged():
-                self._tell(self.cluster.decides, order.news.sentence)
+                return order.news.sentence
             case effects.Warned():
-                self._tell(self.cluster.decides, f"warns: {order.sentence}")
+                return f"warns: {order.sentence}"
             case effects.QuorumFormed():
-                self._tell(self.cluster.decides, f"quorum {self._quorum(order.quorum)}, because {order.reason}")
+                return f"quorum {self._quorum(order.quorum)}, because {order.reason}"
             case effects.ReplicaLost():
-                self._tell(self.cluster.decides, f"{order.replica_id} is lost: {order.reason}")
+                return f"{order.replica_id} is lost: {order.reason}"
             case effects.ReplicaLeft():
-                self._tell(self.cluster.decides, f"{order.replica_id} has left: {order.reason}")
+                return f"{order.replica_id} has left: {order.reason}"
             case effects.JobEnded():
-                finished = " ".join(order.replica_ids)
-                self._tell(self.cluster.decides, f"the job has ended at step {order.step}, finished by {finished}")
-            case effects.RefuseSession() | effects.RefuseRequest():
-                if order.message not in self._refusals:  # a refused replica may try repeatedly
-                    self._refusals.add(order.message)
-                    self._tell(self.cluster.decides, f"refuses: {order.message}")
-            case effects.NotifyLoss() if order.notice.reason.startswith((STUCK, LEFT_OUT)):
-                self._tell(self.cluster.decides, str(order.notice).replace(str(order.notice.key), self._name(order)))
+                return f"the job has ended at step {order.step}, finished by {' '.join(order.replica_ids)}"
+            case effects.RefuseSession() | effects.RefuseRequest() if order.message not in self._refusals:
+                self._refusals.add(order.message)  # a refused replica may try repeatedly
+                return f"refuses: {order.message}"
+            case effects.NotifyLoss() if order.notice.reason.startswith((STUCK_REASON, LEFT_OUT_REASON)):
+                return str(order.notice).replace(str(order.notice.key), str(self._quorum_number(order.notice.key)))
             case effects.TryPeers():
-                who = self.cluster.replica_of_stream(order.stream)
-                name = who.replica_id if who is not None else "somebody"
                 peers = " ".join(peer.replica_id for peer in order.peers)
-                self._tell(self.cluster.decides, f"asks {name} to try {peers}")
+                return f"asks {self._id_of(order.stream)} to try {peers}"
             case effects.AskForQuorum():
-                who = self.cluster.replica_of_stream(order.stream)
-                name = who.replica_id if who is not None else "somebody"
-                self._tell(self.cluster.decides, f"asks {name} who is in quorum {self._number(order.key)}")
-            case effects.Release():
-                who = self.cluster.replica_of_stream(order.stream)
-                if who is not None:
-                    self._tell(self.cluster.decides, f"nobody heals from {who.replica_id}, which may end")
+                return f"asks {self._id_of(order.stream)} who is in quorum {self._quorum_number(order.key)}"
+            case effects.Release() if self._id_of(order.stream):
+                return f"{self._id_of(order.stream)} may end, because no replica heals from it"
             case effects.AnswerUnchanged():
-                self._tell(self.cluster.decides, f"quorum {self._number(order.key)} stands unchanged")
-            case effects.AnswerQuorum():
-                self._given_whole(order)
+                return f"quorum {self._quorum_number(order.key)} stands unchanged"
+            case effects.AnswerQuorum() if self._id_of(order.stream):
+                return self._text_of_answer(self._id_of(order.stream), order.quorum)
+        return ""
 
-    def _of_foreign_lighthouse(self, answer: Quorum) -> None:
+    def _id_of(self, stream: int) -> str:
+        """Return the id of the replica whose manager server holds that stream, or "" if the stream is gone."""
+        replica = self.cluster.replica_of_stream(stream)
+        return replica.replica_id if replica is not None else ""
+
+    def _on_foreign_quorum(self, answer: Quorum) -> None:
         members = " ".join(f"{member.replica_id}@{member.step}" for member in answer.members)
-        self._tell("lighthouse", f"torchft's: quorum id {answer.key.quorum_id} = {members}")
+        self._report("lighthouse", f"torchft's: quorum id {answer.key.quorum_id} = {members}")
 
-    def _given_whole(self, order: effects.AnswerQuorum) -> None:
-        who = self.cluster.replica_of_stream(order.stream)
-        if who is None:
-            return
-        name, key, formed = who.replica_id, order.quorum.key, (order.quorum.key, order.quorum.members)
-        if (name, formed) in self._given:
-            self._tell("lighthouse", f"gives {name} quorum {self._number(key)} again")
-        elif any(other == formed for _, other in self._given):
-            pass
-        elif any(other[0] == key for _, other in self._given):
-            self._tell("lighthouse", f"quorum {self._quorum(order.quorum)} stands, and is told anew")
-        self._given.add((name, formed))
+    def _text_of_answer(self, replica_id: str, quorum: Quorum) -> str:
+        """Return the report of an answer that differs from the first one with this quorum."""
+        content = quorum.key, quorum.members
+        is_repeated = (replica_id, content) in self._answers
+        known = {other for _, other in self._answers}
+        self._answers.add((replica_id, content))
+        if is_repeated:
+            return f"gives {replica_id} quorum {self._quorum_number(quorum.key)} again"
+        if content not in known and any(key == quorum.key for key, _ in known):
+            return f"quorum {self._quorum(quorum)} stands, and is sent with other contents"
+        return ""
 
-    def _name(self, order: effects.NotifyLoss) -> str:
-        return str(self._number(order.notice.key))
-
-    def _number(self, key: QuorumKey) -> int:
-        return self._numbers.setdefault(key, len(self._numbers) + 1)
+    def _quorum_number(self, key: QuorumKey) -> int:
+        return self._quorum_numbers.setdefault(key, len(self._quorum_numbers) + 1)
 
     def _quorum(self, quorum: Quorum) -> str:
         members = " ".join(f"{member.replica_id}@{member.step}" for member in quorum.members)
-        return f"{self._number(quorum.key)} = {members}"
+        return f"{self._quorum_number(quorum.key)} = {members}"
 
     # --- naming -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +263,7 @@ class Scenario:
 
     # --- commands ---------------------------------------------------------------------------------------------------
 
-    def _do_cluster(self, words: list[str]) -> Iterable[str]:
+    def _do_cluster(self, words: list[str]) -> None:
         """Create an empty cluster with a lighthouse.
 
         `cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]`
@@ -293,7 +292,7 @@ class Scenario:
             cluster_id="ours" if "standby" in words or "strangers" in words else "",
             standby="ours" if "standby" in words else "theirs" if "strangers" in words else "",
             delay_ms=(1, 1),
-            stragglers=replace(PATIENT, action=StragglerAction(numbers.get("stragglers", "off"))),
+            stragglers=replace(STRAGGLER_POLICY, action=StragglerAction(numbers.get("stragglers", "off"))),
             probes="without-probes" not in words,
             ranks_together="together" in words,
             lost_state_ms=int(numbers.get("lost_state_ms", 0)),
@@ -320,9 +319,8 @@ class Scenario:
         self.attend(Cluster(config, chance))
         # The lighthouse's first grace is over before a replica comes.
         self.cluster.clock.run_until(1_000)
-        return []
 
-    def _do_start(self, words: list[str]) -> Iterable[str]:
+    def _do_start(self, words: list[str]) -> None:
         """Start new lives of replica groups, with their own settings.
 
             start a b [step=5000] [loading] [replaces] [world_size=2] [min_replica_size=2] [spares] [synchronous]
@@ -352,54 +350,48 @@ class Scenario:
                 loading="loading" in words,
                 world_size=numbers.get("world_size", 0),
             )
-        return []
 
-    def _do_torchft(self, words: list[str]) -> Iterable[str]:
+    def _do_torchft(self, words: list[str]) -> None:
         """Start a torchft replica group on this lighthouse: `torchft t [step=7]`. `torchft t ends` kills it."""
         if "ends" in words:
             self.cluster.end_process(self.cluster.torchft[words[0]])
-            return []
+            return
         step = next((int(word.removeprefix("step=")) for word in words if word.startswith("step=")), 0)
         self.cluster.start_torchft(words[0], step=step)
-        return []
 
-    def _do_twin(self, words: list[str]) -> Iterable[str]:
+    def _do_twin(self, words: list[str]) -> None:
         """Start another process under the replica id of a, elsewhere, and call it x: `twin a x`."""
         self.cluster.start(words[1], twin_of=words[0])
-        return []
 
-    def _do_ready(self, words: list[str]) -> Iterable[str]:
+    def _do_ready(self, words: list[str]) -> None:
         """Let a loading replica begin to train: `ready c`."""
         for trainer in self._trainers(words):
             self.cluster.train(trainer)
-        return []
 
-    def _do_run(self, words: list[str]) -> Iterable[str]:
+    def _do_run(self, words: list[str]) -> None:
         """Let that many milliseconds pass: `run 500`."""
         self.cluster.clock.run_until(self.cluster.clock.now_ms + int(words[0]))
-        return []
 
-    def _do_until(self, words: list[str]) -> Iterable[str]:
+    def _do_until(self, words: list[str]) -> None:
         """Let time pass until each of these (or any process) reports these words: `until [a b] WORDS`."""
         num_names = next((i for i, word in enumerate(words) if word.split("/")[0] not in self.cluster.replicas), 0)
-        names = {self._life(word) for word in words[:num_names]}
+        names = {self._host_of(word) for word in words[:num_names]}
         wanted = " ".join(words[num_names:])
-        self._wanted = wanted
-        self._heard.clear()
+        self._awaited_text = wanted
+        self._reporters.clear()
 
         def stop() -> bool:
-            return names <= self._heard if names else bool(self._heard)
+            return names <= self._reporters if names else bool(self._reporters)
 
-        if not self.cluster.clock.run_until(self.cluster.clock.now_ms + MOST_MS, stop):
-            raise ScenarioError(f"nothing like {' '.join(words)!r} happened within {MOST_MS} ms")
-        self._wanted = ""
-        return []
+        if not self.cluster.clock.run_until(self.cluster.clock.now_ms + UNTIL_TIMEOUT_MS, stop):
+            raise ScenarioError(f"nothing like {' '.join(words)!r} happened within {UNTIL_TIMEOUT_MS} ms")
+        self._awaited_text = ""
 
-    def _life(self, word: str) -> str:
+    def _host_of(self, word: str) -> str:
         name, slash, rank = word.partition("/")
         return self._replica(name).host + slash + rank
 
-    def _do_kill(self, words: list[str]) -> Iterable[str]:
+    def _do_kill(self, words: list[str]) -> None:
         """Kill processes with kill -9: `kill a | a/1 | a/manager | lighthouse`."""
         for word in words:
             name, _, part = word.partition("/")
@@ -409,9 +401,8 @@ class Scenario:
                 self.cluster.kill_manager(self._replica(name))
             else:
                 self.cluster.kill_trainer(self._replica(name), int(part or 0))
-        return []
 
-    def _do_vanish(self, words: list[str]) -> Iterable[str]:
+    def _do_vanish(self, words: list[str]) -> None:
         """Remove a replica's host, or that of one rank, without a message: `vanish a | a/1`."""
         for word in words:
             name, _, rank = word.partition("/")
@@ -419,32 +410,27 @@ class Scenario:
                 self.cluster.vanish_rank(self._replica(name), int(rank))
             else:
                 self.cluster.vanish(self._replica(name))
-        return []
 
-    def _do_stop(self, words: list[str]) -> Iterable[str]:
+    def _do_stop(self, words: list[str]) -> None:
         """Stop processes with SIGSTOP: `stop a | a/1 | a/manager | lighthouse`."""
         for process in self._processes(words):
             process.stop()
-        return []
 
-    def _do_hold_lock(self, words: list[str]) -> Iterable[str]:
+    def _do_hold_lock(self, words: list[str]) -> None:
         """Hold a rank's interpreter lock, so that it neither speaks nor hears, until `resume`: `hold-lock a/1`."""
         for trainer in self._trainers(words):
             trainer.hold_lock()
-        return []
 
-    def _do_resume(self, words: list[str]) -> Iterable[str]:
+    def _do_resume(self, words: list[str]) -> None:
         """Resume processes with SIGCONT: `resume …`."""
         for process in self._processes(words):
             process.resume()
-        return []
 
-    def _do_revive(self, words: list[str]) -> Iterable[str]:
+    def _do_revive(self, words: list[str]) -> None:
         """Start a lighthouse with an empty memory at the address of the dead one: `revive lighthouse`."""
         self.cluster.revive_lighthouse()
-        return []
 
-    def _do_break(self, words: list[str]) -> Iterable[str]:
+    def _do_break(self, words: list[str]) -> None:
         """Break a stream, which is dialed again: `break a | a/1`.
 
         `a` is the manager server's stream to the lighthouse. `a/1` is the rank's stream to its manager server.
@@ -456,9 +442,8 @@ class Scenario:
                 self.cluster.network.break_streams(f"{host}/{rank}", f"{host}/manager*")
             else:
                 self.cluster.network.break_streams(f"{host}/manager*", "lighthouse*")
-        return []
 
-    def _do_flap(self, words: list[str]) -> Iterable[str]:
+    def _do_flap(self, words: list[str]) -> None:
         """Break a stream to the lighthouse for 400 ms, every 2000 ms, 5 times, while time runs: `flap a 400 2000 5`."""
         pattern = f"{self._replica(words[0]).host}/manager*"
         for_ms, every_ms, times = (int(word) for word in words[1:])
@@ -471,30 +456,28 @@ class Scenario:
 
         for number in range(times):
             clock.after(number * every_ms, break_once)
-        return []
 
-    def _do_beat(self, words: list[str]) -> Iterable[str]:
+    def _do_beat(self, words: list[str]) -> None:
         """Send an extra beat of a manager server: `beat a`."""
         for word in words:
             manager = self._replica(word).manager
             if manager is None:
                 raise ScenarioError(f"{word} has no manager server now")
             manager.beat()
-        return []
 
-    def _do_drop(self, words: list[str]) -> Iterable[str]:
+    def _do_drop(self, words: list[str]) -> None:
         """Lose messages from one process to another, until `mend`: `drop FROM TO`."""
-        return self._rule(words, Fate.DROP)
+        self._rule(words, Fate.DROP)
 
-    def _do_hold(self, words: list[str]) -> Iterable[str]:
+    def _do_hold(self, words: list[str]) -> None:
         """Hold messages from one process to another, until `mend`: `hold FROM TO`."""
-        return self._rule(words, Fate.HOLD)
+        self._rule(words, Fate.HOLD)
 
-    def _do_cut(self, words: list[str]) -> Iterable[str]:
+    def _do_cut(self, words: list[str]) -> None:
         """Cut that way as a cable is cut, until `mend`: `cut FROM TO`."""
-        return self._rule(words, Fate.PARTITION)
+        self._rule(words, Fate.PARTITION)
 
-    def _do_cut_link(self, words: list[str]) -> Iterable[str]:
+    def _do_cut_link(self, words: list[str]) -> None:
         """Cut the link between a and b, or all (`*`), until `mend-link …`.
 
         `cut-link a b [store|state|group|word] [one-way]`
@@ -504,17 +487,15 @@ class Scenario:
         """
         if "word" in words:
             self.cluster.links.cut_word(*words[:2])
-            return []
+            return
         self.cluster.links.cut(self._links(words))
-        return []
 
-    def _do_mend_link(self, words: list[str]) -> Iterable[str]:
+    def _do_mend_link(self, words: list[str]) -> None:
         """Mend a link that `cut-link` has cut: `mend-link a b …`."""
         if "word" in words:
             self.cluster.links.mend_word(*words[:2])
-            return []
+            return
         self.cluster.links.mend(self._links(words))
-        return []
 
     def _links(self, words: list[str]) -> list[Link]:
         vias = [via for via in Via if via.value in words]
@@ -526,53 +507,47 @@ class Scenario:
             return [link for one, other in pairs if one != other for link in both_ways(one, other)]
         return [(one, other, via) for one, other in pairs]
 
-    def _do_late_calls(self, words: list[str]) -> Iterable[str]:
+    def _do_late_calls(self, words: list[str]) -> None:
         """Delay single messages that way, but not streams, until `mend FROM TO`: `late-calls FROM TO 300`."""
-        return self._rule(words[:2], Fate.REORDER, int(words[2]))
+        self._rule(words[:2], Fate.REORDER, int(words[2]))
 
-    def _do_late_streams(self, words: list[str]) -> Iterable[str]:
+    def _do_late_streams(self, words: list[str]) -> None:
         """Delay the messages of streams that way, but not calls, until `mend …`: `late-streams FROM TO 300`."""
-        return self._rule(words[:2], Fate.LAG, int(words[2]))
+        self._rule(words[:2], Fate.LAG, int(words[2]))
 
-    def _do_mend(self, words: list[str]) -> Iterable[str]:
+    def _do_mend(self, words: list[str]) -> None:
         """End `drop`, `hold`, `cut`, `late-calls` or `late-streams`: `mend FROM TO`."""
         for rule in self._rules.pop(" ".join(words), []):
             self.cluster.network.remove(rule)
-        return []
 
-    def _rule(self, words: list[str], fate: Fate, late_ms: int = 0) -> Iterable[str]:
+    def _rule(self, words: list[str], fate: Fate, late_ms: int = 0) -> None:
         source, target = ("*" if word == "*" else self._processes([word])[0].name for word in words)
         rule = self.cluster.network.add(Rule(source, target, fate, late_ms, late_ms))
         self._rules.setdefault(" ".join(words), []).append(rule)
-        return []
 
-    def _do_slow(self, words: list[str]) -> Iterable[str]:
+    def _do_slow(self, words: list[str]) -> None:
         """Set the duration of forward and backward from the next step on: `slow a 5000`. `slow a` ends it."""
         if len(words) > 1:
             self._step_ms[words[0]] = int(words[1])
         else:
             self._step_ms.pop(words[0], None)
-        return []
 
-    def _do_slow_transfer(self, words: list[str]) -> Iterable[str]:
+    def _do_slow_transfer(self, words: list[str]) -> None:
         """Set the duration of each of the four chunks that a rank fetches: `slow-transfer a/1 1500`."""
         for trainer in self._trainers(words[:1]):
             self._chunk_ms[trainer.name] = int(words[1])
-        return []
 
-    def _do_silent_source(self, words: list[str]) -> Iterable[str]:
+    def _do_silent_source(self, words: list[str]) -> None:
         """Let a state server accept connections and send nothing: `silent-source a`."""
         for trainer in self._trainers(words[:1]):
             trainer.recovery.is_silent_source = True
-        return []
 
-    def _do_late(self, words: list[str]) -> Iterable[str]:
+    def _do_late(self, words: list[str]) -> None:
         """Delay the next request, as an evaluation, a checkpoint or compiling does: `late a 5000`."""
         for trainer in self._trainers(words[:1]):
             trainer.late_ms = int(words[1])
-        return []
 
-    def _do_hang(self, words: list[str]) -> Iterable[str]:
+    def _do_hang(self, words: list[str]) -> None:
         """Hang in the next forward, or in the optimizer, in a step that is not excused: `hang a | a/1 | a optimizer`.
 
         `wake a` ends it.
@@ -580,90 +555,75 @@ class Scenario:
         names = [word for word in words if word != "optimizer"]
         for trainer in self._trainers(names):
             trainer.will_hang = "optimizer" if len(names) < len(words) else "forward"
-        return []
 
-    def _do_wake(self, words: list[str]) -> Iterable[str]:
+    def _do_wake(self, words: list[str]) -> None:
         """End `hang a`: `wake a`."""
         for trainer in self._trainers(words):
             trainer.wake()
-        return []
 
-    def _do_stick(self, words: list[str]) -> Iterable[str]:
+    def _do_stick(self, words: list[str]) -> None:
         """Let no reduction of the newest quorum end any more: `stick`."""
-        self.cluster.stick()
-        return []
+        self.cluster.block_reductions()
 
-    def _do_spread(self, words: list[str]) -> Iterable[str]:
+    def _do_spread(self, words: list[str]) -> None:
         """Set the delays after which members learn that the next reductions are complete: `spread 1 1 500`, in ms."""
         self._spreads_ms = [int(word) for word in words]
-        return []
 
-    def _do_fail(self, words: list[str]) -> Iterable[str]:
+    def _do_fail(self, words: list[str]) -> None:
         """Give a trainer an error of its own in the current step: `fail a`."""
         for trainer in self._trainers(words):
             trainer.fails_once = True
-        return []
 
-    def _do_tear(self, words: list[str]) -> Iterable[str]:
+    def _do_tear(self, words: list[str]) -> None:
         """Let an optimizer raise after the next commit: `tear a/1`."""
         for trainer in self._trainers(words):
             trainer.tears_once = True
-        return []
 
-    def _do_set_clock(self, words: list[str]) -> Iterable[str]:
+    def _do_set_clock(self, words: list[str]) -> None:
         """Set the wall clock, by that many milliseconds: `set-clock -600000`."""
         self.cluster.wall_offset_ms += int(words[0])
-        return []
 
-    def _do_abort(self, words: list[str]) -> Iterable[str]:
+    def _do_abort(self, words: list[str]) -> None:
         """Abort a process group: `abort a`."""
         for trainer in self._trainers(words):
             trainer.leave_group()
-        return []
 
-    def _do_shrink_only(self, words: list[str]) -> Iterable[str]:
+    def _do_shrink_only(self, words: list[str]) -> None:
         """Set shrink_only from the next request on: `shrink-only a`. `shrink-only a off` ends it."""
         for trainer in self._trainers([word for word in words if word != "off"]):
             trainer.shrink_only = "off" not in words
-        return []
 
-    def _do_snapshot_late(self, words: list[str]) -> Iterable[str]:
+    def _do_snapshot_late(self, words: list[str]) -> None:
         """Take snapshots after the optimizer has stepped, as a mistake: `snapshot-late a`."""
         for trainer in self._trainers(words):
             trainer.recovery.snapshots_late = True
-        return []
 
-    def _do_leave(self, words: list[str]) -> Iterable[str]:
+    def _do_leave(self, words: list[str]) -> None:
         """Tell ranks to leave after the current step, as SIGTERM may: `leave a | a/1`."""
         for trainer in self._trainers(words):
             trainer.leave()
-        return []
 
-    def _do_finish(self, words: list[str]) -> Iterable[str]:
+    def _do_finish(self, words: list[str]) -> None:
         """End the training loops of these replicas when they have committed that step: `finish a b step=4`."""
         (step,) = (int(word.removeprefix("step=")) for word in words if word.startswith("step="))
         for trainer in self._trainers([word for word in words if "=" not in word]):
             trainer.finishes_at = step
-        return []
 
-    def _do_drain(self, words: list[str]) -> Iterable[str]:
+    def _do_drain(self, words: list[str]) -> None:
         """Ask the lighthouse to let a replica leave: `drain a`."""
         for word in words:
             self._replica(word)
             self.cluster.drain(word)
-        return []
 
-    def _do_give_up(self, words: list[str]) -> Iterable[str]:
+    def _do_give_up(self, words: list[str]) -> None:
         """Let a replica give up its next request after that many milliseconds: `give-up a 100`."""
         for trainer in self._trainers(words[:1]):
             trainer.gives_up_after_ms = int(words[1])
-        return []
 
-    def _do_load(self, words: list[str]) -> Iterable[str]:
+    def _do_load(self, words: list[str]) -> None:
         """Load a state by hand before the next request: `load a step=3`."""
         for trainer in self._trainers(words[:1]):
             trainer.loads_step = int(words[1].removeprefix("step="))
-        return []
 
     def _do_state(self, words: list[str]) -> Iterable[str]:
         """Show the state of every rank: `state [a b]`. Equal letters are equal lineages, equal w-numbers equal

@@ -14,12 +14,12 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.timeouts import Timeouts
 from tft_sim.cluster import Cluster
-from tft_sim.config import Chance, ClusterConfig
+from tft_sim.config import Chance, ClusterConfig, TrainerSettings
 from tft_sim.invariants import InvariantError
 from tft_sim.lighthouse_process import JOB
 from tft_sim.link_faults import LinkFaults
@@ -27,7 +27,6 @@ from tft_sim.manager_process import Replica
 from tft_sim.marks import Marks
 from tft_sim.network import Fate, Rule
 from tft_sim.process import Process, State
-from tft_sim.rank import TrainerSettings
 
 PAUSE_FIRST_MS = 5_000  # pause before an unreachable replica is tried again
 
@@ -120,10 +119,10 @@ TORCHFT = "torchft"  # name of a torchft group
 class SimulationError(AssertionError):
     """A failed seed. The message shows how to repeat the run, and the last events."""
 
-    def __init__(self, seed: int, cause: Exception, log: list[str], with_what: str = "") -> None:
+    def __init__(self, seed: int, cause: Exception, log: list[str], mode_flag: str = "") -> None:
         lines = "\n".join(log)
         super().__init__(
-            f"seed {seed} failed: {cause}\nrun it again: python -m tft_sim --seed {seed} --trace{with_what}\n"
+            f"seed {seed} failed: {cause}\nrun it again: python -m tft_sim --seed {seed} --trace{mode_flag}\n"
             f"the last events:\n{lines}"
         )
         self.seed = seed
@@ -158,8 +157,22 @@ def simulate(
     try:
         return simulation.run()
     except Exception as error:  # the message must name the seed, whatever the error is
-        with_what = " --stragglers" if config == STRAGGLERS else " --standing" if config == STANDING else ""
-        raise SimulationError(seed, error, list(simulation.cluster.log), with_what) from error
+        mode_flag = " --stragglers" if config == STRAGGLERS else " --standing" if config == STANDING else ""
+        raise SimulationError(seed, error, list(simulation.cluster.log), mode_flag) from error
+
+
+def _both_directions(one: str, other: str, fate: Fate, low_ms: int = 0, high_ms: int = 0) -> list[Rule]:
+    return [Rule(one, other, fate, low_ms, high_ms), Rule(other, one, fate, low_ms, high_ms)]
+
+
+def _on_a_replica(fault: Callable[[Simulation, Replica], None]) -> Callable[[Simulation], None]:
+    """Make a fault of one replica strike a random live replica, if there is one."""
+
+    @wraps(fault)
+    def strike(simulation: Simulation) -> None:
+        simulation._with_random_replica(partial(fault, simulation))
+
+    return strike
 
 
 class Simulation:
@@ -208,16 +221,6 @@ class Simulation:
             # torchft's lighthouse has one job, of one kind, and compares nothing. Two lighthouses may each know another
             # replica.
             self._stranger_after_ms = self._torchft_after_ms = None
-        cluster_config = ClusterConfig(
-            names=tuple("abcdefgh"[:num_replicas]),
-            world_size=world_size,
-            min_replicas=settings.min_replica_size,
-            foreign=foreign,
-            standby="ours" if standby else "",
-            cluster_id="ours" if standby else "",
-            trainers=settings,
-            wall_start_ms=1_000_000_000,  # so that there is room to set the clock back
-        )
         # One job in five synchronizes now and then, with one or several syncs in flight. Such a job asks in the
         # background.
         syncs = self._rng("syncs")
@@ -227,7 +230,6 @@ class Simulation:
             settings = replace(
                 settings, use_async_quorum=True, num_fragments=num_fragments, most_in_flight=most_in_flight
             )
-            cluster_config = replace(cluster_config, trainers=settings)
         # One job in five compares the states of its replicas, and one in four weights its means.
         user = self._user = self._rng("user")
         checks = user.random() < CHECKS_SHARE if config.checks is None else config.checks
@@ -237,35 +239,45 @@ class Simulation:
             heals_divergence=user.random() < 0.7,
             weighted=user.random() < WEIGHTED_SHARE,
         )
-        cluster_config = replace(cluster_config, trainers=settings)
         overlaps = user.random() < OVERLAPS_SHARE
         # One job in ten has older manager servers, which answer no probes. One in two has all ranks of a group on one
         # host.
         silence = self._rng("silence")
         has_probes = silence.random() > WITHOUT_PROBES_SHARE if config.probes is None else config.probes
-        cluster_config = replace(cluster_config, probes=has_probes, ranks_together=silence.random() < 0.5)
+        ranks_together = silence.random() < 0.5
+        waits_ms = silence.randint(3_000, 9_000) if silence.random() < LONG_WAIT_SHARE else 0
         links = self._rng("links")
         has_links = links.random() < LINKS_SHARE if config.links is None else config.links
-        # In half of the jobs with bad links newcomers are tried first.
-        cluster_config = replace(cluster_config, trials=has_links and self._rng("trials").random() < TRIALS_SHARE)
-        waits_ms = silence.randint(3_000, 9_000) if silence.random() < LONG_WAIT_SHARE else 0
-        lost_state_ms = waits_ms if config.lost_state_ms is None else config.lost_state_ms
-        cluster_config = replace(cluster_config, lost_state_ms=lost_state_ms)
+        # One job in seven shares its lighthouse with another job. In half of the jobs that continue from a checkpoint,
+        # each group has the checkpoint of its own run.
+        other_job = self._rng("beside")
+        num_others = max(other_job.randint(1, 2), settings.min_replica_size) if other_job.random() < 0.14 else 0
+        self._separate_checkpoints = other_job.random() < 0.5
+        cluster_config = ClusterConfig(
+            names=tuple("abcdefgh"[:num_replicas]),
+            other_names=() if foreign else ("p", "q")[:num_others],
+            world_size=world_size,
+            min_replicas=settings.min_replica_size,
+            foreign=foreign,
+            # In half of the jobs with bad links newcomers are tried first.
+            trials=has_links and self._rng("trials").random() < TRIALS_SHARE,
+            standby="ours" if standby else "",
+            cluster_id="ours" if standby else "",
+            trainers=settings,
+            wall_start_ms=1_000_000_000,  # so that there is room to set the clock back
+            lost_state_ms=waits_ms if config.lost_state_ms is None else config.lost_state_ms,
+            probes=has_probes,
+            ranks_together=ranks_together,
+        )
         self._standing = self._rng("standing")
-        self._older = ""  # a replica that speaks no word
+        self._without_words = ""  # a replica that speaks no word
         if config.speaks:
-            cluster_config, settings = self._let_speak(cluster_config, settings)
+            cluster_config = self._configure_words(cluster_config)
         self._raising = False
         self._paces = self._rng("paces")
         self._slower_ms: dict[str, int] = {}  # extra time of a replica's own part of a step, for a while
         if config.stragglers:
             cluster_config = replace(cluster_config, stragglers=self._straggler_policy())
-        # One job in seven shares its lighthouse with another job. In half of the jobs that continue from a checkpoint,
-        # each group has the checkpoint of its own run.
-        beside = self._rng("beside")
-        num_others = max(beside.randint(1, 2), settings.min_replica_size) if beside.random() < 0.14 else 0
-        self._of_other_runs = beside.random() < 0.5
-        cluster_config = replace(cluster_config, other_names=() if foreign else ("p", "q")[:num_others])
         chance = Chance(
             network=self._rng("network"),
             extra=self._rng("extra"),
@@ -293,12 +305,12 @@ class Simulation:
         """Run the seed to its end and return the report."""
         cluster, clock = self.cluster, self.cluster.clock
         for name in itertools.chain(*cluster.jobs.values()):
-            clock.after(self._faults.randint(0, 1_500), partial(self._appear, name))
+            clock.after(self._faults.randint(0, 1_500), partial(self._start, name))
         clock.after(self._faults.randint(1_000, 3_000), self._next_fault)
         if self._twin_after_ms is not None:
             clock.after(self._twin_after_ms, self._start_twin)
         if self._flaps_always:
-            clock.after(2_000, self._flap_on)
+            clock.after(2_000, self._flap_repeatedly)
         if self._stranger_after_ms is not None:
             clock.after(self._stranger_after_ms, self._start_stranger)
         if self._torchft_after_ms is not None:
@@ -308,7 +320,7 @@ class Simulation:
         if self._links is not None:
             self._links.begin()
         clock.run_until(self._config.faults_ms)
-        to_commit_ms, to_whole_ms = self._demand_progress()
+        to_commit_ms, to_whole_ms = self._check_progress()
         return Report(
             seed=self._seed,
             num_commits=sum(cluster.invariants_of(job).num_commits for job in cluster.jobs),
@@ -319,25 +331,25 @@ class Simulation:
             marks=cluster.marks,
         )
 
-    def _let_speak(self, cluster: ClusterConfig, settings: TrainerSettings) -> tuple[ClusterConfig, TrainerSettings]:
+    def _configure_words(self, cluster: ClusterConfig) -> ClusterConfig:
         """Configure trainers to speak the word of a round. In one job of four they ask in every step all the same."""
         chance = self._standing
         timeouts = replace(cluster.timeouts, lease_ms=chance.choice((0, 2_500, 4_000, 8_000)))
         if chance.random() < 0.1:
-            self._older = chance.choice(cluster.names)
-        settings = replace(settings, speaks=True)
-        durable = cluster.standby == "" and chance.random() < 0.3
-        cluster = replace(cluster, timeouts=timeouts, trainers=settings, durable=durable)
-        return replace(cluster, slow_clocks=chance.random() < 0.2), settings
-
-    def _appear(self, name: str) -> None:
-        self._start(name)
+            self._without_words = chance.choice(cluster.names)
+        return replace(
+            cluster,
+            timeouts=timeouts,
+            trainers=replace(cluster.trainers, speaks=True),
+            durable=cluster.standby == "" and chance.random() < 0.3,
+            slow_clocks=chance.random() < 0.2,
+        )
 
     def _start(self, name: str, *, replaces: str = "", loading: bool = False) -> Replica:
         settings = self.cluster.config.trainers
-        if self._of_other_runs and settings.step > 0:
+        if self._separate_checkpoints and settings.step > 0:
             settings = replace(settings, run=f" by {name}")
-        if name == self._older:
+        if name == self._without_words:
             settings = replace(settings, speaks=False)
         return self.cluster.start(name, settings=settings, replaces=replaces, loading=loading)
 
@@ -346,7 +358,7 @@ class Simulation:
 
     # --- I6 ---------------------------------------------------------------------------------------------------------
 
-    def _demand_progress(self) -> tuple[int, int]:
+    def _check_progress(self) -> tuple[int, int]:
         cluster, clock = self.cluster, self.cluster.clock
         self._calm = True
         self._slower_ms.clear()
@@ -359,15 +371,15 @@ class Simulation:
             cluster.shut_down(cluster.replicas[STRANGER], "it was a mistake")
         for stranger in cluster.torchft.values():
             cluster.end_process(stranger)
-        cluster.unstick()
+        cluster.unblock_reductions()
         for each in cluster.replicas.values():
             for trainer in each.trainers:
                 trainer.wake()
-                trainer.goes_astray_once = False
+                trainer.corrupts_once = False
         for process in [cluster.lighthouse, *(p for r in cluster.replicas.values() for p in r.processes())]:
             process.resume()
-        if self._links is not None and self._links.stay():
-            self._demand_progress_of_the_connected()
+        if self._links is not None and self._links.leave_some_bad():
+            self._check_progress_of_connected()
         cluster.links.mend()
         calm_ms = clock.now_ms
         bound_ms = commit_bound_ms(cluster.timeouts) + cluster.config.lost_state_ms
@@ -385,33 +397,36 @@ class Simulation:
         if cluster.config.foreign:
             # On torchft's lighthouse a leaving replica costs the others as much as a loss. A replica that was told to
             # leave during the faults leaves when its step ends, and that is the last fault.
-            clock.run_until(calm_ms + bound_ms, lambda: all_commit() or not self._somebody_leaves())
+            clock.run_until(calm_ms + bound_ms, lambda: all_commit() or not self._any_leaving())
         over_ms = clock.now_ms
         if not all_commit() and not clock.run_until(over_ms + bound_ms, all_commit):
-            raise InvariantError("I6", f"no step within {bound_ms} ms after the last fault; {self._why()}")
+            raise InvariantError("I6", f"no step within {bound_ms} ms after the last fault; {self._describe_state()}")
         to_commit_ms = clock.now_ms - calm_ms
-        if not clock.run_until(over_ms + 2 * bound_ms + pause_ms, self._whole):
+        if not clock.run_until(over_ms + 2 * bound_ms + pause_ms, self._all_whole):
             raise InvariantError(
                 "R3" if pause_ms else "I6",
-                f"not all replicas train together {2 * bound_ms + pause_ms} ms after the last fault; {self._why()}",
+                f"not all replicas train together {2 * bound_ms + pause_ms} ms after the last fault; "
+                f"{self._describe_state()}",
             )
         return to_commit_ms, clock.now_ms - calm_ms
 
-    def _demand_progress_of_the_connected(self) -> None:
+    def _check_progress_of_connected(self) -> None:
         """Check R1: while a few links stay bad and all else is healthy, the connected replicas make progress."""
         clock, watched = self.cluster.clock, self.cluster.invariants_of(JOB)
         bound_ms = commit_bound_ms(self.cluster.timeouts)
         before = watched.num_commits
         if not clock.run_until(clock.now_ms + bound_ms, lambda: watched.num_commits > before):
             bad = sorted(f"{one}-{other} {via.value}" for one, other, via in self.cluster.links.bad)
-            raise InvariantError("R1", f"no step within {bound_ms} ms while {', '.join(bad)} are bad; {self._why()}")
+            raise InvariantError(
+                "R1", f"no step within {bound_ms} ms while {', '.join(bad)} are bad; {self._describe_state()}"
+            )
 
-    def _somebody_leaves(self) -> bool:
+    def _any_leaving(self) -> bool:
         """Return whether a replica that was told to leave is still there."""
-        trainers = itertools.chain(*(replica.trainers for replica in self.cluster.replicas.values() if replica.alive))
-        return any(trainer.wishes_to_leave for trainer in trainers)
+        trainers = itertools.chain(*(replica.trainers for replica in self._alive()))
+        return any(trainer.asked_to_leave for trainer in trainers)
 
-    def _whole(self) -> bool:
+    def _all_whole(self) -> bool:
         """Return whether all groups of each job have committed the newest step in one quorum, and hold one state."""
         return all(self._is_whole(job, names) for job, names in self.cluster.jobs.items())
 
@@ -428,7 +443,7 @@ class Simulation:
             and not any(each.torn for each in trainers)
         )
 
-    def _why(self) -> str:
+    def _describe_state(self) -> str:
         trainers = [
             f"{trainer.name} {trainer.phase} at step {trainer.step}"
             for replica in self.cluster.replicas.values()
@@ -462,9 +477,9 @@ class Simulation:
 
     def _start_twin(self) -> None:
         """Start a group's processes a second time, elsewhere. The first ones live, or their host has just vanished."""
-        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
-        if living and not self._calm:
-            first = self._rare.choice(living)
+        alive = self._alive()
+        if alive and not self._calm:
+            first = self._rare.choice(alive)
             if self._rare.random() < 0.5:
                 self.cluster.vanish(first)
             self.cluster.marks.hit("a process was started twice")
@@ -489,14 +504,14 @@ class Simulation:
             self.cluster.marks.hit("a member of torchft's came")
             self.cluster.start_torchft(TORCHFT)
 
-    def _flap_on(self) -> None:
+    def _flap_repeatedly(self) -> None:
         """Break the link of the first group every two seconds, most often for longer than the grace."""
         replica = self.cluster.replicas.get(self.cluster.config.names[0])
         if self._calm:
             return
         if replica is not None and replica.alive:
             self._break(replica, self._rare.randint(200, 700))
-        self.cluster.clock.after(2_000, self._flap_on)
+        self.cluster.clock.after(2_000, self._flap_repeatedly)
 
     def _straggler_policy(self) -> StragglerPolicy:
         actions = (StragglerAction.LEAVE_OUT, StragglerAction.LEAVE_OUT, StragglerAction.WARN, StragglerAction.SHRINK)
@@ -539,16 +554,19 @@ class Simulation:
             low_ms, high_ms = 1, 400
         self.cluster.clock.after(self._faults.randint(low_ms, high_ms), self._next_fault)
 
-    def _some_replica(self) -> Replica | None:
-        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
-        return self._faults.choice(living) if living else None
+    def _random_replica(self) -> Replica | None:
+        alive = self._alive()
+        return self._faults.choice(alive) if alive else None
 
-    def _on_replica(self, action: Callable[[Replica], None]) -> None:
-        replica = self._some_replica()
+    def _alive(self) -> list[Replica]:
+        return [replica for replica in self.cluster.replicas.values() if replica.alive]
+
+    def _with_random_replica(self, action: Callable[[Replica], None]) -> None:
+        replica = self._random_replica()
         if replica is not None:
             action(replica)
 
-    def _for_a_while(self, rules: list[Rule], low_ms: int, high_ms: int) -> None:
+    def _add_for_a_while(self, rules: list[Rule], low_ms: int, high_ms: int) -> None:
         for rule in rules:
             self.cluster.network.add(rule)
         duration_ms = self._faults.randint(low_ms, high_ms)
@@ -559,6 +577,11 @@ class Simulation:
 
         self.cluster.clock.after(duration_ms, over)
 
+    def _some_directions(self, one: str, other: str, fate: Fate) -> list[Rule]:
+        """Return rules for both directions between two names, or for one of them."""
+        rules = _both_directions(one, other, fate)
+        return self._faults.choice((rules, rules[:1], rules[1:]))
+
     def _stop(self, processes: list[Process], low_ms: int, high_ms: int) -> None:
         for process in processes:
             process.stop()
@@ -567,168 +590,134 @@ class Simulation:
     # Each fault is a method below. FAULTS gives its frequency.
 
     def _kill_rank_0(self) -> None:
-        self._on_replica(lambda replica: self.cluster.kill_trainer(replica, 0))
+        self._with_random_replica(lambda replica: self.cluster.kill_trainer(replica, 0))
 
-    def _kill_some_rank(self) -> None:
+    @_on_a_replica
+    def _kill_some_rank(self, replica: Replica) -> None:
         """Kill one rank of a group of several ranks, alone on its own host."""
+        self.cluster.kill_trainer(replica, self._faults.randrange(len(replica.trainers)))
 
-        def kill(replica: Replica) -> None:
-            self.cluster.kill_trainer(replica, self._faults.randrange(len(replica.trainers)))
-
-        self._on_replica(kill)
-
-    def _vanish_rank(self) -> None:
+    @_on_a_replica
+    def _vanish_rank(self, replica: Replica) -> None:
         """Remove the host of one rank, but keep the host of rank 0 and its manager server."""
-
-        def vanish(replica: Replica) -> None:
-            if len(replica.trainers) > 1:
-                self.cluster.vanish_rank(replica, self._faults.randrange(1, len(replica.trainers)))
-
-        self._on_replica(vanish)
+        if len(replica.trainers) > 1:
+            self.cluster.vanish_rank(replica, self._faults.randrange(1, len(replica.trainers)))
 
     def _vanish(self) -> None:
-        self._on_replica(self.cluster.vanish)
+        self._with_random_replica(self.cluster.vanish)
 
     def _kill_manager(self) -> None:
-        self._on_replica(self.cluster.kill_manager)
+        self._with_random_replica(self.cluster.kill_manager)
 
     def _stop_trainer(self) -> None:
-        self._on_replica(lambda replica: self._stop([self._faults.choice(replica.trainers)], 100, 9_000))
+        self._with_random_replica(lambda replica: self._stop([self._faults.choice(replica.trainers)], 100, 9_000))
 
-    def _stop_manager(self) -> None:
-        def stop(replica: Replica) -> None:
-            if replica.manager is not None:
-                self._stop([replica.manager], 100, 5_000)
-
-        self._on_replica(stop)
+    @_on_a_replica
+    def _stop_manager(self, replica: Replica) -> None:
+        if replica.manager is not None:
+            self._stop([replica.manager], 100, 5_000)
 
     def _stop_group(self) -> None:
-        self._on_replica(lambda replica: self._stop(replica.processes(), 2_500, 2_500))
+        self._with_random_replica(lambda replica: self._stop(replica.processes(), 2_500, 2_500))
 
     def _stop_lighthouse(self) -> None:
         self._stop([self.cluster.lighthouse], 100, 6_000)
 
     def _blink(self) -> None:
         """Break one stream, which is redialed at once."""
-        self._on_replica(lambda replica: self._break(replica, 0))
+        self._with_random_replica(lambda replica: self._break(replica, 0))
 
     def _break_for_long(self) -> None:
         """Break one stream, and let dials fail for longer than the grace."""
-        self._on_replica(lambda replica: self._break(replica, self._faults.randint(350, 1_500)))
+        self._with_random_replica(lambda replica: self._break(replica, self._faults.randint(350, 1_500)))
 
     def _break(self, replica: Replica, for_ms: int) -> None:
         pattern = f"{replica.replica_id}/manager*"
         if for_ms:
-            self._for_a_while(
-                [Rule(pattern, "lighthouse", Fate.DROP), Rule("lighthouse", pattern, Fate.DROP)], for_ms, for_ms
-            )
+            self._add_for_a_while(_both_directions(pattern, "lighthouse", Fate.DROP), for_ms, for_ms)
         self.cluster.network.break_streams(pattern, "lighthouse")
 
-    def _half_open(self) -> None:
+    @_on_a_replica
+    def _half_open(self, replica: Replica) -> None:
         """Break one stream, and tell the lighthouse only when the next one is established."""
-
-        def half(replica: Replica) -> None:
-            late_ms = self._faults.randint(100, 1_000)
-            pattern = f"{replica.replica_id}/manager*"
-            self.cluster.network.break_streams(pattern, "lighthouse", server_late_ms=late_ms)
-
-        self._on_replica(half)
+        late_ms = self._faults.randint(100, 1_000)
+        pattern = f"{replica.replica_id}/manager*"
+        self.cluster.network.break_streams(pattern, "lighthouse", server_late_ms=late_ms)
 
     def _blink_all(self) -> None:
         """Break all streams at once, as a faulty network does."""
         if self._faults.random() < 0.5:
-            self._for_a_while([Rule("*", "lighthouse", Fate.DROP)], 50, 1_200)
+            self._add_for_a_while([Rule("*", "lighthouse", Fate.DROP)], 50, 1_200)
         self.cluster.network.break_streams("*/manager*", "lighthouse")
 
-    def _cut(self) -> None:
+    @_on_a_replica
+    def _cut(self, replica: Replica) -> None:
         """Cut the cable between a manager server and the lighthouse, in both directions or in one."""
-
-        def cut(replica: Replica) -> None:
-            pattern = f"{replica.replica_id}/manager*"
-            ways = [Rule(pattern, "lighthouse", Fate.PARTITION), Rule("lighthouse", pattern, Fate.PARTITION)]
-            chosen = self._faults.choice((ways, ways[:1], ways[1:]))
-            self._for_a_while(chosen, 100, 5_000)
-
-        self._on_replica(cut)
+        rules = self._some_directions(f"{replica.replica_id}/manager*", "lighthouse", Fate.PARTITION)
+        self._add_for_a_while(rules, 100, 5_000)
 
     def _slow(self) -> None:
         """Delay messages from and to one process or all."""
         name = self._faults.choice(["*", *(replica.replica_id + "/*" for replica in self.cluster.replicas.values())])
         high_ms = self._faults.choice((50, 200, 800))
-        rules = [Rule(name, "*", Fate.DELAY, 1, high_ms), Rule("*", name, Fate.DELAY, 1, high_ms)]
-        self._for_a_while(rules, 300, 3_000)
+        rules = _both_directions(name, "*", Fate.DELAY, 1, high_ms)
+        self._add_for_a_while(rules, 300, 3_000)
 
-    def _lose_calls(self) -> None:
+    @_on_a_replica
+    def _lose_calls(self, replica: Replica) -> None:
         """Lose calls and answers between a rank and its manager server for a moment."""
+        rules = self._some_directions(f"{replica.replica_id}/?", f"{replica.replica_id}/manager*", Fate.DROP)
+        self._add_for_a_while(rules, 20, 1_500)
 
-        def lose(replica: Replica) -> None:
-            rank, manager = f"{replica.replica_id}/?", f"{replica.replica_id}/manager*"
-            ways = [Rule(rank, manager, Fate.DROP), Rule(manager, rank, Fate.DROP)]
-            self._for_a_while(self._faults.choice((ways, ways[:1], ways[1:])), 20, 1_500)
+    @_on_a_replica
+    def _break_rank_stream(self, replica: Replica) -> None:
+        rank = self._faults.choice(replica.trainers).name
+        if self._faults.random() < 0.3:
+            self._add_for_a_while([Rule(rank, "*", Fate.DROP)], 350, 800)
+        self.cluster.network.break_streams(rank, "*")
 
-        self._on_replica(lose)
-
-    def _break_rank_stream(self) -> None:
-        def cut(replica: Replica) -> None:
-            rank = self._faults.choice(replica.trainers).name
-            if self._faults.random() < 0.3:
-                self._for_a_while([Rule(rank, "*", Fate.DROP)], 350, 800)
-            self.cluster.network.break_streams(rank, "*")
-
-        self._on_replica(cut)
-
-    def _swallow_answers(self) -> None:
+    @_on_a_replica
+    def _swallow_answers(self, replica: Replica) -> None:
         """Lose the lighthouse's messages to one group for a moment, and then its stream."""
+        pattern = f"{replica.replica_id}/manager*"
+        rule = self.cluster.network.add(Rule("lighthouse", pattern, Fate.HOLD))
 
-        def swallow(replica: Replica) -> None:
-            pattern = f"{replica.replica_id}/manager*"
-            rule = self.cluster.network.add(Rule("lighthouse", pattern, Fate.HOLD))
+        def sink() -> None:
+            self.cluster.network.break_streams(pattern, "lighthouse")
+            self.cluster.network.remove(rule)
 
-            def sink() -> None:
-                self.cluster.network.break_streams(pattern, "lighthouse")
-                self.cluster.network.remove(rule)
+        self.cluster.clock.after(self._faults.randint(10, 700), sink)
 
-            self.cluster.clock.after(self._faults.randint(10, 700), sink)
-
-        self._on_replica(swallow)
-
-    def _delay_notices(self) -> None:
+    @_on_a_replica
+    def _delay_notices(self, replica: Replica) -> None:
         """Delay all messages of the lighthouse to one group, on a stream that stays open."""
-
-        def delay(replica: Replica) -> None:
-            self._for_a_while([Rule("lighthouse", f"{replica.replica_id}/manager*", Fate.HOLD)], 20, 1_500)
-
-        self._on_replica(delay)
+        self._add_for_a_while([Rule("lighthouse", f"{replica.replica_id}/manager*", Fate.HOLD)], 20, 1_500)
 
     def _disturb_a_notice(self) -> None:
         """Kill a group, and disturb at that moment the notice to another group."""
-        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
-        if len(living) < 2:
+        alive = self._alive()
+        if len(alive) < 2:
             return
-        victim, other = self._faults.sample(living, 2)
+        victim, other = self._faults.sample(alive, 2)
         host, manager = f"{other.replica_id}/?", f"{other.replica_id}/manager*"
         dropped, late = self._faults.randint(20, 250), self._faults.randint(50, 1_500)
         ways: tuple[Callable[[], None], ...] = (
             lambda: self._drop_streams(host, manager, dropped),
             lambda: self._drop_streams(manager, "lighthouse", dropped),
-            lambda: self._for_a_while([Rule(manager, host, Fate.LAG, late, late)], late, late),
-            lambda: self._for_a_while([Rule(manager, host, Fate.REORDER, 20, 400)], late, late),
-            lambda: self._for_a_while([Rule("lighthouse", manager, Fate.HOLD)], late, late),
+            lambda: self._add_for_a_while([Rule(manager, host, Fate.LAG, late, late)], late, late),
+            lambda: self._add_for_a_while([Rule(manager, host, Fate.REORDER, 20, 400)], late, late),
+            lambda: self._add_for_a_while([Rule("lighthouse", manager, Fate.HOLD)], late, late),
         )
         self._faults.choice(ways)()
-        self.cluster.clock.after(self._faults.randint(0, 300), partial(self._kill_if_alive, victim))
-
-    def _kill_if_alive(self, replica: Replica) -> None:
-        if replica.alive:
-            self.cluster.kill_trainer(replica, 0)
+        self.cluster.clock.after(self._faults.randint(0, 300), partial(self._kill_if_alive, victim, 0))
 
     def _drop_streams(self, source: str, target: str, for_ms: int) -> None:
-        self._for_a_while([Rule(source, target, Fate.DROP)], for_ms, for_ms)
+        self._add_for_a_while([Rule(source, target, Fate.DROP)], for_ms, for_ms)
         self.cluster.network.break_streams(source, target)
 
     def _flap(self) -> None:
         """Break one link every two seconds, each time for a different duration."""
-        self._on_replica(lambda replica: self._flap_again(replica, 5))
+        self._with_random_replica(lambda replica: self._flap_again(replica, 5))
 
     def _flap_again(self, replica: Replica, times: int) -> None:
         if self._calm or not replica.alive or times == 0:
@@ -736,37 +725,29 @@ class Simulation:
         self._break(replica, self._faults.choice((0, 200, 400, 600)))
         self.cluster.clock.after(2_000, lambda: self._flap_again(replica, times - 1))
 
-    def _cut_rank(self) -> None:
+    @_on_a_replica
+    def _cut_rank(self, replica: Replica) -> None:
         """Cut off a rank from its manager server, in both directions or in one."""
+        rank, manager = self._faults.choice(replica.trainers).name, f"{replica.replica_id}/manager*"
+        self._add_for_a_while(self._some_directions(rank, manager, Fate.PARTITION), 100, 5_000)
 
-        def cut(replica: Replica) -> None:
-            rank, manager = self._faults.choice(replica.trainers).name, f"{replica.replica_id}/manager*"
-            ways = [Rule(rank, manager, Fate.PARTITION), Rule(manager, rank, Fate.PARTITION)]
-            self._for_a_while(self._faults.choice((ways, ways[:1], ways[1:])), 100, 5_000)
-
-        self._on_replica(cut)
-
-    def _cut_host(self) -> None:
+    @_on_a_replica
+    def _cut_host(self, replica: Replica) -> None:
         """Cut off a group's host from all others, process group traffic included. Inside the host all is well."""
-
-        def cut(replica: Replica) -> None:
-            host = f"{replica.replica_id}/*"
-            ways = [Rule(host, "*", Fate.PARTITION), Rule("*", host, Fate.PARTITION)]
-            chosen = self._faults.choice((ways, ways[:1], ways[1:]))
-            self._for_a_while([*chosen, Rule(host, host, Fate.PASS)], 100, 6_000)
-
-        self._on_replica(cut)
+        host = f"{replica.replica_id}/*"
+        rules = self._some_directions(host, "*", Fate.PARTITION)
+        self._add_for_a_while([*rules, Rule(host, host, Fate.PASS)], 100, 6_000)
 
     def _cut_in_two(self) -> None:
         """Cut some groups off from the others, in both directions or in one. The lighthouse reaches all."""
-        living = [replica.replica_id for replica in self.cluster.replicas.values() if replica.alive]
-        self._faults.shuffle(living)
-        half = self._faults.randint(1, max(1, len(living) - 1))
-        pairs = [(f"{one}/*", f"{other}/*") for one in living[:half] for other in living[half:]]
+        alive = [replica.replica_id for replica in self._alive()]
+        self._faults.shuffle(alive)
+        half = self._faults.randint(1, max(1, len(alive) - 1))
+        pairs = [(f"{one}/*", f"{other}/*") for one in alive[:half] for other in alive[half:]]
         rules = [Rule(one, other, Fate.PARTITION) for one, other in pairs]
         if self._faults.random() < 0.5:
             rules += [Rule(other, one, Fate.PARTITION) for one, other in pairs]
-        self._for_a_while(rules, 100, 6_000)
+        self._add_for_a_while(rules, 100, 6_000)
 
     def _duplicate_calls(self) -> None:
         """Duplicate calls and answers between ranks and manager servers."""
@@ -778,12 +759,12 @@ class Simulation:
         self._give_up()  # the withdrawal of a request may come before the request
 
     def _on_calls(self, fate: Fate, high_ms: int) -> None:
-        rules = [Rule("*/?", "*/manager*", fate, 1, high_ms), Rule("*/manager*", "*/?", fate, 1, high_ms)]
-        self._for_a_while(rules, 300, 3_000)
+        rules = _both_directions("*/?", "*/manager*", fate, 1, high_ms)
+        self._add_for_a_while(rules, 300, 3_000)
 
     def _stop_ranks(self) -> None:
         """Stop all ranks of a group, but not its manager server."""
-        self._on_replica(lambda replica: self._stop(list(replica.trainers), 100, 5_000))
+        self._with_random_replica(lambda replica: self._stop(list(replica.trainers), 100, 5_000))
 
     def _set_clock(self) -> None:
         """Set the wall clock back or forward, a little or a lot. Quorum ids and sessions depend on it."""
@@ -801,7 +782,7 @@ class Simulation:
                     self.cluster.marks.hit("the lighthouse died while somebody joined")
                 if trainer.phase == "heal":
                     self.cluster.marks.hit("the lighthouse died while somebody healed")
-                if trainer.wishes_to_leave and not trainer.left:
+                if trainer.asked_to_leave and not trainer.left:
                     self.cluster.marks.hit("the lighthouse died while somebody was about to leave")
                 if trainer.left:
                     self.cluster.marks.hit("the lighthouse died while one that has left served")
@@ -809,142 +790,112 @@ class Simulation:
                     self.cluster.marks.hit("the lighthouse died while a trainer hung")
         self.cluster.restart_lighthouse(self._faults.choice((0, 50, 500, 3_000)))
 
-    def _give_up(self) -> None:
+    @_on_a_replica
+    def _give_up(self, replica: Replica) -> None:
         """Make some ranks give up their next request early."""
-
-        def impatient(replica: Replica) -> None:
-            for trainer in replica.trainers:
-                trainer.gives_up_after_ms = self._faults.randint(1, 300)
-
-        self._on_replica(impatient)
+        for trainer in replica.trainers:
+            trainer.gives_up_after_ms = self._faults.randint(1, 300)
 
     def _raise_in_optimizer(self) -> None:
         self._raising = True
 
-    def _be_late(self) -> None:
+    @_on_a_replica
+    def _be_late(self, replica: Replica) -> None:
         """Make a group slow between two steps, once."""
+        late_ms = self._faults.randint(500, 7_000)
+        for trainer in replica.trainers:
+            trainer.late_ms = late_ms
 
-        def late(replica: Replica) -> None:
-            late_ms = self._faults.randint(500, 7_000)
-            for trainer in replica.trainers:
-                trainer.late_ms = late_ms
-
-        self._on_replica(late)
-
-    def _hang(self) -> None:
+    @_on_a_replica
+    def _hang(self, replica: Replica) -> None:
         """Make a rank hang in its forward pass or its optimizer, once, for a while."""
+        trainer = self._faults.choice(replica.trainers)
+        trainer.will_hang = "optimizer" if self._hangs.random() < 0.3 else "forward"
+        self.cluster.clock.after(self._faults.randint(1_000, 9_000), trainer.wake)
 
-        def hang(replica: Replica) -> None:
-            trainer = self._faults.choice(replica.trainers)
-            trainer.will_hang = "optimizer" if self._hangs.random() < 0.3 else "forward"
-            self.cluster.clock.after(self._faults.randint(1_000, 9_000), trainer.wake)
-
-        self._on_replica(hang)
-
-    def _hold_lock(self) -> None:
+    @_on_a_replica
+    def _hold_lock(self, replica: Replica) -> None:
         """Hold a rank's interpreter lock for longer than a step may take: the rank neither speaks nor hears."""
-
-        def hold(replica: Replica) -> None:
-            trainer = self._faults.choice(replica.trainers)
-            trainer.hold_lock()
-            self.cluster.clock.after(self._faults.randint(3_000, 9_000), trainer.resume)
-
-        self._on_replica(hold)
+        trainer = self._faults.choice(replica.trainers)
+        trainer.hold_lock()
+        self.cluster.clock.after(self._faults.randint(3_000, 9_000), trainer.resume)
 
     def _stick(self) -> None:
         """Let no reduction of the newest quorum end."""
-        self.cluster.stick()
+        self.cluster.block_reductions()
 
-    def _fail(self) -> None:
+    @_on_a_replica
+    def _fail(self, replica: Replica) -> None:
         """Give a rank an error of its own in a step."""
-
-        def fail(replica: Replica) -> None:
-            self._faults.choice(replica.trainers).fails_once = True
-
-        self._on_replica(fail)
+        self._faults.choice(replica.trainers).fails_once = True
 
     def _report_error(self) -> None:
         """Let the user of a rank report an error, in any phase of the rank."""
-        self._on_replica(lambda replica: self._user.choice(replica.trainers).report_error())
+        self._with_random_replica(lambda replica: self._user.choice(replica.trainers).report_error())
 
-    def _register_state(self) -> None:
+    @_on_a_replica
+    def _register_state(self, replica: Replica) -> None:
         """Let the user register a piece of state, in any phase of the ranks."""
-
-        def register(replica: Replica) -> None:
-            for trainer in replica.trainers:
-                trainer.register_state()
-
-        self._on_replica(register)
+        for trainer in replica.trainers:
+            trainer.register_state()
 
     def _go_astray(self) -> None:
         """Corrupt the memory of a rank before the next comparison of states."""
         if self.cluster.config.trainers.check_every:
-            self._on_replica(lambda replica: setattr(self._user.choice(replica.trainers), "goes_astray_once", True))
+            self._with_random_replica(self._corrupt_a_rank)
 
-    def _break_off(self) -> None:
+    def _corrupt_a_rank(self, replica: Replica) -> None:
+        self._user.choice(replica.trainers).corrupts_once = True
+
+    @_on_a_replica
+    def _break_off(self, replica: Replica) -> None:
         """End the strategies of a group, which are then entered again."""
+        for trainer in replica.trainers:
+            trainer.restarts_strategy = True
 
-        def break_off(replica: Replica) -> None:
-            for trainer in replica.trainers:
-                trainer.breaks_off = True
-
-        self._on_replica(break_off)
-
-    def _save(self) -> None:
+    @_on_a_replica
+    def _save(self, replica: Replica) -> None:
         """Save the states of a group's ranks in a durable checkpoint, and load them a while later."""
-
-        def save(replica: Replica) -> None:
-            for trainer in replica.trainers:
-                trainer.save_once = True
-
-        self._on_replica(save)
+        for trainer in replica.trainers:
+            trainer.save_once = True
 
     def _abort(self) -> None:
         """Abort a rank's process group, in any phase of the rank."""
-        self._on_replica(lambda replica: self._faults.choice(replica.trainers).leave_group())
+        self._with_random_replica(lambda replica: self._faults.choice(replica.trainers).leave_group())
 
-    def _load_by_hand(self) -> None:
+    @_on_a_replica
+    def _load_by_hand(self, replica: Replica) -> None:
         """Load a state into a group: an older one, one of this step, or one far ahead."""
+        step = max(0, replica.trainers[0].step + self._faults.choice((-3, 0, 0, 1_000)))
+        inside = not self.cluster.config.trainers.num_fragments and self._user.random() < 0.3
+        for trainer in replica.trainers:
+            trainer.loads_step, trainer.loads_inside = step, inside
 
-        def load(replica: Replica) -> None:
-            step = max(0, replica.trainers[0].step + self._faults.choice((-3, 0, 0, 1_000)))
-            inside = not self.cluster.config.trainers.num_fragments and self._user.random() < 0.3
-            for trainer in replica.trainers:
-                trainer.loads_step, trainer.loads_inside = step, inside
-
-        self._on_replica(load)
-
-    def _leave(self) -> None:
+    @_on_a_replica
+    def _leave(self, replica: Replica) -> None:
         """Tell a group to leave: one rank of it, or all ranks at different moments."""
-
-        def leave(replica: Replica) -> None:
-            chosen = replica.trainers if self._faults.random() < 0.7 else [self._faults.choice(replica.trainers)]
-            # The loop of a group of one rank may end before its next step.
-            alone = len(replica.trainers) == 1 and not self.cluster.config.trainers.num_fragments
-            for trainer in chosen:
-                trainer.ends_early = alone and self._user.random() < 0.3
-                trainer.after(self._faults.randint(0, 600), trainer.leave)
-
-        self._on_replica(leave)
+        chosen = replica.trainers if self._faults.random() < 0.7 else [self._faults.choice(replica.trainers)]
+        # The loop of a group of one rank may end before its next step.
+        alone = len(replica.trainers) == 1 and not self.cluster.config.trainers.num_fragments
+        for trainer in chosen:
+            trainer.ends_early = alone and self._user.random() < 0.3
+            trainer.after(self._faults.randint(0, 600), trainer.leave)
 
     def _drain(self) -> None:
         """Ask the lighthouse to let a group leave, as an operator does."""
         if self.cluster.lighthouse.alive and not self.cluster.config.foreign:
-            self._on_replica(lambda replica: self.cluster.drain(replica.name))
+            self._with_random_replica(lambda replica: self.cluster.drain(replica.name))
 
-    def _leave_and_die(self) -> None:
+    @_on_a_replica
+    def _leave_and_die(self, replica: Replica) -> None:
         """Tell a group to leave, and kill one of its ranks a little later, perhaps while it serves."""
+        for trainer in replica.trainers:
+            trainer.leave()
+        rank = self._faults.randrange(len(replica.trainers))
+        die = partial(self._kill_if_alive, replica, rank)
+        self.cluster.clock.after(self._faults.randint(1, 2_500), die)
 
-        def leave(replica: Replica) -> None:
-            for trainer in replica.trainers:
-                trainer.leave()
-            rank = self._faults.randrange(len(replica.trainers))
-            die = partial(self._kill_rank_if_alive, replica, rank)
-            self.cluster.clock.after(self._faults.randint(1, 2_500), die)
-
-        self._on_replica(leave)
-
-    def _kill_rank_if_alive(self, replica: Replica, rank: int) -> None:
+    def _kill_if_alive(self, replica: Replica, rank: int) -> None:
         if replica.alive:
             self.cluster.kill_trainer(replica, rank)
 
@@ -957,9 +908,9 @@ class Simulation:
 
     def _lose_words(self) -> None:
         """Lose the words of rounds between two replicas for a while."""
-        living = sorted(replica.name for replica in self.cluster.replicas.values() if replica.alive)
-        if len(living) > 1:
-            one, other = self._standing.sample(living, 2)
+        alive = sorted(replica.name for replica in self._alive())
+        if len(alive) > 1:
+            one, other = self._standing.sample(alive, 2)
             self.cluster.links.cut_word(one, other)
             after_ms = self._standing.randint(200, 4_000)
             self.cluster.clock.after(after_ms, lambda: self.cluster.links.mend_word(one, other))
@@ -968,19 +919,17 @@ class Simulation:
         """Cut one or all replicas off from the lighthouse for a while."""
         name = self._standing.choice(("*", *(each.replica_id for each in self.cluster.replicas.values())))
         pattern = f"{name}/manager*"
-        self._for_a_while(
-            [Rule(pattern, "lighthouse", Fate.PARTITION), Rule("lighthouse", pattern, Fate.PARTITION)], 1_000, 9_000
-        )
+        self._add_for_a_while(_both_directions(pattern, "lighthouse", Fate.PARTITION), 1_000, 9_000)
 
     def _restart_out_of_reach(self) -> None:
         """Restart the lighthouse while only a replica that restarts too can reach it."""
-        living = [replica for replica in self.cluster.replicas.values() if replica.alive]
-        if len(living) > 1:
-            self.cluster.kill_trainer(self._standing.choice(living), 0)
-            for replica in living:
+        alive = self._alive()
+        if len(alive) > 1:
+            self.cluster.kill_trainer(self._standing.choice(alive), 0)
+            for replica in alive:
                 pattern = f"{replica.replica_id}/manager*"
-                self._for_a_while(
-                    [Rule(pattern, "lighthouse", Fate.PARTITION), Rule("lighthouse", pattern, Fate.PARTITION)],
+                self._add_for_a_while(
+                    _both_directions(pattern, "lighthouse", Fate.PARTITION),
                     4_000,
                     9_000,
                 )
@@ -992,62 +941,47 @@ class Simulation:
         if speaking:
             self.cluster.kill_trainer(self._standing.choice(speaking), 0)
 
-    def _shrink_only(self) -> None:
+    @_on_a_replica
+    def _shrink_only(self, replica: Replica) -> None:
         """Set shrink_only for a group for a while."""
-
-        def shrink(replica: Replica) -> None:
-            for trainer in replica.trainers:
-                trainer.shrink_only = True
-                trainer.after(self._faults.randint(500, 3_000), partial(setattr, trainer, "shrink_only", False))
-
-        self._on_replica(shrink)
+        for trainer in replica.trainers:
+            trainer.shrink_only = True
+            trainer.after(self._faults.randint(500, 3_000), partial(setattr, trainer, "shrink_only", False))
 
 
 FAULTS: tuple[Callable[[Simulation], None], ...] = (
-    Simulation._kill_rank_0,
-    Simulation._kill_rank_0,
-    Simulation._kill_some_rank,
-    Simulation._kill_some_rank,
+    *[Simulation._kill_rank_0] * 2,
+    *[Simulation._kill_some_rank] * 2,
     Simulation._vanish,
     Simulation._vanish_rank,
     Simulation._set_clock,
     Simulation._kill_manager,
-    Simulation._stop_trainer,
-    Simulation._stop_trainer,
+    *[Simulation._stop_trainer] * 2,
     Simulation._stop_manager,
     Simulation._stop_group,
     Simulation._stop_lighthouse,
-    Simulation._blink,
-    Simulation._blink,
+    *[Simulation._blink] * 2,
     Simulation._break_for_long,
     Simulation._half_open,
     Simulation._blink_all,
-    Simulation._cut,
-    Simulation._cut,
-    Simulation._slow,
-    Simulation._slow,
-    Simulation._lose_calls,
-    Simulation._lose_calls,
+    *[Simulation._cut] * 2,
+    *[Simulation._slow] * 2,
+    *[Simulation._lose_calls] * 2,
     Simulation._break_rank_stream,
-    Simulation._swallow_answers,
-    Simulation._swallow_answers,
+    *[Simulation._swallow_answers] * 2,
     Simulation._delay_notices,
-    Simulation._disturb_a_notice,
-    Simulation._disturb_a_notice,
+    *[Simulation._disturb_a_notice] * 2,
     Simulation._flap,
     Simulation._cut_rank,
-    Simulation._cut_host,
-    Simulation._cut_host,
+    *[Simulation._cut_host] * 2,
     Simulation._cut_in_two,
     Simulation._duplicate_calls,
     Simulation._reorder_calls,
     Simulation._stop_ranks,
-    Simulation._restart_lighthouse,
-    Simulation._restart_lighthouse,
+    *[Simulation._restart_lighthouse] * 2,
     Simulation._give_up,
     Simulation._raise_in_optimizer,
-    Simulation._be_late,
-    Simulation._be_late,
+    *[Simulation._be_late] * 2,
     Simulation._hang,
     Simulation._hold_lock,
     Simulation._stick,
@@ -1060,23 +994,16 @@ FAULTS: tuple[Callable[[Simulation], None], ...] = (
     Simulation._abort,
     Simulation._load_by_hand,
     Simulation._shrink_only,
-    Simulation._leave,
-    Simulation._leave,
+    *[Simulation._leave] * 2,
     Simulation._drain,
     Simulation._leave_and_die,
     Simulation._leave_the_newcomers,
 )
 STANDING_FAULTS: tuple[Callable[[Simulation], None], ...] = (
-    Simulation._lose_words,
-    Simulation._lose_words,
-    Simulation._lose_words,
-    Simulation._lose_the_lighthouse,
-    Simulation._lose_the_lighthouse,
-    Simulation._die_in_a_word,
-    Simulation._die_in_a_word,
-    Simulation._die_in_a_word,
+    *[Simulation._lose_words] * 3,
+    *[Simulation._lose_the_lighthouse] * 2,
+    *[Simulation._die_in_a_word] * 3,
     Simulation._restart_out_of_reach,
-    Simulation._be_late,
-    Simulation._be_late,
+    *[Simulation._be_late] * 2,
 )
 FAULT_NAMES: tuple[str, ...] = tuple(dict.fromkeys(f"fault: {fault.__name__.strip('_')}" for fault in FAULTS))

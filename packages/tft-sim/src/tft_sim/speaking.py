@@ -30,19 +30,19 @@ class Speaking:
 
     # --- the beginning of a round -----------------------------------------------------------------------------------
 
-    def note_begin(self, order: do.Ask | None) -> None:
+    def record_begin(self, order: do.Ask | None) -> None:
         """Record the start of a round. `order`: its request. None: the round makes no request."""
         trainer, status = self._trainer, self._trainer.status
         if order is not None:
             if order.breaks:
                 why = "its lease was over" if "lease" in order.breaks else "it had changed"
                 trainer.mark(f"a rank asked where its quorum stood: {why}")
-                trainer.note(f"asks though its quorum stands: {order.breaks}")
+                trainer.note(f"asks for a quorum, although its own stands: {order.breaks}")
             return
         trainer.mark("a round began without a request")
         if status.error is not None:
             trainer.mark("a rank began a round with its group that it could not commit")
-            trainer.note(f"begins with its group: {status.error}")
+            trainer.note(f"begins a step with an error: {status.error}")
         plan = status.plan
         if plan is not None and plan.num_participants < plan.replica_world_size:
             trainer.mark("a quorum with spares stood")
@@ -57,7 +57,7 @@ class Speaking:
         every = trainer.settings.check_every
         if order.why_asks and every and (order.round_number + 1) % every == 0:
             trainer.mark("a word said that states are compared next")
-        if "lease runs out" in order.why_asks:
+        if "lease expires soon" in order.why_asks:
             trainer.mark("a word said that the lease runs out")
         if not order.hears:
             trainer.mark("a word was sent before its step ended")
@@ -66,10 +66,10 @@ class Speaking:
             self._sent.resolve(None)
             return
         sent = group.exchange_word(order.round_number, trainer.replica_id, order.values)
-        sent.then(lambda total: self._learned(group, total))
+        sent.then(lambda total: self._word_ended(group, total))
         self._sent = sent
 
-    def _learned(self, group: SimulatedGroup, total: object) -> None:
+    def _word_ended(self, group: SimulatedGroup, total: object) -> None:
         trainer = self._trainer
         if total is None and trainer.alive and trainer.group is group:
             trainer.note_unreached(group)
@@ -87,7 +87,7 @@ class Speaking:
             trainer.mark("the word of a round failed")
             if trainer.outside.invariants.was_committed(vote, trainer.rank):
                 trainer.mark("the word of a round came to some members alone")
-            trainer.note("sees the word of its round fail")
+            trainer.note("has lost the word of its round")
             return on.WordEnded(attempt, None, ReplicaLostError("the word of the round did not complete"))
         if plan.lease_ms:
             asks, leaves = total[1], total[2]
@@ -100,7 +100,7 @@ class Speaking:
     def let_the_last_word_pass(self) -> Life:
         """Keep the process group until the others have received the last word of this rank."""
         trainer, since_ms = self._trainer, self._trainer.clock.now_ms
-        while trainer.group is not None and not trainer.group.word_has_passed:
+        while trainer.group is not None and not trainer.group.words_delivered:
             if trainer.clock.now_ms - since_ms >= LINGER_MS:
                 return
             trainer.mark("a leaver let its last word pass")

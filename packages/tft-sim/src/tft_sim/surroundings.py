@@ -15,25 +15,25 @@ from tft_coord.core.step import effects as do
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
-from tft_sim.config import Chance, ClusterConfig
+from tft_sim.config import Chance
 from tft_sim.group import SimulatedGroup
 from tft_sim.invariants import Invariants, Round
 from tft_sim.links import Links
 from tft_sim.manager_process import Replica
 from tft_sim.marks import Marks
-from tft_sim.network import Network
+from tft_sim.parts import Parts
 from tft_sim.process import State
 from tft_sim.rank import Rank, Snapshot
 from tft_sim.trainer import Trainer
 from tft_sim.waiting import Refused, Waiter
 
-LEAVE_TAKEN_WITHIN_MS = 1_000
+LEAVE_TIMEOUT_MS = 1_000
 
 
 class Ends(Protocol):
     """The watch over ends, as a rank reports to it."""
 
-    def asks(self, trainer: Rank, request: RankRequest) -> None: ...
+    def requested(self, trainer: Rank, request: RankRequest) -> None: ...
     def gave_up(self, replica: Replica, trainer: Rank, answer: Refused, deadline_ms: int) -> None: ...
     def no_verdict(self, replica: Replica, trainer: Rank, since_ms: int) -> None: ...
     def ended(self, replica: Replica, trainer: Rank, reason: str, answer: Refused) -> None: ...
@@ -42,30 +42,20 @@ class Ends(Protocol):
 class Hangs(Protocol):
     """The watch over hangs, as a rank reports to it."""
 
-    def begins(self, replica: Replica, trainer: Rank) -> None: ...
+    def hang_began(self, replica: Replica, trainer: Rank) -> None: ...
 
 
-class World(Protocol):
+class World(Parts, Protocol):
     """The cluster, as the surroundings of a rank use it."""
 
     @property
-    def clock(self) -> VirtualClock: ...
-    @property
-    def config(self) -> ClusterConfig: ...
-    @property
     def chance(self) -> Chance: ...
-    @property
-    def timeouts(self) -> Timeouts: ...
-    @property
-    def marks(self) -> Marks: ...
-    @property
-    def network(self) -> Network: ...
     @property
     def links(self) -> Links: ...
     @property
     def replicas(self) -> Mapping[str, Replica]: ...
     @property
-    def teller(self) -> Callable[[str, str], None]: ...
+    def on_note(self) -> Callable[[str, str], None]: ...
     @property
     def hangs(self) -> Hangs: ...
     @property
@@ -91,7 +81,9 @@ class Outside:
 
     cluster: World
     replica: Replica
-    told: dict[int, object] = field(default_factory=dict)  # the manager server that has a rank's fingerprint
+    fingerprint_holders: dict[int, object] = field(
+        default_factory=dict
+    )  # the manager server that has a rank's fingerprint
 
     @property
     def clock(self) -> VirtualClock:
@@ -108,6 +100,15 @@ class Outside:
     @property
     def marks(self) -> Marks:
         return self.cluster.marks
+
+    @property
+    def chance(self) -> Chance:
+        return self.cluster.chance
+
+    @property
+    def name(self) -> str:
+        """Return the name of the replica group."""
+        return self.replica.name
 
     def own_ms(self) -> int:
         """Return the time by the trainer's own clock, which its lease follows."""
@@ -126,7 +127,7 @@ class Outside:
         waiter = Waiter()
         first = self.replica.manager
         calls: list[int] = []
-        self.cluster.ends.asks(trainer, request)
+        self.cluster.ends.requested(trainer, request)
 
         def attempt() -> None:
             manager = self.replica.manager
@@ -135,9 +136,9 @@ class Outside:
                 return
 
             def make(call: int) -> events.RankAsked:
-                told = self.told.get(trainer.rank) is manager
-                said = () if told else trainer.fingerprint
-                return events.RankAsked(trainer.rank, call, replace(request, fingerprint=said), deadline_ms)
+                fingerprint_holders = self.fingerprint_holders.get(trainer.rank) is manager
+                fingerprint = () if fingerprint_holders else trainer.fingerprint
+                return events.RankAsked(trainer.rank, call, replace(request, fingerprint=fingerprint), deadline_ms)
 
             def done(value: Any) -> None:
                 if isinstance(value, Refused) and value.code == "unreachable" and self.clock.now_ms < deadline_ms:
@@ -147,7 +148,7 @@ class Outside:
                     if isinstance(value, Refused):
                         self.cluster.ends.gave_up(self.replica, trainer, value, deadline_ms)
                     else:
-                        self.told[trainer.rank] = manager
+                        self.fingerprint_holders[trainer.rank] = manager
                     waiter.resolve(value)
 
             if not waiter.done:
@@ -175,14 +176,14 @@ class Outside:
             return events.RankLeft(trainer.rank, call, order.reason, order.serve_ms, order.finished_step)
 
         self.cluster.call(trainer, self.replica, make, lambda value: waiter.resolve(value))
-        timer = trainer.after(LEAVE_TAKEN_WITHIN_MS, lambda: waiter.resolve(None))
+        timer = trainer.after(LEAVE_TIMEOUT_MS, lambda: waiter.resolve(None))
         waiter.then(lambda _: timer.cancel())
         return waiter
 
     def is_healed_from(self, trainer: Rank) -> bool:
         return not self.replica.released
 
-    def say_late(self, trainer: Rank, key: QuorumKey, step: int) -> None:
+    def report_late(self, trainer: Rank, key: QuorumKey, step: int) -> None:
         """Tell the manager server that a round waits for a member for longer than `join_timeout`."""
         manager = self.replica.manager
         if manager is not None:
@@ -279,43 +280,14 @@ class Outside:
         if self.replica.manager is not None:
             self.replica.manager.session.healed(num_bytes)
 
-    def step_ms(self, trainer: Rank) -> int:
-        return self.cluster.chance.step_ms(self.replica.name)
-
-    def chunk_ms(self, trainer: Rank) -> int:
-        return self.cluster.chance.chunk_ms(trainer.name)
-
-    def optimizer_raises(self, trainer: Rank) -> bool:
-        return self.cluster.chance.optimizer_raises(self.replica.name)
-
-    def load_raises(self, trainer: Rank) -> str:
-        """Return the error of a function that loads fetched state, or "" if it succeeds."""
-        return self.cluster.chance.load_raises(trainer.name)
-
-    def take_raises(self, trainer: Rank) -> bool:
-        """Return whether a function that returns the user's state raises."""
-        return self.cluster.chance.take_raises(trainer.name)
-
-    def overlaps(self, trainer: Rank) -> bool:
-        """Return whether the forward pass runs while the quorum request is pending."""
-        return self.cluster.chance.overlaps(trainer.name)
-
-    def samples(self, trainer: Rank) -> int:
-        """Return the number of samples that the replica has seen in this step."""
-        return self.cluster.chance.samples(self.replica.name)
-
-    def spread_ms(self) -> int:
-        """Return the time after which a member learns that a reduction is complete."""
-        return self.cluster.chance.spread_ms()
-
     def hangs(self, trainer: Rank) -> None:
-        self.cluster.hangs.begins(self.replica, trainer)
+        self.cluster.hangs.hang_began(self.replica, trainer)
 
     def note(self, trainer: Rank, text: str) -> None:
-        self.cluster.teller(trainer.name, text)
+        self.cluster.on_note(trainer.name, text)
 
     def ended(self, trainer: Rank, reason: str, answer: Refused | None = None) -> None:
-        self.cluster.teller(trainer.name, f"ends: {reason}")
+        self.cluster.on_note(trainer.name, f"ends: {reason}")
         trainer.phase = f"ended: {reason}"
         if trainer.left:
             self.cluster.trainer_left(self.replica, trainer)

@@ -65,7 +65,7 @@ class SyncLoop(Loop):
     def one_step(self) -> Life:
         """Run a start, inner steps, and the end of the oldest sync when the maximum number is in flight."""
         yield from self.load_by_hand()
-        if self.trainer.breaks_off:
+        if self.trainer.restarts_strategy:
             yield from self._break_off()
         if not (yield from self._start()):
             return
@@ -76,7 +76,7 @@ class SyncLoop(Loop):
     def _train(self) -> Life:
         """Run inner steps. The newest sync begins as soon as its plan is known."""
         trainer = self.trainer
-        step_ms = trainer.outside.step_ms(trainer)
+        step_ms = trainer.outside.chance.step_ms(trainer.outside.name)
         long = step_ms >= trainer.outside.timeouts.slowest_step_ms
         for _ in range(INNER_STEPS):
             if self._flight and not self._flight[-1].has_begun and (trainer.quorum.is_known or long):
@@ -100,7 +100,7 @@ class SyncLoop(Loop):
         if self._flight and not self._flight[-1].has_begun:
             yield from self._begin()
         if self._flight:
-            (aside,) = trainer.tell(on.DeferAsked())
+            (aside,) = trainer.report(on.DeferAsked())
             assert isinstance(aside, do.PutAside)
             self._flight[-1].number = aside.name.attempt
         if not (yield from trainer.quorum.start()):
@@ -142,7 +142,7 @@ class SyncLoop(Loop):
         trainer.mark("a new id failed what was in flight")
         if len(failed) > 1:
             trainer.mark("a new id failed several syncs in flight")
-        trainer.note(f"drops {_syncs(len(failed))} in flight: the quorum is another")
+        trainer.note(f"discards {_syncs(len(failed))} in flight, because the quorum has changed")
         self._flight = [sync]
         for each in failed:
             yield from self._conclude(each)
@@ -165,7 +165,7 @@ class SyncLoop(Loop):
         """Start all reductions of a sync at once."""
         trainer = self.trainer
         if trainer.status.broken is None or plan.replica_world_size == 1:  # a lone member needs no peer
-            trainer.outside.invariants.started(trainer.host, trainer.rank, plan.key, sync.fragment)
+            trainer.outside.invariants.sync_started(trainer.host, trainer.rank, plan.key, sync.fragment)
             trainer.note(f"starts fragment {sync.fragment}, with {_syncs(len(self._flight) - 1)} in flight")
         for bucket in range(NUM_BUCKETS):
             part = f"fragment {sync.fragment}, bucket {bucket}"
@@ -191,17 +191,15 @@ class SyncLoop(Loop):
         concluded, vote = yield from trainer.should_commit(sync.number, sync.results)
         reduced: Reduced | None = None
         plan = concluded.plan
-        if concluded.committed and plan is not None:
-            results = [result.value for result in sync.results]
-            if None in results:
-                raise InvariantError("I5", f"{trainer.name} commits fragment {sync.fragment}, which was not reduced")
+        results = [result.value for result in sync.results]
+        if concluded.committed and plan is not None and None not in results:  # `concluded` refuses a lost result
             numbers = tuple(number for result in results for number in result.numbers)
             gradients = tuple(gradient for result in results for gradient in result.gradients)
             reduced = Reduced(plan.key, trainer.rank, numbers, gradients)
             if self._flight:
                 trainer.mark("a sync was committed with others in flight")
             if sync.results:
-                trainer.outside.invariants.landed(trainer.host, trainer.rank, plan.key, sync.fragment)
+                trainer.outside.invariants.sync_committed(trainer.host, trainer.rank, plan.key, sync.fragment)
         yield from self.concluded(concluded, vote, reduced)
         if not concluded.committed and vote is not None:
             failed, self._flight = self._flight, []
@@ -211,13 +209,13 @@ class SyncLoop(Loop):
     def _break_off(self) -> Life:
         """End the strategy in the middle of its work. The loop enters it again."""
         trainer = self.trainer
-        trainer.breaks_off = False
+        trainer.restarts_strategy = False
         if not self._flight:
             return
         trainer.mark("a strategy ended with syncs in flight")
-        trainer.note(f"gives up {_syncs(len(self._flight))} in flight")
-        trainer.tell(on.FlightsGivenUp())
-        trainer.outside.invariants.fell(trainer.host, trainer.rank)
+        trainer.note(f"discards {_syncs(len(self._flight))} in flight, because the strategy ended")
+        trainer.report(on.FlightsGivenUp())
+        trainer.outside.invariants.syncs_discarded(trainer.host, trainer.rank)
         failed, self._flight = self._flight, []
         for each in failed:
             yield from self._conclude(each)
@@ -226,10 +224,10 @@ class SyncLoop(Loop):
         """Record the syncs that fail with this vote."""
         super().not_committed(vote, step)
         trainer = self.trainer
-        trainer.outside.invariants.fell(trainer.host, trainer.rank)
+        trainer.outside.invariants.syncs_discarded(trainer.host, trainer.rank)
         if self._flight:
             trainer.mark("a failed vote failed what was in flight")
-            trainer.note(f"drops {_syncs(len(self._flight))} in flight: one before has failed")
+            trainer.note(f"discards {_syncs(len(self._flight))} in flight, because an earlier sync has failed")
 
 
 def _syncs(number: int) -> str:

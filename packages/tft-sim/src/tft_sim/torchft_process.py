@@ -12,10 +12,8 @@ from typing import Protocol
 
 from tft_coord.core import effects, events
 from tft_coord.core.types import Member, Quorum
-from tft_sim.clock import VirtualClock
 from tft_sim.lighthouse_process import LighthouseProcess
-from tft_sim.marks import Marks
-from tft_sim.network import Network
+from tft_sim.parts import Parts
 from tft_sim.process import Process
 
 BEAT_MS = 100
@@ -23,17 +21,11 @@ STEP_MS = 300
 PATIENCE_MS = 4_000
 
 
-class World(Protocol):
+class World(Parts, Protocol):
     """The cluster, as a member of torchft sees it."""
 
     @property
-    def clock(self) -> VirtualClock: ...
-    @property
-    def marks(self) -> Marks: ...
-    @property
-    def network(self) -> Network: ...
-    @property
-    def teller(self) -> Callable[[str, str], None]: ...
+    def on_note(self) -> Callable[[str, str], None]: ...
     @property
     def our_lighthouse(self) -> LighthouseProcess: ...
     def end_process(self, process: Process) -> None: ...
@@ -86,17 +78,17 @@ class TorchftProcess(Process):
             timer.cancel()
             if isinstance(answer, Quorum):
                 self.step += 1
-                self._cluster.teller(f"{self.name}/0", f"trains step {self.step} with {', '.join(answer.replica_ids)}")
+                self._cluster.on_note(f"{self.name}/0", f"trains step {self.step} with {', '.join(answer.replica_ids)}")
                 self._cluster.marks.hit("a member of torchft's trained")
                 self.after(STEP_MS, self._ask)
             else:
                 self._cluster.marks.hit("a member of torchft's was refused")
-                self._cluster.teller(f"{self.name}/0", f"is refused a quorum ({answer.refusal.value}), and ends")
+                self._cluster.on_note(f"{self.name}/0", f"is refused a quorum ({answer.refusal.value}), and ends")
                 self._cluster.end_process(self)
 
         def arrived() -> None:
             if not asks:
                 member = Member(self.name, address=f"{self.name}:1", step=self.step)
-                asks.append(lighthouse.asked_by_call(self, member, answered))
+                asks.append(lighthouse.handle_unary_request(self, member, answered))
 
         self._cluster.network.message(self, lighthouse, arrived, again)

@@ -18,10 +18,11 @@ from tft_coord.core.step import events as on
 from tft_coord.core.stragglers import PaceKind, StragglerNotice
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews
 from tft_coord.errors import ReplicaGroupLostError
+from tft_sim.config import TrainerSettings
 from tft_sim.ending import Ending
 from tft_sim.invariants import Contribution, Reduced
 from tft_sim.quorum import Quorum
-from tft_sim.rank import Rank, Surroundings, TrainerSettings
+from tft_sim.rank import Rank, Surroundings
 from tft_sim.recovery import Recovery
 from tft_sim.speaking import Speaking
 from tft_sim.waiting import Life, ReplicaLostError, UserError, Waiter
@@ -62,7 +63,7 @@ class Trainer(Rank):
     def _perform(self, effect: do.Effect) -> None:
         match effect:
             case do.UsePlan(_, plan):
-                self._use(plan)
+                self._plan_received(plan)
             case do.ForgetPace():
                 self.own_time.forget()
             case do.RecordCommit(_, _, committed, excused):
@@ -72,7 +73,7 @@ class Trainer(Rank):
                 self.after(ABORT_AFTER_MS, lambda: self._abort(notice.key))
             case do.EndQuorum(key):
                 self.mark("the newest quorum broke the one that was held")
-                self.note(f"hears that its quorum is over ({self.phase})")
+                self.note(f"learns that its quorum has ended ({self.phase})")
                 self.after(ABORT_AFTER_MS, lambda: self._abort(key))
             case do.BreakAll() if self.group is not None:
                 self._abort(self.group.key)
@@ -95,7 +96,7 @@ class Trainer(Rank):
             case do.WarnLateState():
                 self.mark("state was registered late")
 
-    def _use(self, plan: Plan) -> None:
+    def _plan_received(self, plan: Plan) -> None:
         status, outside = self.core.status, self.outside
         in_flight = sum(each.plan is not None and each.plan.key == plan.key for each in status.aside)
         if self.settings.speaks and plan.lease_ms is None:
@@ -109,38 +110,38 @@ class Trainer(Rank):
 
     # --- news, on a thread of its own -------------------------------------------------------------------------------
 
-    def noticed(self, notice: LossNotice) -> None:
+    def loss_announced(self, notice: LossNotice) -> None:
         """Handle the notice of a lost member of a quorum."""
         held = self.core.status.held
-        breaks = any(isinstance(each, do.BreakQuorum) for each in self._heard(on.LossNoticed(notice)))
+        breaks = any(isinstance(each, do.BreakQuorum) for each in self._report_and_perform(on.LossNoticed(notice)))
         if breaks:
             self.mark(f"a notice came in: {self.phase}")
-            self.note(f"hears of a loss in its quorum ({self.phase})")
+            self.note(f"receives a loss notice for its quorum ({self.phase})")
         elif held is not None and notice.key < held:
             self.mark("a notice came after the next quorum")
-            self.note("hears of a loss in an older quorum")
+            self.note("receives a loss notice for an older quorum")
         elif notice.key == held:
             self.mark("a notice came twice")
-            self.note("hears of the same loss again")
+            self.note("receives the same loss notice again")
         else:
             self.mark("a notice overtook its quorum")
-            self.note("hears of a loss in a quorum that it does not hold yet")
+            self.note("receives a loss notice for a quorum that it does not hold yet")
 
-    def told_of_quorum(self, news: QuorumNews) -> None:
+    def quorum_announced(self, news: QuorumNews) -> None:
         """Handle the news of the newest quorum."""
         before = self.core.status.standing
-        self.tell(on.QuorumNamed(news))
+        self.report(on.QuorumNamed(news))
         if news.beat and news.age_ms > 2 * self.outside.timeouts.beat_interval_ms:
             self.mark("an answer to an old beat came to a rank")
         if self.core.status.standing is Stand.RECALLED is not before:
             self.mark("a standing rank was recalled")
-            self.note("is told to ask after its next word")
+            self.note("is told to ask for a quorum after its next word")
 
     def number_beat(self) -> int:
         """Return the number of a beat that is sent now. 0: the beat needs no answer."""
-        return next((order.number for order in self.tell(on.BeatDue()) if isinstance(order, do.NumberBeat)), 0)
+        return next((order.number for order in self.report(on.BeatDue()) if isinstance(order, do.NumberBeat)), 0)
 
-    def _heard(self, event: on.Event) -> Effects:
+    def _report_and_perform(self, event: on.Event) -> Effects:
         """Report an event, and return all its effects, performed or not."""
         effects = self.core.handle(event, self.outside.own_ms())
         for effect in effects:
@@ -150,44 +151,44 @@ class Trainer(Rank):
     def group_lost(self, message: str) -> None:
         """Handle the news that a rank of this group is lost."""
         self.mark("a rank heard that its group is lost")
-        self.tell(on.GroupWasLost(ReplicaGroupLostError(message)))
+        self.report(on.GroupWasLost(ReplicaGroupLostError(message)))
 
-    def told_of_its_pace(self, news: StragglerNotice) -> None:
+    def pace_announced(self, news: StragglerNotice) -> None:
         """Handle the lighthouse's news of this replica's pace. A new share of the batch holds from the next step on."""
         if news.sentence:
-            self.note(f"hears of its pace: {news.kind.name}")
+            self.note(f"receives news of its pace: {news.kind.name}")
         self.share = news.share
         self.left_out = news.kind is PaceKind.LEFT_OUT
-        self.tell(on.PaceHeard(self.left_out))
+        self.report(on.PaceHeard(self.left_out))
 
     def leave(self) -> None:
         """Leave after the current step, on request."""
         if not self.core.status.wishes:
             self.note("is told to leave")
-        self.tell(on.LeaveWished("it was told to", self.outside.own_ms() + LEAVE_WITHIN_MS))
+        self.report(on.LeaveWished("it was told to", self.outside.own_ms() + LEAVE_WITHIN_MS))
 
-    def look(self) -> None:
+    def check_waits(self) -> None:
         """Check once a beat whether this rank waits for too long, or leaves while it waits for a quorum."""
         waits_ms = self.clock.now_ms - self.phase_since_ms if self.phase in ("reduction", "word") else None
-        for effect in self.tell(on.Looked(self.left_out, waits_ms)):
+        for effect in self.report(on.Looked(self.left_out, waits_ms)):
             match effect:
                 case do.TellLeaving():
                     self.mark("a rank left while it waited for a quorum")
                     self.outside.leave(self, effect)
                 case do.TellLate(key, step):
                     self.mark("a standing round was late")
-                    self.note(f"says that step {step + 1} waits for a member for too long")
-                    self.outside.say_late(self, key, step)
+                    self.note(f"reports that step {step + 1} waits too long for a member")
+                    self.outside.report_late(self, key, step)
 
     def report_error(self) -> None:
         """Report an error of the user's, at any moment."""
         inside = self.core.status.is_open
         self.mark("the user reported an error in a step" if inside else "the user reported an error between two steps")
-        self.tell(on.UserReportedError(UserError("the user's own")))
+        self.report(on.UserReportedError(UserError("the user's own")))
 
     def register_state(self) -> None:
         """Register a piece of state, late."""
-        self.tell(on.StateRegistered())
+        self.report(on.StateRegistered())
 
     # --- the process group ------------------------------------------------------------------------------------------
 
@@ -201,10 +202,10 @@ class Trainer(Rank):
 
     def _abort(self, key: QuorumKey) -> None:
         """End the work in that quorum. Work in another quorum goes on."""
-        self.recovery.look()
+        self.recovery.check_sources()
         if self.group is None or self.group.key != key:
             return
-        self.note("aborts what runs in its broken quorum")
+        self.note("aborts the work in its broken quorum")
         # The group tells this to members that wait in the group itself. A member that only lacks a neighbour's answer
         # is not told.
         self.group.abort(self.replica_id)
@@ -214,7 +215,7 @@ class Trainer(Rank):
 
     def reduce(self, part: str, gradient: str) -> Life:
         """Reduce one tensor. Returns: `Reduced`. None: the reduction is lost."""
-        for order in self.tell(on.ReductionAsked()):
+        for order in self.report(on.ReductionAsked()):
             match order:
                 case do.Reduce():
                     return (yield from self._reduce(order, part, gradient))
@@ -229,7 +230,7 @@ class Trainer(Rank):
     def _reduce(self, order: do.Reduce, part: str, gradient: str) -> Life:
         group, given = self.group, gradient if order.gives else None
         if group is None:
-            self.tell(on.ErrorReported(ReplicaLostError("the process group was aborted"), order.name))
+            self.report(on.ErrorReported(ReplicaLostError("the process group was aborted"), order.name))
             return None
         self.num_reductions += 1
         number = self.num_reductions
@@ -240,17 +241,17 @@ class Trainer(Rank):
         result = yield self.within(waiter, self.outside.timeouts.timeout_ms)
         if result is None:
             self.mark("a reduction failed")
-            self.note("sees its reduction fail")
+            self.note("has lost its reduction")
             self.note_unreached(group)
             if self.group is group:
                 self.leave_group()
-            self.tell(on.ErrorReported(ReplicaLostError("a reduction failed"), order.name))
+            self.report(on.ErrorReported(ReplicaLostError("a reduction failed"), order.name))
         return result
 
     def _reduce_alone(self, key: QuorumKey | None, gradient: str) -> Life:
         assert key is not None
         self.num_reductions += 1
-        yield self.sleep(self.outside.spread_ms())
+        yield self.sleep(self.outside.chance.spread_ms())
         result = Reduced(key, self.rank, (self.num_reductions,), (gradient,))
         self.outside.invariants.delivered(self.replica_id, result)
         return result
@@ -267,14 +268,14 @@ class Trainer(Rank):
         """
         if number and self.core.status.is_open:
             yield from self.exchange_now()
-        orders = self.tell(on.EndAsked(number))
+        orders = self.report(on.EndAsked(number))
         if not number:
             yield from self.quorum.wait()
         for result in results:
             if not result.done:
                 self.phase = "reduction"
                 yield result
-        orders = orders or self.tell(on.ReductionsEnded(number))
+        orders = orders or self.report(on.ReductionsEnded(number))
         end = Ending(self, self.speaking, number)
         while True:
             concluded: do.Concluded | None = None
@@ -302,11 +303,11 @@ class Trainer(Rank):
             if concluded is not None:
                 return concluded, end.vote
             assert asks is not None, f"{self.name} does not know what to do after {orders}"
-            orders = self.tell(asks)
+            orders = self.report(asks)
 
     def exchange_now(self, results: Collection[Waiter] = ()) -> Life:
         """Give or take state as soon as the plan is known, as a strategy wants it. `results`: of the reductions."""
-        self.tell(on.StrategyExchanges())
+        self.report(on.StrategyExchanges())
         yield from self.quorum.wait()
         if self.status.speaks_first:
             for result in results:
@@ -314,7 +315,7 @@ class Trainer(Rank):
                     self.phase = "reduction"
                     yield result
             failed = ReplicaLostError("the process group failed") if self.group is None else None
-            for order in self.tell(on.WordAsked(failed)):
+            for order in self.report(on.WordAsked(failed)):
                 assert isinstance(order, do.SendWord)
                 self.speaking.send(order)
         yield from self.recovery.exchange()
@@ -339,7 +340,7 @@ class Trainer(Rank):
         self.phase = "left"
         if not self.core.status.left and self.core.status.wishes:
             self.mark("a rank left between two steps")
-        for effect in self.tell(on.EndingAsked(True, LEAVE_WITHIN_MS)):
+        for effect in self.report(on.EndingAsked(True, LEAVE_WITHIN_MS)):
             match effect:
                 case do.TellLeaving():
                     yield from self.tell_leaving(effect)

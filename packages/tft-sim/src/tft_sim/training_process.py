@@ -14,20 +14,20 @@ from tft_coord.core.suspicion import WAITS_MS
 from tft_coord.core.types import Plan
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
+from tft_sim.intervals import Intervals
 from tft_sim.marks import Marks
 from tft_sim.own_time import OwnTime
 from tft_sim.process import Process, State
-from tft_sim.stretches import Stretches
 from tft_sim.waiting import Life, Waiter
 
-OUTSIDE = ("start", "between steps", "compare")
-OWN = ("forward", "optimizer")
-PHASES = {
-    **dict.fromkeys(OWN, Phase.OWN),
+OUTSIDE_PHASES = ("start", "between steps", "compare")
+OWN_PHASES = ("forward", "optimizer")
+PROGRESS_PHASES = {
+    **dict.fromkeys(OWN_PHASES, Phase.OWN),
     "reduction": Phase.REDUCING,
-    **dict.fromkeys(OUTSIDE, Phase.OUTSIDE),
+    **dict.fromkeys(OUTSIDE_PHASES, Phase.OUTSIDE),
 }
-Hanging = Literal["forward", "optimizer"]  # positions in a step where a trainer can hang
+HangPoint = Literal["forward", "optimizer"]  # positions in a step where a trainer can hang
 
 
 class TrainingProcess(Process):
@@ -46,15 +46,15 @@ class TrainingProcess(Process):
         self._core = core
         self._marks = marks
         self._timeouts = timeouts
-        self.says_long_wait: Callable[[], None] = lambda: None  # sends an extra message to its manager server
+        self.report_long_wait: Callable[[], None] = lambda: None  # sends an extra message to its manager server
         self.phase_since_ms = clock.now_ms
         self.stopped_since_ms = 0  # start of the newest stop
         self.is_seen_running = False  # its kernel sees it running, although it sends nothing
         self.stop_seen_ms = 0, 0  # start and end of the newest stop that its kernel saw
-        self.busy = Stretches()  # busy with its own work in a step that is not excused, or stopped
-        self.reducing = Stretches()  # waiting in one reduction
+        self.busy = Intervals()  # busy with its own work in a step that is not excused, or stopped
+        self.reducing = Intervals()  # waiting in one reduction
         self.own_time = OwnTime()
-        self.will_hang: Hanging | None = None
+        self.will_hang: HangPoint | None = None
         self._hang: Waiter | None = None
         super().__init__(name, clock)
 
@@ -78,38 +78,38 @@ class TrainingProcess(Process):
 
     @phase.setter
     def phase(self, name: str) -> None:
-        if self._phase in (*OWN, "between steps"):
-            self.own_time.passed(self.clock.now_ms - self.phase_since_ms)
+        if self._phase in (*OWN_PHASES, "between steps"):
+            self.own_time.add(self.clock.now_ms - self.phase_since_ms)
         self._phase = name
         self.phase_since_ms = self.clock.now_ms
-        self._note_stretches(anew=True)
+        self._record_intervals(restart=True)
         since_ms = self.clock.now_ms
         if self.progress_phase in (Phase.WAITING, Phase.REDUCING):
-            self.after(WAITS_MS, lambda: self._say_if_waits(since_ms))
+            self.after(WAITS_MS, lambda: self._report_if_waiting(since_ms))
 
-    def moved(self) -> None:
+    def restart_phase(self) -> None:
         """Restart the time of the current phase: the quorum is known now, or there is none, while the training went
         on."""
         self.phase = self._phase
 
-    def _say_if_waits(self, since_ms: int) -> None:
+    def _report_if_waiting(self, since_ms: int) -> None:
         if self.phase_since_ms == since_ms and self.progress_phase in (Phase.WAITING, Phase.REDUCING):
-            self.says_long_wait()
+            self.report_long_wait()
 
-    def _note_stretches(self, *, anew: bool = False) -> None:
+    def _record_intervals(self, *, restart: bool = False) -> None:
         if not self.alive:
             return  # a stopped process whose host is gone stays silent even if resumed
         now_ms, stopped = self.clock.now_ms, self.state is State.STOPPED
-        inside = self._phase not in OUTSIDE
-        self.busy.now((stopped and inside) or (self._phase in OWN and not self.excused), now_ms)
-        self.reducing.now(self._phase == "reduction", now_ms, anew=anew)
+        inside = self._phase not in OUTSIDE_PHASES
+        self.busy.record((stopped and inside) or (self._phase in OWN_PHASES and not self.excused), now_ms)
+        self.reducing.record(self._phase == "reduction", now_ms, restart=restart)
 
     @property
     def progress_phase(self) -> Phase:
         """Return its position in its step, as its beats report it."""
-        if self._phase in OWN and self._core.status.pends:
+        if self._phase in OWN_PHASES and self._core.status.pends:
             return Phase.WAITING
-        return PHASES.get(self._phase, Phase.WAITING)
+        return PROGRESS_PHASES.get(self._phase, Phase.WAITING)
 
     def progress(self) -> Progress:
         """Return what its beats report."""
@@ -141,11 +141,11 @@ class TrainingProcess(Process):
         self.is_seen_running = False
         was_running = self.state is State.RUNNING
         super().stop()
-        self._note_stretches()
+        self._record_intervals()
         if was_running:
             self.stopped_since_ms = self.clock.now_ms
-            if self._phase in (*OWN, "reduction") and not self.excused:
-                self._hangs_now()
+            if self._phase in (*OWN_PHASES, "reduction") and not self.excused:
+                self._hang_began()
 
     def end(self, *, vanish: bool = False) -> None:
         """End, killed or gone with its host. A stop ends with that."""
@@ -158,9 +158,9 @@ class TrainingProcess(Process):
         """Resume with SIGCONT."""
         self._note_stop()
         super().resume()
-        self._note_stretches()
+        self._record_intervals()
 
-    def _hangs_now(self) -> None:
+    def _hang_began(self) -> None:
         raise NotImplementedError
 
     @property
@@ -174,7 +174,7 @@ class TrainingProcess(Process):
         if self._hang is not None:
             self._hang.resolve(None)
 
-    def hang_if_asked(self, where: Hanging) -> Life:
+    def hang_if_asked(self, where: HangPoint) -> Life:
         """Hang there if a script or a fault wants it, in a step that is not excused."""
         if self.will_hang != where or self.excused:
             return
@@ -184,9 +184,9 @@ class TrainingProcess(Process):
         self._marks.hit(f"a trainer hung in its {where}")
         self.note("hangs" if where == "forward" else f"hangs in its {where}")
         self._hang = Waiter()
-        self._hangs_now()
+        self._hang_began()
         yield self._hang
-        self.note("hangs no more")
+        self.note("stops hanging")
 
     def note(self, text: str) -> None:
         """Report an event to the transcript."""

@@ -8,28 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from tft_coord.timeouts import Timeouts
-from tft_sim.clock import VirtualClock
-from tft_sim.config import ClusterConfig
 from tft_sim.lighthouse_process import LighthouseProcess
 from tft_sim.manager_process import Replica
-from tft_sim.marks import Marks
-from tft_sim.network import Network
+from tft_sim.parts import Parts
 
 
-class World(Protocol):
+class World(Parts, Protocol):
     """The cluster, as a watch sees it."""
 
-    @property
-    def clock(self) -> VirtualClock: ...
-    @property
-    def config(self) -> ClusterConfig: ...
-    @property
-    def timeouts(self) -> Timeouts: ...
-    @property
-    def marks(self) -> Marks: ...
-    @property
-    def network(self) -> Network: ...
     @property
     def wall_ms(self) -> int: ...
     @property
@@ -47,4 +33,4 @@ class World(Protocol):
     @property
     def is_foreign(self) -> bool: ...
     @property
-    def decides(self) -> str: ...
+    def deciding(self) -> str: ...

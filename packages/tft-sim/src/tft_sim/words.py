@@ -20,14 +20,12 @@ from tft_sim.links import FAILS_AFTER_MS
 if TYPE_CHECKING:
     from tft_sim.waiting import Waiter
 
-Sum = tuple[int, ...]
-
 
 @dataclass(slots=True)
 class _Word:
-    given: dict[str, Sequence[int]] = field(default_factory=dict)
+    sent: dict[str, Sequence[int]] = field(default_factory=dict)
     waiting: dict[str, Waiter] = field(default_factory=dict)
-    on_its_way: set[str] = field(default_factory=set)
+    in_transit: set[str] = field(default_factory=set)
 
 
 @final
@@ -63,28 +61,28 @@ class ControlWords:
         for over in [each for each, word in self._words.items() if self._is_over(word)]:
             del self._words[over]
         word = self._words.setdefault(step, _Word())
-        word.given[replica_id] = values
+        word.sent[replica_id] = values
         word.waiting[replica_id] = waiter
-        self._look_at(step, word)
+        self._send_sums(step, word)
         for other in self._members:
             if other != replica_id and not self._reaches(replica_id, other):
-                self._clock.after(FAILS_AFTER_MS, partial(self._gives_up, step, replica_id, other))
+                self._clock.after(FAILS_AFTER_MS, partial(self._time_out, step, replica_id, other))
 
     def _is_over(self, word: _Word) -> bool:
-        return len(word.given) == len(self._members) and all(waiter.done for waiter in word.waiting.values())
+        return len(word.sent) == len(self._members) and all(waiter.done for waiter in word.waiting.values())
 
-    def has_passed(self) -> bool:
+    def is_delivered(self) -> bool:
         """Return whether every member that waits for a word has it."""
         return all(waiter.done for word in self._words.values() for waiter in word.waiting.values())
 
-    def look(self, misses: Callable[[str], bool]) -> None:
+    def update(self, misses: Callable[[str], bool]) -> None:
         """Update after a member came, left or can be reached again. `misses`: whether a member sees that another
         left."""
         for step, word in list(self._words.items()):
             for replica_id, waiter in list(word.waiting.items()):
                 if not waiter.done and misses(replica_id):
                     waiter.resolve(None)
-            self._look_at(step, word)
+            self._send_sums(step, word)
 
     def abort(self, replica_id: str) -> None:
         """End the member's own waits."""
@@ -93,18 +91,18 @@ class ControlWords:
             if waiter is not None:
                 waiter.resolve(None)
 
-    def _look_at(self, step: int, word: _Word) -> None:
-        if len(word.given) < len(self._members):
+    def _send_sums(self, step: int, word: _Word) -> None:
+        if len(word.sent) < len(self._members):
             return
-        total = tuple(sum(each) for each in zip(*word.given.values(), strict=True))
+        total = tuple(sum(each) for each in zip(*word.sent.values(), strict=True))
         for replica_id, waiter in word.waiting.items():
-            if waiter.done or replica_id in word.on_its_way:
+            if waiter.done or replica_id in word.in_transit:
                 continue
             if all(self._reaches(replica_id, other) for other in self._members if other != replica_id):
-                word.on_its_way.add(replica_id)
+                word.in_transit.add(replica_id)
                 self._clock.after(self._spread_ms(), partial(waiter.resolve, total))
 
-    def _gives_up(self, step: int, replica_id: str, other: str) -> None:
+    def _time_out(self, step: int, replica_id: str, other: str) -> None:
         word = self._words.get(step)
         waiter = word.waiting.get(replica_id) if word is not None else None
         if waiter is not None and not waiter.done and self._fails(replica_id, other):

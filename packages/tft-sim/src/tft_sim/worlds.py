@@ -10,7 +10,7 @@ Law of this file: worlds only. Nothing is random, and only events change a world
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tft_coord.core import effects, events
@@ -19,19 +19,11 @@ from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.replica_group import ReplicaGroupCore
-from tft_coord.core.types import (
-    Hello,
-    LossNotice,
-    Member,
-    Purpose,
-    Quorum,
-    QuorumKey,
-    RankRequest,
-    Refusal,
-)
+from tft_coord.core.types import Hello, LossNotice, Member, Purpose, Quorum, QuorumKey, RankRequest, Refusal
 from tft_coord.testing import frozen
 from tft_coord.timeouts import Timeouts
-from tft_sim.invariants import Attendance, Attendances, InvariantError, Invariants
+from tft_sim.invariants import InvariantError, Invariants
+from tft_sim.liveness_truth import LivenessTruth, LivenessTruths
 
 JOB = "job"
 TIMEOUTS = Timeouts(
@@ -70,7 +62,7 @@ class _Replica:
     left: bool = False
     hangs: bool = False
     hung_ms: int = 0  # time since which nothing forbids its loss for the hang
-    told_busy: bool = False  # its newest beat reported the hang
+    reported_busy: bool = False  # its newest beat reported the hang
     held_back: bool = False  # it was lost for the hang, and opens no newer session
     refused: bool = False
     request: int | None = None
@@ -103,16 +95,16 @@ class LighthouseWorld:
         self._broken: set[tuple[QuorumKey, str]] = set()
         self._lost_by_hang_ms = -TIMEOUTS.heartbeat_timeout_ms
         self._new_lighthouse()
-        self._pass(2)
+        self._run_ticks(2)
         trained = {"fresh": "", "trained": names, "joining": names[:-1], "restarted": names}[start]
         for name in trained:
             self._replicas[name].ready = True  # otherwise the first to ask would train before the others come
-            self._say_hello(self._replicas[name])
+            self._connect(self._replicas[name])
         for _ in range(2):
             for name in trained:
                 self._ask(self._replicas[name])
         if start == "joining":
-            self._say_hello(self._replicas[names[-1]])
+            self._connect(self._replicas[names[-1]])
             self._ask(self._replicas[names[-1]])
         if start == "restarted":
             self._restart()
@@ -148,51 +140,51 @@ class LighthouseWorld:
         replica = self._replicas.get(name)
         match what:
             case "grace":
-                self._pass(2)
+                self._run_ticks(2)
             case "join":
-                self._pass(TIMEOUTS.join_timeout_ms // TIMEOUTS.quorum_tick_ms)
+                self._run_ticks(TIMEOUTS.join_timeout_ms // TIMEOUTS.quorum_tick_ms)
             case "restart":
                 self._restart()
             case _:
                 assert replica is not None, f"nobody of that name: {choice}"
-                self._of_replica(what, replica)
-        self._look()
+                self._replica_event(what, replica)
+        self._check()
 
-    def _of_replica(self, what: str, replica: _Replica) -> None:
+    def _replica_event(self, what: str, replica: _Replica) -> None:
         match what:
             case "hello":
-                self._say_hello(replica)
+                self._connect(replica)
             case "ask":
                 self._ask(replica)
             case "withdraw":
                 assert replica.request is not None
                 request, replica.request = replica.request, None
-                self._give(events.RequestWithdrawn(self._stream(replica), request))
+                self._send(events.RequestWithdrawn(self._stream(replica), request))
             case "break":
                 self._close(replica)
             case "die":
                 replica.dead = True
-                self._give(events.DeathReported(self._stream(replica), "rank 0 ended"))
+                self._send(events.DeathReported(self._stream(replica), "rank 0 ended"))
             case "deafen":
                 replica.deaf = True
             case "leave":
                 replica.left, replica.request = True, None
                 if replica.welcomed:
-                    self._say_that_it_has_left(replica)
+                    self._send_leave(replica)
             case "hang":  # for the maximum duration of a step, while all else stands still
                 replica.hangs, replica.hung_ms = True, self._now_ms
-                self._pass(2)
+                self._run_ticks(2)
             case "wake":
                 self._wake(replica)
             case "silence":
-                self._pass(TIMEOUTS.heartbeat_timeout_ms // TIMEOUTS.quorum_tick_ms, silent=replica.name)
-                self._look_anew_who_hangs()
+                self._run_ticks(TIMEOUTS.heartbeat_timeout_ms // TIMEOUTS.quorum_tick_ms, silent=replica.name)
+                self._restart_hang_times()
             case "echo":  # the last messages of the stream before the newest one arrive now
                 older = 100 * replica.number + replica.num_streams - 1
                 member = self._member(replica)
-                self._give(events.QuorumRequested(older, replica.num_requests + 1, member, replica.held))
-                self._give(events.DeathReported(older, "an echo"))
-                self._give(events.StreamClosed(older))
+                self._send(events.QuorumRequested(older, replica.num_requests + 1, member, replica.held))
+                self._send(events.DeathReported(older, "an echo"))
+                self._send(events.StreamClosed(older))
             case _:
                 raise AssertionError(f"no such event: {what}")
 
@@ -201,8 +193,8 @@ class LighthouseWorld:
 
     def calm_down(self) -> None:
         """Let all live replicas come back and ask repeatedly. Soon they must be in one quorum, and in one state."""
-        living = [each for each in self._replicas.values() if not (each.dead or each.refused or each.left)]
-        names = tuple(replica.name for replica in living)
+        alive = [each for each in self._replicas.values() if not (each.dead or each.refused or each.left)]
+        names = tuple(replica.name for replica in alive)
         if len(names) < self._config.min_replicas:
             return
         for replica in self._replicas.values():  # remains of dead replicas end, and deaf streams are noticed
@@ -212,21 +204,21 @@ class LighthouseWorld:
                 self._wake(replica)
         num_ticks = (2 * TIMEOUTS.heartbeat_timeout_ms + TIMEOUTS.join_timeout_ms) // TIMEOUTS.quorum_tick_ms + 2
         for _ in range(num_ticks):
-            for replica in living:
+            for replica in alive:
                 if replica.stream is None:
-                    self._say_hello(replica)
+                    self._connect(replica)
                 if replica.request is None and not replica.refused:
                     self._ask(replica)
-            self._pass(1)
-            self._look()
+            self._run_ticks(1)
+            self._check()
             newest = self._core.quorum(JOB)
-            one_state = len({(replica.step, replica.lineage) for replica in living}) == 1
+            one_state = len({(replica.step, replica.lineage) for replica in alive}) == 1
             together = newest is not None and newest.replica_ids == names
-            if together and one_state and {replica.held for replica in living} == {newest.key if newest else None}:
+            if together and one_state and {replica.held for replica in alive} == {newest.key if newest else None}:
                 return
         newest = self._core.quorum(JOB)
         shown = newest.replica_ids if newest is not None else "none"
-        raise InvariantError("I6", f"{names} live, and the quorum is {shown}: {self._core.waiting_for(JOB)}")
+        raise InvariantError("I6", f"{names} are alive, and the quorum is {shown}: {self._core.waiting_for(JOB)}")
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -239,12 +231,12 @@ class LighthouseWorld:
             nonces=self._nonce,
             now_ms=self._now_ms,
         )
-        self._born_ms = self._now_ms
-        self._attendances = Attendances(self._new_attendance)
+        self._life_began_ms = self._now_ms
+        self._liveness = LivenessTruths(self._new_liveness)
         self._broken.clear()
 
-    def _new_attendance(self) -> Attendance:
-        return Attendance(self._config.min_replicas, on_broken=self._note_broken, timeouts=TIMEOUTS)
+    def _new_liveness(self) -> LivenessTruth:
+        return LivenessTruth(self._config.min_replicas, on_broken=self._note_broken, timeouts=TIMEOUTS)
 
     def _note_broken(self, key: QuorumKey, who: str) -> None:
         self._broken.add((key, who))
@@ -259,44 +251,44 @@ class LighthouseWorld:
         for replica in self._replicas.values():
             replica.stream, replica.welcomed, replica.deaf = None, False, False
 
-    def _pass(self, num_ticks: int, *, silent: str = "") -> None:
+    def _run_ticks(self, num_ticks: int, *, silent: str = "") -> None:
         for _ in range(num_ticks):
             self._now_ms += TIMEOUTS.quorum_tick_ms
             self._perform(self._core.tick(self._now_ms, WALL_MS + self._now_ms))
             for replica in self._replicas.values():
                 if replica.stream is not None and replica.welcomed and replica.name != silent:
                     progress = BUSY_FOR_LONG if replica.hangs else None
-                    replica.told_busy = replica.hangs
-                    self._give(events.BeatReceived(replica.stream, progress=progress))
+                    replica.reported_busy = replica.hangs
+                    self._send(events.BeatReceived(replica.stream, progress=progress))
             waits = self._core.waiting_for(JOB)
-            starts = self._now_ms - self._born_ms < TIMEOUTS.reconnect_grace_ms
+            starts = self._now_ms - self._life_began_ms < TIMEOUTS.reconnect_grace_ms
             if not starts and not waits.startswith("the members of quorum"):
-                self._attendances.of(JOB).nobody_else_is_waited_for(waits, self._now_ms)
+                self._liveness.of(JOB).check_wait(waits, self._now_ms)
 
     def _stream(self, replica: _Replica) -> int:
         assert replica.stream is not None
         return replica.stream
 
-    def _say_hello(self, replica: _Replica) -> None:
+    def _connect(self, replica: _Replica) -> None:
         """Say hello on a new stream. The lighthouse may not have noticed that the older one is gone."""
         replica.num_streams += 1
         replica.stream = 100 * replica.number + replica.num_streams
         replica.deaf = False
-        self._hello(replica)
+        self._send_hello(replica)
 
-    def _hello(self, replica: _Replica) -> None:
+    def _send_hello(self, replica: _Replica) -> None:
         replica.welcomed = False
         address, held, left = f"{replica.name}:1", replica.held, replica.left
         hello = Hello(JOB, replica.name, replica.session, address, ready=replica.ready, held=held, left=left)
-        self._give(events.HelloReceived(self._stream(replica), hello))
+        self._send(events.HelloReceived(self._stream(replica), hello))
 
     def _close(self, replica: _Replica) -> None:
         stream, replica.stream = self._stream(replica), None
         replica.welcomed, replica.deaf = False, False
-        self._give(events.StreamClosed(stream))
+        self._send(events.StreamClosed(stream))
 
-    def _say_that_it_has_left(self, replica: _Replica) -> None:
-        self._give(events.LeaveReceived(self._stream(replica), "it was told to", serve_ms=10_000))
+    def _send_leave(self, replica: _Replica) -> None:
+        self._send(events.LeaveReceived(self._stream(replica), "it was told to", serve_ms=10_000))
 
     def _wake(self, replica: _Replica) -> None:
         """End a hang. A replica that was lost meanwhile opens a newer session."""
@@ -308,7 +300,7 @@ class LighthouseWorld:
         replica.session += 1
         replica.held_back = False
         if replica.stream is not None:
-            self._hello(replica)
+            self._send_hello(replica)
 
     def _member(self, replica: _Replica) -> Member:
         return Member(
@@ -326,27 +318,27 @@ class LighthouseWorld:
         replica.num_requests += 1
         replica.request = replica.num_requests
         if replica.welcomed:
-            self._say_request(replica)
+            self._send_request(replica)
 
-    def _say_request(self, replica: _Replica) -> None:
+    def _send_request(self, replica: _Replica) -> None:
         assert replica.request is not None
         member = self._member(replica)
-        replica.told_busy = False
-        self._give(events.QuorumRequested(self._stream(replica), replica.request, member, replica.held))
+        replica.reported_busy = False
+        self._send(events.QuorumRequested(self._stream(replica), replica.request, member, replica.held))
 
-    def _give(self, event: events.LighthouseEvent) -> None:
-        self._attendances.heard(event, self._now_ms)
+    def _send(self, event: events.LighthouseEvent) -> None:
+        self._liveness.heard(event, self._now_ms)
         self._perform(self._core.handle(event, self._now_ms, WALL_MS + self._now_ms))
 
     def _perform(self, orders: list[effects.LighthouseEffect]) -> None:
         """Deliver all effects at once, in order. Answers to them come after all of them."""
         for order in orders:
-            self._attendances.decided(order, self._now_ms)
+            self._liveness.decided(order, self._now_ms)
         for order in orders:
             match order:
                 case effects.QuorumFormed():
                     self._invariants.formed(order.quorum)
-                    self._look_anew_who_hangs()
+                    self._restart_hang_times()
                 case effects.ReplicaLost():
                     self._lost(order)
                 case effects.ReplicaLeft() | effects.JobEnded() | effects.Warned() | effects.TellWait():
@@ -360,8 +352,8 @@ class LighthouseWorld:
         if not order.reason.startswith("its trainer hangs"):
             return
         self._lost_by_hang_ms = self._now_ms
-        if not self._replicas[order.replica_id].told_busy:
-            raise InvariantError("H1", f"{order.replica_id} is lost by a hang, and does not")
+        if not self._replicas[order.replica_id].reported_busy:
+            raise InvariantError("H1", f"{order.replica_id} is lost for a hang, and did not report one")
 
     def _hear(self, order: Any) -> None:
         replica = next((each for each in self._replicas.values() if each.stream == order.stream), None)
@@ -370,16 +362,16 @@ class LighthouseWorld:
         if isinstance(order, effects.AnswerQuorum):
             self._invariants.answered(replica.name, order.quorum)
         if isinstance(order, effects.Welcome):
-            self._look_anew_who_hangs()  # the replica has come, whether it hears of that or not
+            self._restart_hang_times()  # the replica has come, whether it hears of that or not
         if replica.deaf:
             return
         match order:
             case effects.Welcome():
                 replica.welcomed, replica.held_back = True, False
                 if replica.left:
-                    self._say_that_it_has_left(replica)
+                    self._send_leave(replica)
                 if replica.request is not None:
-                    self._say_request(replica)
+                    self._send_request(replica)
             case effects.TellLost():
                 if order.session == replica.session and not replica.hangs:
                     self._open_newer(replica)
@@ -388,14 +380,14 @@ class LighthouseWorld:
             case effects.RefuseSession():
                 replica.refused = order.refusal is Refusal.DEAD
                 if not replica.dead and not replica.refused:
-                    raise InvariantError("I9", f"{replica.name} lives and is refused: {order.message}")
+                    raise InvariantError("I9", f"{replica.name} is alive and is refused: {order.message}")
                 self._close(replica)
             case effects.RefuseRequest():
                 if order.request == replica.request:
                     replica.request = None
             case effects.AskForQuorum():
                 held = replica.quorum if replica.quorum is not None and replica.quorum.key == order.key else None
-                self._give(events.QuorumReported(order.stream, held))
+                self._send(events.QuorumReported(order.stream, held))
             case effects.NotifyLoss():
                 replica.notices.add((order.notice.key, order.notice.replica_id))
             case effects.AnswerQuorum():
@@ -404,22 +396,14 @@ class LighthouseWorld:
             case effects.AnswerUnchanged():
                 if order.request == replica.request:
                     if replica.quorum is None or replica.quorum.key != order.key:
-                        raise InvariantError("I2", f"{replica.name} is told that {order.key} stands, and lacks it")
+                        raise InvariantError("I2", f"{replica.name} receives 'unchanged' for {order.key}, and lacks it")
                     self._commit(replica, Quorum(order.key, tuple(self._as_own(replica, replica.quorum))))
 
     def _as_own(self, replica: _Replica, quorum: Quorum) -> list[Member]:
         """Return the members of an unchanged quorum: every member is where the asker is."""
-        own = self._member(replica)
+        own = replace(self._member(replica), live=True, needs_configure=False)
         return [
-            Member(
-                each.replica_id,
-                session=each.session,
-                address=each.address,
-                step=own.step,
-                lineage=own.lineage,
-                live=True,
-                init_sync=False,
-            )
+            replace(own, replica_id=each.replica_id, session=each.session, address=each.address)
             for each in quorum.members
         ]
 
@@ -432,32 +416,32 @@ class LighthouseWorld:
         replica.lineage = fold_lineage(common.lineage, quorum.key, replica.step)
         replica.notices = {(key, who) for key, who in replica.notices if key >= quorum.key}
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Check that reachable holders of a broken quorum were told, and that hanging replicas are lost."""
         for replica in self._replicas.values():
-            self._look_if_hung(replica)
+            self._check_hang(replica)
         for key, who in self._broken:
             for replica in self._replicas.values():
                 reached = replica.welcomed and not replica.deaf and not replica.dead and replica.name != who
                 if reached and replica.held == key and not any(key == broken for broken, _ in replica.notices):
-                    raise InvariantError("P3", f"{replica.name} holds {key}, which {who} has left, and was not told")
+                    raise InvariantError("P3", f"{replica.name} holds {key}, which {who} left, and got no loss notice")
 
-    def _look_anew_who_hangs(self) -> None:
+    def _restart_hang_times(self) -> None:
         """Restart the hang times: a replica came, or there is a new quorum, so no replica is the spared last holder
         now."""
         for replica in self._replicas.values():
             replica.hung_ms = self._now_ms if replica.hangs else 0
 
-    def _look_if_hung(self, replica: _Replica) -> None:
+    def _check_hang(self, replica: _Replica) -> None:
         """Check that a hanging replica is lost. Only one at a time is lost, and never the last holder of the state."""
         if not replica.hangs or not replica.welcomed or replica.deaf or replica.dead:
             return
-        attendance = self._attendances.of(JOB)
-        if not attendance.lives(replica.name) or attendance.is_last_holder(replica.name):
+        liveness = self._liveness.of(JOB)
+        if not liveness.is_alive(replica.name) or liveness.is_last_holder(replica.name):
             return
         since_ms = max(replica.hung_ms, self._lost_by_hang_ms + TIMEOUTS.heartbeat_timeout_ms)
         if self._now_ms - since_ms >= 2 * TIMEOUTS.quorum_tick_ms:  # a beat has reported it, and a tick has come since
-            raise InvariantError("H2", f"{replica.name} hangs since {since_ms} ms, within reach, and is not lost")
+            raise InvariantError("H2", f"{replica.name} hangs since {since_ms} ms, is reachable, and is not lost")
 
 
 # --- the group --------------------------------------------------------------------------------------------------------
@@ -484,7 +468,7 @@ class GroupWorld:
         self._planned: set[int] = set()  # ranks that have a plan and have not asked for the next
         self._dead: set[int] = set()
         for rank in (0, 1):
-            self._give(events.RankConnected(rank, self._streams[rank], session=1))
+            self._send(events.RankConnected(rank, self._streams[rank], session=1))
 
     def choices(self) -> Sequence[str]:
         found = []
@@ -503,59 +487,59 @@ class GroupWorld:
     def happen(self, choice: str) -> None:
         what, _, rank = choice.partition(" ")
         if rank:
-            self._of_rank(what, int(rank))
+            self._rank_event(what, int(rank))
             return
         match what:
             case "quorum":
                 self._id += 1
                 member = Member("a", address="a:1", step=3, lineage=1, world_size=2, init_sync=False)
                 self._key = QuorumKey(self._id, 1)
-                self._give(events.QuorumArrived(self._taken(), Quorum(self._key, (member,))))
+                self._send(events.QuorumArrived(self._take_request(), Quorum(self._key, (member,))))
             case "unchanged":
-                self._give(events.UnchangedArrived(self._taken(), QuorumKey(self._id, 1)))
+                self._send(events.UnchangedArrived(self._take_request(), QuorumKey(self._id, 1)))
             case "refuse":
-                self._give(events.RequestRefused(self._taken(), "lost", "it was lost"))
+                self._send(events.RequestRefused(self._take_request(), "lost", "it was lost"))
             case "notice":
-                self._give(events.LossNoticed(LossNotice(QuorumKey(self._id + 1, 1), "b", 1, "gone")))
+                self._send(events.LossNoticed(LossNotice(QuorumKey(self._id + 1, 1), "b", 1, "gone")))
             case "grace" | "deadline":
                 self._now_ms += self._timeouts.reconnect_grace_ms if what == "grace" else 5_000
                 self._perform(self._core.tick(self._now_ms))
             case _:
                 raise AssertionError(f"no such event: {choice}")
 
-    def _taken(self) -> int:
+    def _take_request(self) -> int:
         assert self._request is not None
         request, self._request = self._request, None
         return request
 
-    def _of_rank(self, what: str, rank: int) -> None:
+    def _rank_event(self, what: str, rank: int) -> None:
         match what:
             case "ask":
                 self._planned.discard(rank)
                 call = self._call(rank, "quorum")
                 request = RankRequest(step=3, lineage=1, held=self._key)
-                self._give(events.RankAsked(rank, call, request, self._now_ms + 5_000))
+                self._send(events.RankAsked(rank, call, request, self._now_ms + 5_000))
             case "yes" | "no":
                 known = self._votes.setdefault(self._key, {})
                 known.setdefault(rank, what == "yes")
                 call = self._call(rank, "vote")
                 deadline_ms = self._now_ms + 5_000
                 vote = events.RankVoted(rank, call, self._key, 3, Purpose.COMMIT, what == "yes", deadline_ms)
-                self._give(vote)
+                self._send(vote)
             case "die":
                 self._dead.add(rank)
                 self._streams.pop(rank, None)
-                self._give(events.RankDied(rank, "killed"))
+                self._send(events.RankDied(rank, "killed"))
             case "break":
-                self._give(events.RankDisconnected(rank, self._streams.pop(rank)))
+                self._send(events.RankDisconnected(rank, self._streams.pop(rank)))
             case "connect":
                 self._num_streams += 1
                 self._streams[rank] = self._num_streams
-                self._give(events.RankConnected(rank, self._num_streams, session=1))
+                self._send(events.RankConnected(rank, self._num_streams, session=1))
             case "withdraw":
                 for call in [call for call, (whose, *_) in self._open.items() if whose == rank]:
                     del self._open[call]
-                    self._give(events.RankWithdrew(rank, call))
+                    self._send(events.RankWithdrew(rank, call))
 
     def _call(self, rank: int, what: str) -> int:
         self._calls += 1
@@ -574,12 +558,12 @@ class GroupWorld:
         self._perform(self._core.tick(self._now_ms))
         waiting = [what for _, what, _ in self._open.values()]
         if waiting:
-            raise InvariantError("I5", f"calls are never answered: {waiting}")
+            raise InvariantError("I5", f"calls have no answer after every deadline: {waiting}")
         due_ms = self._core.next_deadline_ms()
         if due_ms is not None:
-            raise InvariantError("I5", f"nobody waits, and there is a deadline at {due_ms}, now {self._now_ms}")
+            raise InvariantError("I5", f"no call is open at {self._now_ms} ms, and a deadline is set for {due_ms} ms")
 
-    def _give(self, event: events.GroupEvent) -> None:
+    def _send(self, event: events.GroupEvent) -> None:
         self._perform(self._core.handle(event, self._now_ms))
 
     def _perform(self, orders: list[effects.GroupEffect]) -> None:
@@ -588,7 +572,7 @@ class GroupWorld:
                 case effects.AskLighthouse():
                     asking = {rank for rank, what, _ in self._open.values() if what == "quorum"}
                     if asking != {0, 1} or self._core.lost is not None:
-                        raise InvariantError("I2", f"the group asks, and of its ranks {asking} do")
+                        raise InvariantError("I2", f"the group asks for a quorum, and only ranks {asking} have asked")
                     self._request = order.request
                 case effects.WithdrawFromLighthouse():
                     self._request = None
@@ -606,12 +590,12 @@ class GroupWorld:
         """Check that a call is answered once, to its own rank, unless it was withdrawn. Returns: its quorum."""
         whose, _, key = self._open.pop(call, (None, "", None))
         if whose != rank:
-            raise InvariantError("I5", f"call {call} of {whose} is answered to rank {rank}")
+            raise InvariantError("I5", f"the answer to call {call} of rank {whose} went to rank {rank}")
         return key
 
     def _decided(self, key: QuorumKey | None, verdict: bool) -> None:
         votes = self._votes.get(key, {})
         if verdict and not (len(votes) == 2 and all(votes.values())):
-            raise InvariantError("I5", f"a yes of votes {votes} in {key}")
+            raise InvariantError("I5", f"the verdict is yes with votes {votes} in {key}")
         if self._verdicts.setdefault(key, verdict) != verdict:
-            raise InvariantError("I5", f"both verdicts in {key}")
+            raise InvariantError("I5", f"a rank received both yes and no in {key}")

@@ -19,7 +19,7 @@ JOB = "TFT_JOB_ID"
 DEFAULT_JOB = "default"
 
 
-def in_our_words(error: CoordinationError) -> str:
+def message_for_cli(error: CoordinationError) -> str:
     """Return the message of an error, with this command's --timeout in place of the client's connect_timeout."""
     return str(error).replace("(connect_timeout)", "(--timeout)")
 
@@ -41,14 +41,14 @@ def drain(
     Raises: ConfigError: no lighthouse is known, or all refused.
     """
     if not replica.strip() or not replica.isprintable():
-        raise ConfigError(f"{replica!r} names no replica; give the id of one, or the name in it")
-    said = lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
-    if not said:
+        raise ConfigError(f"{replica!r} is not a replica id; give the id or the name of a replica")
+    addresses_text = lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
+    if not addresses_text:
         raise ConfigError(f"no lighthouse is known; give --lighthouse, or set {LIGHTHOUSE[0]}")
     job = job or environ.get(JOB) or DEFAULT_JOB
-    refused: list[str] = []
+    failures: list[str] = []
     try:
-        addresses, token = targets(said), read_token(environ)
+        addresses, token = targets(addresses_text), read_token(environ)
     except CoordinationConfigError as error:
         raise ConfigError(f"{replica} was not asked to leave: {error}") from error
     for address in addresses:
@@ -56,7 +56,7 @@ def drain(
             with LighthouseClient(address, timeout, token=token, waits=False) as client:
                 client.drain(job, replica, timeout, reason=reason)
         except CoordinationError as error:
-            refused.append(in_our_words(error))
+            failures.append(message_for_cli(error))
         else:
-            return f"{replica} of job {job} was asked to leave; it does after its running step"
-    raise ConfigError(f"{replica} was not asked to leave: {'; '.join(refused)}")
+            return f"asked {replica} of job {job} to leave after its running step"
+    raise ConfigError(f"{replica} was not asked to leave: {'; '.join(failures)}")

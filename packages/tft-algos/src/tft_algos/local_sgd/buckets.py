@@ -38,7 +38,7 @@ def bucket_bytes(use_bucketization: bool | None, bucket_cap_mb: float | None, en
     """
     cap = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     if isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < 2**33:
-        raise ConfigError(f"bucket_cap_mb is {bucket_cap_mb!r}; give MiB a bucket, above zero")
+        raise ConfigError(f"bucket_cap_mb is {bucket_cap_mb!r}; give the size of a bucket in MiB, above zero")
     uses = use_bucketization
     if uses is None:
         name = next((name for name in _VARIABLES if environ.get(name)), None)

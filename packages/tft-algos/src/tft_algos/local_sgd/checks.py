@@ -53,7 +53,7 @@ def check_device(backup_device: torch.device | str | int | None) -> torch.device
     except Exception as error:  # torch has a different exception for each reason
         raise ConfigError(f"backup_device is {backup_device!r}; give a device of this process, as 'cpu'") from error
     if device.type == "meta":
-        raise ConfigError("backup_device is meta, where nothing is kept; give 'cpu', or leave it out")
+        raise ConfigError("backup_device is meta, which stores no data; give 'cpu', or leave it out")
     return device
 
 
@@ -69,8 +69,8 @@ def check_inner_optimizer(
         raise ConfigError(f"the inner optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if isinstance(optimizer, Optimizer) and optimizer.manager is manager:
         raise ConfigError(
-            "the inner optimizer is an Optimizer on the same Manager, so each of its steps would be voted on as a sync "
-            "is; give the optimizer that it wraps, or wrap it with another Manager"
+            "the inner optimizer is an Optimizer on the same Manager, so each inner step would need a vote; give the "
+            "optimizer that it wraps, or wrap it with another Manager"
         )
     known = {parameter for fragment in fragments for parameter in fragment.values()}
     if strangers := _num_strangers(optimizer, known):
@@ -98,14 +98,14 @@ def check_still_synchronized(
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter not in synchronized:
                 raise ConfigError(
-                    f"{name} is trained, and was frozen or not there when this strategy was made, so it is not "
-                    "synchronized; unfreeze all that will be trained before, or go on with a new Manager and strategy"
+                    f"{name} is trained but not synchronized, because it was frozen or missing when this strategy was "
+                    "made; unfreeze it before making the strategy, or continue with a new Manager and strategy"
                 )
     known = {parameter for module in modules for parameter in module.parameters()}
     if strangers := _num_strangers(optimizer, known):
         raise ConfigError(
             f"the inner optimizer was given {strangers} parameters that are in none of the synchronized modules, so "
-            "replicas would drift apart in them; go on with a new Manager and strategy that know them"
+            "replicas would drift apart in them; continue with a new Manager and strategy for all of these modules"
         )
 
 
@@ -139,7 +139,7 @@ def check_outer_optimizers(
             )
         if optimizer in (inner, inner.optim if isinstance(inner, Optimizer) else None):
             raise ConfigError(
-                "an outer optimizer is the inner one, whose steps would be those of both; make another, as "
+                "an outer optimizer is also the inner optimizer; make another one, for example "
                 "torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)"
             )
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -153,6 +153,6 @@ def check_outer_optimizers(
         if lacking:
             raise ConfigError(
                 f"the outer optimizer of fragment {index} lacks {len(lacking)} of its parameters, such as "
-                f"{lacking[0]}, which would never learn; give it all that the fragment trains"
+                f"{lacking[0]}, which would never be updated; give it all parameters that the fragment trains"
             )
     return optimizers

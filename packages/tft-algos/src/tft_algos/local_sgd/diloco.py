@@ -101,10 +101,7 @@ class DiLoCo:
     ) -> None:
         check_manager(manager)
         if should_quantize:
-            raise UnsupportedFeatureError(
-                "quantized reductions do not exist here, and nothing is sent unquantized in their place; leave "
-                "should_quantize out"
-            )
+            raise UnsupportedFeatureError("quantized reductions are not supported; leave should_quantize out")
         modules = check_modules(model_fragments)
         parameters = parameters_of(modules)
         check_inner_optimizer(inner_optimizer, manager, parameters)
@@ -201,8 +198,8 @@ class OuterOptimizerStep(OuterUpdate):
     def check_state(self, index: int, state: Mapping[str, Any]) -> None:
         if ("outer_optimizer" in state) != (index < len(self._optimizers)):
             raise UserStateError(
-                "the state has an outer optimizer for each fragment where here is one for all, or the other way "
-                "round; give as many on every replica"
+                "the state and this replica differ in their outer optimizers (one for each fragment, or one for all); "
+                "give the same number on every replica"
             )
         if "outer_optimizer" in state:
             _check_outer_state(self._optimizers[index], state["outer_optimizer"])

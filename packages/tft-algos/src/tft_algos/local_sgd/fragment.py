@@ -16,10 +16,10 @@ from typing import final
 
 import torch
 
-from tft_algos.dtensors import is_dtensor, made_of
+from tft_algos.dtensors import dtensor_of, is_dtensor
 from tft_algos.errors import ConfigError, UserStateError
 from tft_algos.local_sgd.buckets import FlatBuffers, SharedBuffer
-from tft_algos.local_sgd.island import Island
+from tft_algos.local_sgd.rank0_sync import Rank0Sync
 from tft_algos.manager.quorum.fingerprint import uncompiled
 
 
@@ -36,7 +36,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Rooms:
+class FragmentBuffers:
     """Memory shared by fragments that are not in flight together.
 
     Args:
@@ -63,8 +63,8 @@ class Fragment:
         reduces_on_cpu: reduce on the CPU.
         cap_bytes: maximum size of one reduction. None: one reduction for each tensor.
         keeps_local: have memory for a copy of the live parameters, see `keep_local`.
-        rooms: memory of the buffers that only a sync in flight uses. None: the fragment's own.
-        island: the island whose rank 0 reduces for all its ranks. None: each rank reduces its own part.
+        buffers: memory of the buffers that only a sync in flight uses. None: the fragment's own.
+        rank0_sync: the island whose rank 0 reduces for all its ranks. None: each rank reduces its own part.
     Raises: ConfigError: there is nothing to synchronize, or a parameter has no memory yet.
     """
 
@@ -78,8 +78,8 @@ class Fragment:
         reduces_on_cpu: bool = False,
         cap_bytes: int | None = None,
         keeps_local: bool = False,
-        rooms: Rooms | None = None,
-        island: Island | None = None,
+        buffers: FragmentBuffers | None = None,
+        rank0_sync: Rank0Sync | None = None,
     ) -> None:
         for name, parameter in parameters.items():
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter) or parameter.is_meta:
@@ -88,28 +88,28 @@ class Fragment:
         self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
         self.parameters = [parameters[name] for name in self._names]
         if not self.parameters:
-            raise ConfigError(f"{what} has no parameters of its own that are trained; leave it out")
+            raise ConfigError(f"{what} has no trainable parameters of its own; leave it out")
         self._what = what
         local = self.local()
         on_cpu = torch.device("cpu") if reduces_on_cpu else None
         self._global = FlatBuffers(local, device=backup_device, pin_memory=pin_memory)
-        self._island = island
+        self._rank0_sync = rank0_sync
         self._whole: FlatBuffers | None = None  # the memory that rank 0 of an island reduces
-        rooms = rooms or Rooms()
+        buffers = buffers or FragmentBuffers()
         self._cap_bytes = cap_bytes
-        if island is not None:
-            self._sent = FlatBuffers(local, room=rooms.sent)
-            if island.is_first:
-                self._whole = FlatBuffers(self.parameters, device=on_cpu, pin_memory=pin_memory, room=rooms.whole)
+        if rank0_sync is not None:
+            self._sent = FlatBuffers(local, room=buffers.sent)
+            if rank0_sync.is_first:
+                self._whole = FlatBuffers(self.parameters, device=on_cpu, pin_memory=pin_memory, room=buffers.whole)
         else:
-            self._sent = FlatBuffers(local, device=on_cpu, pin_memory=pin_memory, room=rooms.sent)
-        self._kept = FlatBuffers(local, room=rooms.kept) if keeps_local else None
+            self._sent = FlatBuffers(local, device=on_cpu, pin_memory=pin_memory, room=buffers.sent)
+        self._kept = FlatBuffers(local, room=buffers.kept) if keeps_local else None
         self.save()
 
     @functools.cached_property
     def slices(self) -> list[torch.Tensor]:
         """Return the slices for one reduction each. Empty: another rank reduces for this one."""
-        if self._island is None:
+        if self._rank0_sync is None:
             return self._sent.slices(self._cap_bytes)
         return self._whole.slices(self._cap_bytes) if self._whole is not None else []
 
@@ -127,7 +127,7 @@ class Fragment:
                 now, then = (f"{one.dtype} of shape {tuple(one.shape)}" for one in (own, whole))
                 raise ConfigError(
                     f"{name} of {self._what} is {now}, and was {then} when this strategy was made; convert the model "
-                    "before"
+                    "before making the strategy"
                 )
 
     @property
@@ -164,13 +164,13 @@ class Fragment:
     @torch.no_grad()
     def give(self) -> None:
         """Hand over what `sent` holds. On an island every rank calls this, so that rank 0 reduces everything."""
-        if self._island is not None:
-            self._island.gather(self._sharded_as_sent(), self._whole.views if self._whole is not None else None)
+        if self._rank0_sync is not None:
+            self._rank0_sync.gather(self._sharded_as_sent(), self._whole.views if self._whole is not None else None)
 
     def take_result(self) -> None:
         """Fill `sent` with the result. On an island every rank calls this to get its part from rank 0."""
-        if self._island is not None:
-            self._island.scatter(self._whole.views if self._whole is not None else None, self._sharded_as_sent())
+        if self._rank0_sync is not None:
+            self._rank0_sync.scatter(self._whole.views if self._whole is not None else None, self._sharded_as_sent())
 
     def _sharded_as_sent(self) -> list[torch.Tensor]:
         """Return `sent`, with DTensors for parameters that are DTensors."""
@@ -270,7 +270,7 @@ class Fragment:
 
 def _like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return this rank's part as a tensor that is sharded as `parameter` is."""
-    return made_of(part, parameter) if is_dtensor(parameter) else part
+    return dtensor_of(part, parameter) if is_dtensor(parameter) else part
 
 
 def parameters_of(fragments: Sequence[torch.nn.Module]) -> list[dict[str, torch.nn.Parameter]]:

@@ -16,9 +16,9 @@ import torch
 from tft_algos.errors import ConfigError, UserStateError
 from tft_algos.local_sgd.buckets import bucket_bytes
 from tft_algos.local_sgd.checks import check_device, check_flags, check_inner_optimizer, check_manager
-from tft_algos.local_sgd.fragment import Fragment, Rooms, parameters_of
-from tft_algos.local_sgd.island import island_of
+from tft_algos.local_sgd.fragment import Fragment, FragmentBuffers, parameters_of
 from tft_algos.local_sgd.outer_update import OuterUpdate
+from tft_algos.local_sgd.rank0_sync import rank0_sync_of
 from tft_algos.local_sgd.schedule import Schedule
 from tft_algos.local_sgd.synchronizer import Synchronizer
 from tft_algos.manager import Manager
@@ -82,8 +82,8 @@ class OuterLoop:
         own = type(outer_update)
         if (own.state_dict is OuterUpdate.state_dict) != (own.load_state_dict is OuterUpdate.load_state_dict):
             raise ConfigError(
-                f"{outer_update.name} has one of state_dict and load_state_dict, and a replica that heals needs both; "
-                "write both, or neither"
+                f"{outer_update.name} has only one of state_dict and load_state_dict, and a replica that heals needs "
+                "both; define both, or neither"
             )
         modules = check_modules(model_fragments)
         schedule = Schedule(len(modules), sync_every, fragment_sync_delay)
@@ -97,10 +97,10 @@ class OuterLoop:
             check_flags(use_bucketization=use_bucketization)
         device = check_device(backup_device)
         cap_bytes = bucket_bytes(use_bucketization, bucket_cap_mb, os.environ)
-        island = island_of(manager)
+        rank0_sync = rank0_sync_of(manager)
         # Syncs in flight together need separate send buffers. The merge copies are used only for a moment, so they are
         # shared.
-        shared = Rooms()
+        shared = FragmentBuffers()
         self._fragments = [
             Fragment(
                 own,
@@ -110,8 +110,8 @@ class OuterLoop:
                 reduces_on_cpu=copy_pseudogradients_to_cpu,
                 cap_bytes=cap_bytes,
                 keeps_local=alpha > 0,
-                rooms=Rooms(kept=shared.kept) if schedule.num_overlapping else shared,
-                island=island,
+                buffers=FragmentBuffers(kept=shared.kept) if schedule.num_overlapping else shared,
+                rank0_sync=rank0_sync,
             )
             for index, own in enumerate(parameters)
         ]
@@ -184,7 +184,7 @@ def check_modules(given: object) -> list[torch.nn.Module]:
     """
     modules = list(given) if isinstance(given, Sequence | torch.nn.ModuleList) else None
     if not modules or not all(isinstance(module, torch.nn.Module) for module in modules):
-        raise ConfigError("model_fragments is no list of modules; give one or several: [model]")
+        raise ConfigError("model_fragments is not a list of modules; give a list of one or several modules: [model]")
     return modules
 
 
@@ -213,7 +213,7 @@ class _State:
         """
         if not isinstance(state, Mapping) or WEIGHTS not in state:
             name = self._update.name
-            raise UserStateError(f"this is no state of {name}; give what {name}.state_dict() has returned")
+            raise UserStateError(f"this is not a state of {name}; give the result of {name}.state_dict()")
         self._update.check_state(self._index, self._own(state))
         self._fragment.check_state(state[WEIGHTS])
 

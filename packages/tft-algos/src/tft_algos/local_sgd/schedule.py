@@ -56,8 +56,8 @@ class Schedule:
                 raise ConfigError(f"{name} is {value!r}; give a whole number of inner steps, at least {least}")
         if sync_every < num_fragments:
             raise ConfigError(
-                f"sync_every is {sync_every} and there are {num_fragments} fragments, of which each begins its sync in "
-                "an inner step of its own; give at least as many inner steps as fragments"
+                f"sync_every is {sync_every} and there are {num_fragments} fragments, and each fragment begins its "
+                "sync in an inner step of its own; give at least as many inner steps as fragments"
             )
         if sync_every % num_fragments:
             raise ConfigError(
@@ -67,7 +67,7 @@ class Schedule:
         if fragment_sync_delay >= sync_every:
             raise ConfigError(
                 f"fragment_sync_delay is {fragment_sync_delay} and sync_every {sync_every}; a fragment's sync has to "
-                "end before its next one begins, so give less inner steps than sync_every"
+                "end before its next one begins, so give fewer inner steps than sync_every"
             )
         self._period = sync_every // num_fragments
         self._delay = fragment_sync_delay
@@ -121,13 +121,13 @@ class Schedule:
         """Record that the oldest sync has ended with a commit."""
         self._ends.popleft()
 
-    def failed(self, *, latest_stands: bool = False) -> None:
+    def failed(self, *, latest_succeeded: bool = False) -> None:
         """Record that a sync has failed, which fails all syncs in flight.
 
         Args:
-            latest_stands: the latest sync has not failed.
+            latest_succeeded: the latest sync has not failed.
         """
-        kept = [self._ends[-1]] if latest_stands and self._ends else []
+        kept = [self._ends[-1]] if latest_succeeded and self._ends else []
         self._ends = deque(kept)
 
     def joined(self) -> None:

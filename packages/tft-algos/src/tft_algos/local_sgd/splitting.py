@@ -31,7 +31,7 @@ class ModelFragment(nn.Module):
     """A part of a model's tree: the model's own modules and parameters, under the names that they have there."""
 
     def forward(self, *args: object, **kwargs: object) -> NoReturn:
-        raise UsageError("a fragment says which parameters are synchronized together; call the model itself")
+        raise UsageError("a fragment only groups parameters and can't be called; call the model itself")
 
 
 def fragment_model(model: nn.Module, num_fragments: int | Sequence[str | Sequence[str]]) -> list[nn.Module]:
@@ -208,12 +208,12 @@ def _owners_by_name(model: nn.Module, names: Sequence[tuple[str, ...]]) -> dict[
         if not owned:
             raise ConfigError(
                 f"fragment {index}, {_shown(group)}, has no trainable parameter that is not in an earlier fragment; "
-                "leave it out, or name what it shall hold"
+                "leave it out, or give it names of other modules"
             )
     if left := [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in owners]:
         raise ConfigError(
-            f"{_shown(left)} of this {what} {'is' if len(left) == 1 else 'are'} in no fragment, so that each replica "
-            "would train on with its own; name them, or freeze them with requires_grad_(False)"
+            f"{_shown(left)} of this {what} {'is' if len(left) == 1 else 'are'} in no fragment, so replicas would "
+            "drift apart in them; name them, or freeze them with requires_grad_(False)"
         )
     return owners
 

@@ -24,8 +24,8 @@ from torch.optim import Optimizer as TorchOptimizer
 
 from tft_algos.errors import UsageError
 from tft_algos.local_sgd.checks import check_still_synchronized
-from tft_algos.local_sgd.following import OptimizerStepHook
 from tft_algos.local_sgd.fragment import Fragment
+from tft_algos.local_sgd.optimizer_step_hook import OptimizerStepHook
 from tft_algos.local_sgd.outer_update import OuterUpdate
 from tft_algos.local_sgd.schedule import Due, Schedule, fragment_of
 from tft_algos.manager import Manager
@@ -103,10 +103,10 @@ class Synchronizer:
         """
         if self._follower.follows:
             raise UsageError(
-                "this strategy is entered already, and would count each step of the inner optimizer twice; enter it "
-                "once, and again only after it was left"
+                "this strategy is already entered, so it would count each step of the inner optimizer twice; leave it "
+                "before entering it again"
             )
-        with self._may_be_broken_off():
+        with self._rolling_back():
             self._end_leftovers()
             self._schedule.begin_period()
             self._open()
@@ -134,7 +134,7 @@ class Synchronizer:
 
         Raises: LeftJob: this replica has left, and its loop still runs.
         """
-        with self._may_be_broken_off():
+        with self._rolling_back():
             self._control.raise_if_left()
             if self._was_broken_off:
                 self._end_leftovers()
@@ -162,7 +162,7 @@ class Synchronizer:
         """Begin a sync and end it. Only allowed while no sync is in flight."""
         if self._manager.left:
             return
-        with self._may_be_broken_off():
+        with self._rolling_back():
             if self._was_broken_off:
                 self._end_leftovers()
             self._schedule.begin_period()
@@ -171,7 +171,7 @@ class Synchronizer:
                 self._end()
 
     @contextlib.contextmanager
-    def _may_be_broken_off(self) -> Iterator[None]:
+    def _rolling_back(self) -> Iterator[None]:
         """Roll back the syncs in flight if an error, or Ctrl-C, interrupts a sync.
 
         The caller may catch the error and continue from the last global weights. No interrupted sync commits, because
@@ -258,7 +258,7 @@ class Synchronizer:
             return  # the vote of this sync will be a no
         if self._has_abandoned():
             failed, self._flight = self._flight[:-1], [sync]
-            self._schedule.failed(latest_stands=True)
+            self._schedule.failed(latest_succeeded=True)
             self._give_up(failed)
         if plan.step == 0:
             # No member with progress is left, so this sync is the opening.

@@ -25,7 +25,7 @@ from tft_algos.manager.config import (
 )
 from tft_algos.manager.context import ManagerContext
 from tft_algos.manager.interfaces import Clock, Coordinator, ProcessGroupLike
-from tft_algos.manager.lifecycle.leaving import GracefulShutdown
+from tft_algos.manager.lifecycle.graceful_shutdown import GracefulShutdown
 from tft_algos.manager.quorum.aborter import QuorumAborter
 from tft_algos.manager.quorum.coordinator import GroupCoordinator
 from tft_algos.manager.quorum.fingerprint import OwnFingerprint
@@ -62,38 +62,38 @@ class Parts:
     Args:
         shared: what most of the other parts need.
         group: the process group across replicas.
-        breaker: aborts running operations of a broken quorum.
+        aborter: aborts running operations of a broken quorum.
         fingerprint: this replica's fingerprint.
         unreached: peers that this rank could not reach.
-        where: the phase of this rank in its step, and the duration of its own part of a step.
+        step_progress: the phase of this rank in its step, and the duration of its own part of a step.
         futures: the user's futures, with time-outs.
         reducer: starts reductions.
         audit: checks that everything that is trained is registered.
-        early: snapshots of the state before the forward pass.
+        speculative: snapshots of the state before the forward pass.
         exchange: gives and takes live state.
-        negotiation: gets a quorum and builds its process group.
-        farewell: the calls of a replica that leaves.
+        quorum_task: gets a quorum and builds its process group.
+        graceful_shutdown: the calls of a replica that leaves.
         straggling: the lighthouse's messages about this replica's pace.
         waits: what this rank waits for.
-        wording: the word of a round.
+        control_words: the word of a round.
     """
 
     shared: ManagerContext
     group: ProcessGroupLike
-    breaker: QuorumAborter
+    aborter: QuorumAborter
     fingerprint: OwnFingerprint
     unreached: UnreachedPeers
-    where: StepProgress
+    step_progress: StepProgress
     futures: FutureTimeouts
     reducer: Reducer
     audit: StateAudit
-    early: SpeculativeSnapshot
+    speculative: SpeculativeSnapshot
     exchange: StateExchange
-    negotiation: QuorumTask
-    farewell: GracefulShutdown
+    quorum_task: QuorumTask
+    graceful_shutdown: GracefulShutdown
     straggling: Straggling
     waits: WaitWatch
-    wording: ControlWords
+    control_words: ControlWords
 
     def end(self, *, last: Callable[[], object], wait: bool) -> None:
         """End all parts. If one of them raises, the others still end.
@@ -102,19 +102,19 @@ class Parts:
             last: called after everything else has ended.
             wait: wait until running operations have ended.
         """
-        self.farewell.close()
+        self.graceful_shutdown.close()
         with contextlib.ExitStack() as rest:  # the last callback runs first
             rest.callback(last)
-            rest.callback(self.negotiation.close, wait=wait)
+            rest.callback(self.quorum_task.close, wait=wait)
             rest.callback(self.shared.transport.shutdown, wait)
-            rest.callback(self.early.drop)
+            rest.callback(self.speculative.drop)
             rest.callback(self.shared.coordinator.close)
-            rest.callback(self.wording.close)
+            rest.callback(self.control_words.close)
             rest.callback(self.group.shutdown)
-            rest.callback(self.wording.linger)
+            rest.callback(self.control_words.linger)
             rest.callback(self.reducer.close)
             rest.callback(self.futures.close)
-            rest.callback(self.breaker.close, wait=wait)
+            rest.callback(self.aborter.close, wait=wait)
             rest.callback(self.exchange.close)
 
 
@@ -149,9 +149,9 @@ def assemble(
         coordinator, clock: as in Manager.
     Raises: errors of making the coordinator or of setting the group's time-out. Nothing is left running then.
     """
-    group = NullGroup(group) if config.stands_by else group
+    group = NullGroup(group) if config.is_passive_rank else group
     clock = clock or SystemClock()
-    if config.timeout_was_said:
+    if config.timeout_is_explicit:
         group.set_timeout(config.timeout)
     transport = config.checkpoint_transport or _own_transport(config)
     try:
@@ -177,10 +177,10 @@ def assemble(
 def _connected(shared: ManagerContext, group: ProcessGroupLike) -> Parts:
     """Make the parts that depend on the shared ones."""
     config, step, reports, clock = shared.config, shared.step, shared.reports, shared.clock
-    breaker, fingerprint, unreached = QuorumAborter(group, clock), OwnFingerprint(config), UnreachedPeers()
+    aborter, fingerprint, unreached = QuorumAborter(group, clock), OwnFingerprint(config), UnreachedPeers()
     own_time = OwnTime(clock.monotonic)
     reducer = Reducer(group, step, clock, own_time=own_time)
-    where = StepProgress(
+    step_progress = StepProgress(
         step,
         slowest_step_ms=config.timeouts.slowest_step_ms,
         num_reductions=lambda: reducer.num_started,
@@ -190,42 +190,44 @@ def _connected(shared: ManagerContext, group: ProcessGroupLike) -> Parts:
     )
     audit = StateAudit(shared)
     check = StateCheck(shared, audit)
-    early = SpeculativeSnapshot(
+    speculative = SpeculativeSnapshot(
         take=shared.user_state.take_whole,
         transport=shared.transport,
         timeout=config.heal_timeout,
         log=reports.log,
     )
-    exchange = StateExchange(shared, early=early, check=check, audit=audit, where=where, unreached=unreached)
-    farewell = GracefulShutdown(shared)
+    exchange = StateExchange(
+        shared, speculative=speculative, check=check, audit=audit, step_progress=step_progress, unreached=unreached
+    )
+    graceful_shutdown = GracefulShutdown(shared)
     straggling = Straggling(reports, config.on_straggler)
-    orders = Orders(shared, group, breaker, early, exchange, check, farewell, own_time)
+    orders = Orders(shared, group, aborter, speculative, exchange, check, graceful_shutdown, own_time)
     step.performs(orders.performers())
     return Parts(
         shared=shared,
         group=group,
-        breaker=breaker,
+        aborter=aborter,
         fingerprint=fingerprint,
         unreached=unreached,
-        where=where,
+        step_progress=step_progress,
         futures=FutureTimeouts(clock, lambda error, name: step.tell(on.ErrorReported(error, name))),
         reducer=reducer,
         audit=audit,
-        early=early,
+        speculative=speculative,
         exchange=exchange,
-        negotiation=QuorumTask(shared, group=group, breaker=breaker, fingerprint=fingerprint, unreached=unreached),
-        farewell=farewell,
+        quorum_task=QuorumTask(shared, group=group, aborter=aborter, fingerprint=fingerprint, unreached=unreached),
+        graceful_shutdown=graceful_shutdown,
         straggling=straggling,
         waits=WaitWatch(
             step,
-            where,
+            step_progress,
             config,
             reports,
             clock.monotonic,
             failed_before=lambda: unreached.last,
             left_out=lambda: straggling.left_out if step.status.is_left_out else "",
         ),
-        wording=ControlWords(shared, group),
+        control_words=ControlWords(shared, group),
     )
 
 
@@ -263,8 +265,8 @@ def _settings(config: ResolvedConfig, replica_id: str, lease_ms: int | None) -> 
         max_retries=config.max_retries,
         check_every=config.check_state_every,
         heals_divergence=config.on_divergence == "heal",
-        is_island=config.rank0_synchronization_only,
-        stands_by=config.stands_by,
+        is_rank0_only=config.rank0_synchronization_only,
+        is_passive_rank=config.is_passive_rank,
         lease_ms=lease_ms,
         timeouts=config.timeouts,
     )

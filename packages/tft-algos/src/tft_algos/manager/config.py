@@ -54,7 +54,7 @@ class ManagerConfig:
         timeout: maximum time of one reduction or one vote. Env TORCHFT_TIMEOUT_SEC. If it is given in either way, it is
             also set on the process group. Default 60 s.
         quorum_timeout: maximum wait for the next quorum, also while the lighthouse is unreachable or not started yet.
-            Env TORCHFT_QUORUM_TIMEOUT_SEC. The step in which it expires fails, and the next step waits anew.
+            Env TORCHFT_QUORUM_TIMEOUT_SEC. The step in which it expires fails, and the next step waits again.
             `max_retries` limits the number of such steps. Default 70 s, or `timeout` if that is longer.
         connect_timeout: maximum time to connect to the store, the manager server or a source, but not the lighthouse.
             Env TORCHFT_CONNECT_TIMEOUT_SEC. Default 60 s.
@@ -190,7 +190,7 @@ class ManagerConfig:
         if not isinstance(self.checkpoint_transport, CheckpointTransport | None):
             raise ConfigError(
                 f"checkpoint_transport is a {type(self.checkpoint_transport).__name__}; make that class a subclass of "
-                "tft_ckpt.CheckpointTransport, which has what it need not do itself"
+                "tft_ckpt.CheckpointTransport, which implements the optional methods"
             )
         self._check_fingerprint()
         if self.on_straggler is not None and not callable(self.on_straggler):
@@ -227,7 +227,7 @@ class ResolvedConfig:
     """A ManagerConfig in which every setting has a value. Other fields are those of ManagerConfig.
 
     Args:
-        timeout_was_said: `timeout` came from the user, so the process group gets it too.
+        timeout_is_explicit: `timeout` came from the user, so the process group gets it too.
         store_addr: None: this process hosts the store.
         tls: TLS settings of the transport that the Manager makes, or None.
         run_scope: key prefix of the group and its restart count, for a store that outlives the group. A launcher need
@@ -238,7 +238,7 @@ class ResolvedConfig:
     min_replica_size: int
     use_async_quorum: bool
     timeouts: Timeouts
-    timeout_was_said: bool
+    timeout_is_explicit: bool
     rank: int
     world_size: int
     world_size_mode: WorldSizeMode
@@ -266,7 +266,7 @@ class ResolvedConfig:
     group_scope: str
 
     @property
-    def stands_by(self) -> bool:
+    def is_passive_rank(self) -> bool:
         """Return whether group rank 0 reduces, gives and fetches in place of this rank."""
         return self.rank0_synchronization_only and self.rank > 0
 
@@ -307,24 +307,26 @@ def check_made_coordinator(made: object) -> None:
     Raises: ConfigError: the object can't act as a coordinator.
     """
     if made is None:
-        raise ConfigError("coordinator is a function that returned None; have it return what it made")
+        raise ConfigError("coordinator is a function that returned None; return the coordinator from it")
     check_part("coordinator", made, *COORDINATOR_METHODS)
     if not isinstance(getattr(made, "replica_id", None), str):
-        raise ConfigError(f"coordinator is a {type(made).__name__} whose replica_id is no text; give it one")
+        raise ConfigError(
+            f"coordinator is a {type(made).__name__} whose replica_id is not a string; set it to a string"
+        )
 
 
-def limit_of(said: timedelta | None, otherwise: timedelta, name: str = "timeout") -> timedelta:
+def limit_of(value: timedelta | None, otherwise: timedelta, name: str = "timeout") -> timedelta:
     """Return the time-out that an argument gives; `otherwise` if the argument is None.
 
     Raises: ConfigError: the argument is not a timedelta above zero and of at most a week.
     """
-    if said is None:
+    if value is None:
         return otherwise
-    if not isinstance(said, timedelta) or said <= timedelta():
-        raise ConfigError(f"{name} is {said!r}; give a timedelta above zero")
-    if said > LONGEST_TIMEOUT:
-        raise ConfigError(f"{name} is {said!r}; give a timedelta of at most a week")
-    return said
+    if not isinstance(value, timedelta) or value <= timedelta():
+        raise ConfigError(f"{name} is {value!r}; give a timedelta above zero")
+    if value > LONGEST_TIMEOUT:
+        raise ConfigError(f"{name} is {value!r}; give a timedelta of at most a week")
+    return value
 
 
 def check_part(name: str, part: object, *methods: str) -> None:
@@ -355,8 +357,8 @@ def config_of(
             )
     if config is not None and not isinstance(config, ManagerConfig):
         raise ConfigError(f"config is a {type(config).__name__}; give a ManagerConfig")
-    said = {**settings, "min_replica_size": min_replica_size} if min_replica_size is not None else settings
-    return replace(config if config is not None else ManagerConfig(), **said)  # type: ignore[arg-type]
+    merged = {**settings, "min_replica_size": min_replica_size} if min_replica_size is not None else settings
+    return replace(config if config is not None else ManagerConfig(), **merged)  # type: ignore[arg-type]
 
 
 def from_environment(
@@ -398,7 +400,7 @@ def from_environment(
     lighthouse = config.lighthouse_addr or environ.get("TFT_LIGHTHOUSE") or environ.get("TORCHFT_LIGHTHOUSE") or None
     if lighthouse is None and rank == 0:
         raise ConfigError(
-            "no lighthouse is named; set TFT_LIGHTHOUSE to its address, for example http://localhost:29510"
+            "the lighthouse address is not set; set TFT_LIGHTHOUSE to its address, for example http://localhost:29510"
         )
     if lighthouse is not None:
         _check_address("the lighthouse (lighthouse_addr, or TFT_LIGHTHOUSE)", lighthouse)
@@ -409,7 +411,7 @@ def from_environment(
             for address in targets(lighthouse):
                 _check_this_machine("the lighthouse's host (lighthouse_addr, or TFT_LIGHTHOUSE)", host_of(address))
         own_host = _this_machine
-    timeouts, timeout_was_said = _timeouts(config, environ)
+    timeouts, timeout_is_explicit = _timeouts(config, environ)
     retries = config.quorum_retries
     job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB
     if "/" in job or not job.isprintable() or not job.strip():
@@ -419,7 +421,7 @@ def from_environment(
         min_replica_size=config.min_replica_size,
         use_async_quorum=config.use_async_quorum,
         timeouts=timeouts,
-        timeout_was_said=timeout_was_said,
+        timeout_is_explicit=timeout_is_explicit,
         rank=rank,
         world_size=world_size,
         world_size_mode=config.world_size_mode,
@@ -496,9 +498,9 @@ def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeou
         "lease": "TFT_LEASE_SEC",
     }
     for name, variable in variables.items():
-        said: timedelta | None = getattr(config, name)
-        if said is not None:
-            chosen[f"{name}_ms"] = round(said.total_seconds() * 1_000)
+        value: timedelta | None = getattr(config, name)
+        if value is not None:
+            chosen[f"{name}_ms"] = round(value.total_seconds() * 1_000)
         elif config.timeouts is None and environ.get(variable):
             chosen[f"{name}_ms"] = _milliseconds(variable, environ[variable], zero=_ZERO_MEANS.get(name, ""))
     try:
@@ -536,11 +538,11 @@ def _whole(
     return int(text)
 
 
-def _yes_or_no(said: bool | None, environ: Mapping[str, str], variable: str) -> bool:
+def _yes_or_no(value: bool | None, environ: Mapping[str, str], variable: str) -> bool:
     text = environ.get(variable) or "0"
-    if said is None and text not in ("0", "1"):
+    if value is None and text not in ("0", "1"):
         raise ConfigError(f"{variable} is {text[:64]!r}; give 0 or 1")
-    return said if said is not None else text == "1"
+    return value if value is not None else text == "1"
 
 
 def _check_hostname(hostname: str) -> None:

@@ -24,11 +24,11 @@ class ManagerContext:
     Args:
         config: resolved.
         step: the mailbox of the steps.
-        coordinator: speaks for this rank.
+        coordinator: represents this rank.
         transport: moves live state.
         user_state: the state that the user has registered.
         reports: receives errors and log lines.
-        clock: tells the time.
+        clock: returns the time.
         closing: set when the Manager ends.
     """
 

@@ -36,7 +36,7 @@ class ProcessGroupLike(Protocol):
         group_world_size: int,
         global_ranks: Sequence[int] | None,
     ) -> None:
-        """Build the group anew, under a fresh store prefix. Blocks."""
+        """Build the group again, under a fresh store prefix. Blocks."""
         ...
 
     def allreduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.Work:
@@ -92,7 +92,7 @@ class Coordinator(Protocol):
         ...
 
     def listen(self, listener: Callable[[Notification], None]) -> None:
-        """Set the function that receives news for this rank: losses of quorum members or of this group, and newcomers.
+        """Set the function that receives notifications for this rank: losses, newcomers and orders.
 
         A thread of the coordinator calls `listener`, which must return at once.
         """

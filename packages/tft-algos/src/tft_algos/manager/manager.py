@@ -30,7 +30,7 @@ from tft_algos.manager.config import ManagerConfig, ResolvedConfig, config_of, l
 from tft_algos.manager.interfaces import Clock, Coordinator, ProcessGroupLike
 from tft_algos.manager.lifecycle.lifecycle import Lifecycle
 from tft_algos.manager.recovery.user_state import LoadState, TakeState, UserState
-from tft_algos.manager.reduce.reduction import check_asked
+from tft_algos.manager.reduce.reduction import check_arguments
 from tft_algos.manager.settings import ManagerSettings
 from tft_algos.manager.status import ManagerStatus, status_of
 from tft_algos.manager.step.runner import StepRunner
@@ -55,9 +55,9 @@ class Manager:
         min_replica_size: minimum number of participants for a commit.
         config: all other settings.
         settings: single settings, laid over the config. The names are the fields of `ManagerConfig`.
-        coordinator: speaks for this replica group, or is a function that makes a coordinator from the resolved config.
+        coordinator: represents this replica group, or is a function that makes a coordinator from the resolved config.
             None: GroupCoordinator.
-        clock: tells the time, waits and wakes. None: the system's clock.
+        clock: returns the time, waits and wakes. None: the system's clock.
     Attributes:
         quorum_logger, commits_logger, errors_logger: loggers of the records for machines, see
             `tft_algos.manager.step.event_log`.
@@ -84,9 +84,9 @@ class Manager:
     ) -> None:
         if (load_state_dict is None) != (state_dict is None):
             raise ConfigError("load_state_dict and state_dict belong together; give both or neither")
-        said = config_of(config, settings, min_replica_size)
-        resolved = resolve(said, pg, coordinator, clock)
-        user = UserState(is_island=resolved.rank0_synchronization_only)
+        requested = config_of(config, settings, min_replica_size)
+        resolved = resolve(requested, pg, coordinator, clock)
+        user = UserState(is_rank0_only=resolved.rank0_synchronization_only)
         if load_state_dict is not None and state_dict is not None:
             user.register("default", load_state_dict, state_dict)
         self._parts = assemble(resolved, pg, user, coordinator, clock)
@@ -128,8 +128,8 @@ class Manager:
             elif isinstance(order, do.WarnLateState):
                 shared.reports.log(
                     logging.WARNING,
-                    "state was registered under %r in attempt %d: it has to be the same on all replicas already, for "
-                    "only who heals later takes it from another; register it before the first step",
+                    "state was registered under %r in attempt %d, and only replicas that heal after that receive it, "
+                    "so it must already be the same on all replicas; register it before the first step",
                     key,
                     self._step.status.name.attempt,
                 )
@@ -220,7 +220,7 @@ class Manager:
 
         A call between a verdict and the next `start_quorum` reduces over the members of the last quorum. Only members
         that committed the step contribute, so that a loss or a token count belongs to that step. A failure of such a
-        call is only logged: `wait()` returns False, and the next quorum builds the group anew.
+        call is only logged: `wait()` returns False, and the next quorum builds the group again.
 
         Args:
             tensor: dense. Every replica gives the same shape and dtype, in the same order of calls. Strides may differ,
@@ -242,7 +242,7 @@ class Manager:
             and of at most a week.
         """
         self._life.check_open()
-        weight = check_asked(tensor, should_quantize, reduce_op, weight)
+        weight = check_arguments(tensor, should_quantize, reduce_op, weight)
         limit = None if timeout is None else limit_of(timeout, timeout)
         self._runner.check_no_sync()
         self._runner.await_plan()

@@ -109,10 +109,10 @@ def status_of(parts: Parts) -> ManagerStatus:
         phase = ManagerPhase.CLOSED
     elif wait is not None:
         phase = _OF_A_WAIT[wait.kind]
-    elif parts.where.phase(step) is Phase.OUTSIDE:
+    elif parts.step_progress.phase(step) is Phase.OUTSIDE:
         phase = ManagerPhase.BETWEEN_STEPS
     else:
-        phase = ManagerPhase.APPLYING if parts.where.applies else ManagerPhase.COMPUTING
+        phase = ManagerPhase.APPLYING if parts.step_progress.applies else ManagerPhase.COMPUTING
     plan = step.plan
     return ManagerStatus(
         replica_id=shared.coordinator.replica_id,

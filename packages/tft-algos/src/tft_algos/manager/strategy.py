@@ -64,11 +64,11 @@ class StepControl:
         before = self._runner.strategy
         if before is not None:
             raise ConfigError(
-                f"{name} was given a Manager whose steps are the syncs of a {before} already; give each strategy a "
-                "Manager of its own, and enter one strategy again rather than make another"
+                f"{name} was given a Manager that already runs the syncs of a {before}; give each strategy a Manager "
+                "of its own, and enter the same strategy again instead of making another"
             )
         self._runner.strategy = name
-        if self._parts.wording.is_ordered:
+        if self._parts.control_words.is_ordered:
             # Each member begins the reductions of a sync when it knows the quorum. That may be before or after a word.
             self._step.tell(on.WordsRefused())
 
@@ -182,7 +182,7 @@ class StepControl:
         return self._runner.exchange_state()
 
     def defer(self) -> DeferredStep:
-        """Put the open step aside, so that the next `start_quorum` begins another step beside it.
+        """Detach the open step, so that the next `start_quorum` begins another step at the same time.
 
         This is for a strategy that trains on while it reduces. Call it after the step's reductions have been started.
         It waits for the quorum, and exchanges state if `exchange_state` was not called. Steps in flight together belong
@@ -216,7 +216,7 @@ class StepControl:
         A trainer that reports this is not taken to wait for reductions that run meanwhile, however long they take. It
         is also not taken to hang in a step that spans many inner steps.
         """
-        self._parts.where.inner_step_ended()
+        self._parts.step_progress.inner_step_ended()
 
     # --- what was committed -------------------------------------------------------------------------------------------
 
@@ -227,11 +227,11 @@ class StepControl:
         A hang inside this context is detected. `Optimizer` steps inside it, and a strategy of your own may do so too.
         Work after it, such as an evaluation, may take any time.
         """
-        self._parts.where.applies = True
+        self._parts.step_progress.applies = True
         try:
             yield
         finally:
-            self._parts.where.applies = False
+            self._parts.step_progress.applies = False
 
     def report_torn(self, error: BaseException) -> None:
         """Report that a committed step could not be applied, so the state here is half written.

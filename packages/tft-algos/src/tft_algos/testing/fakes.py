@@ -223,17 +223,17 @@ class FakeGroup:
         self.num_aborts = 0
         self.holds = False
         self.waits = threading.Event()
-        self._held: list[tuple[PendingWork, list[torch.Tensor]]] = []
+        self._waiting: list[tuple[PendingWork, list[torch.Tensor]]] = []
         self._error: Exception | None = None
 
     def configure(self, store_addr: str, rank: int, world_size: int, **identity: object) -> None:
         self.configured.append((store_addr, rank, world_size))
         error, self.failing_configure = self.failing_configure, None
-        self._end_held(RuntimeError("configured anew"))
+        self._end_waiting(RuntimeError("configured anew"))
         if self.holds:
-            held = self._hold([])
+            waiting = self._hold([])
             try:
-                held.wait()
+                waiting.wait()
             except Exception as aborted:
                 error = aborted
         self._error = error
@@ -261,7 +261,7 @@ class FakeGroup:
     def come(self, number: int = 1) -> None:
         """Let the other members join the oldest `number` waiting reductions, which then end."""
         for _ in range(number):
-            self._finish(*self._held.pop(0))
+            self._finish(*self._waiting.pop(0))
 
     def _finish(self, work: PendingWork, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -274,7 +274,7 @@ class FakeGroup:
 
     def _hold(self, tensors: list[torch.Tensor]) -> PendingWork:
         work = self._pending()
-        self._held.append((work, tensors))
+        self._waiting.append((work, tensors))
         self.waits.set()
         return work
 
@@ -284,11 +284,11 @@ class FakeGroup:
     def abort(self) -> None:
         self.num_aborts += 1
         self._error = RuntimeError("aborted")
-        self._end_held(self._error)
+        self._end_waiting(self._error)
 
-    def _end_held(self, error: Exception) -> None:
-        held, self._held = self._held, []
-        for work, _ in held:
+    def _end_waiting(self, error: Exception) -> None:
+        waiting, self._waiting = self._waiting, []
+        for work, _ in waiting:
             work.fail(error)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -296,7 +296,7 @@ class FakeGroup:
 
     def shutdown(self) -> None:
         self.closed = True
-        self._end_held(RuntimeError("shut down"))
+        self._end_waiting(RuntimeError("shut down"))
 
 
 @final

@@ -31,29 +31,29 @@ __all__ = ["ANSWER_BYTES", "OFFER_BYTES", "SENTENCE_BYTES", "Answer", "Code", "O
 
 VERSION: Final = 1
 SENTENCE_BYTES: Final = 400
-"""Longest sentence that travels."""
+"""Maximum length of a sent sentence."""
 
 _OFFER = struct.Struct("<8sII4QQ")
 _ANSWER = struct.Struct("<8sII4QQ")
-_SUM = struct.Struct("<Q")
+_CHECKSUM = struct.Struct("<Q")
 _OFFER_MAGIC: Final = b"TFTOFFER"
 _ANSWER_MAGIC: Final = b"TFTREPLY"
 
-OFFER_BYTES: Final = _OFFER.size + _SUM.size
-ANSWER_BYTES: Final = _ANSWER.size + _SUM.size + SENTENCE_BYTES
+OFFER_BYTES: Final = _OFFER.size + _CHECKSUM.size
+ANSWER_BYTES: Final = _ANSWER.size + _CHECKSUM.size + SENTENCE_BYTES
 
 
 class Code(IntEnum):
     """The answers of a receiver."""
 
     TAKE = 1
-    """Go on."""
+    """The receiver takes the state, and the source continues."""
     LATER = 2
-    """Not that state; it waits for a later one."""
+    """The receiver waits for a later state."""
     MISMATCH = 3
-    """Not that state, and the one that it wants will not come."""
+    """The receiver wants another state, which will not come."""
     DECLINE = 4
-    """It can't take it; the sentence says why."""
+    """The receiver can't take the state; the sentence gives the reason."""
 
 
 @final
@@ -75,7 +75,7 @@ class Offer:
         """Return the offer as OFFER_BYTES bytes."""
         kind = 2 if self.is_refusal else 1
         body = _OFFER.pack(_OFFER_MAGIC, VERSION, kind, *_words(self.key), self.following_bytes)
-        return body + _SUM.pack(checksum(body))
+        return body + _CHECKSUM.pack(checksum(body))
 
     @classmethod
     def decode(cls, data: bytes, *, source: str, bytes_max: int) -> Offer:
@@ -90,11 +90,11 @@ class Offer:
             StateCorruptError: the offer is damaged, or announces too much.
             StateUnsupportedError: the offer has another version.
         """
-        version, kind, key, length = _opened(_OFFER, _OFFER_MAGIC, data, b"", source=source, part="header")
+        version, kind, key, length = _parse_form(_OFFER, _OFFER_MAGIC, data, b"", source=source, part="header")
         if version != VERSION:
             raise StateUnsupportedError(
-                f"{source} offers states in version {version}, this process reads {VERSION}; install one release of "
-                "tft-ckpt everywhere",
+                f"{source} sends offers of version {version}, but this process reads version {VERSION}; install the "
+                "same release of tft-ckpt everywhere",
                 path="state",
             )
         most = SENTENCE_BYTES if kind == 2 else bytes_max
@@ -128,16 +128,16 @@ class Answer:
         text = shortened(self.sentence)
         body = _ANSWER.pack(_ANSWER_MAGIC, VERSION, self.code, *_words(self.key), len(text))
         padded = text.ljust(SENTENCE_BYTES, b"\0")
-        return body + _SUM.pack(checksum(body + padded)) + padded
+        return body + _CHECKSUM.pack(checksum(body + padded)) + padded
 
     @classmethod
     def decode(cls, data: bytes, *, receiver: str) -> Answer:
         """Parse ANSWER_BYTES untrusted bytes. Raises: StateCorruptError: they are not an answer."""
         padded = data[-SENTENCE_BYTES:]
-        version, code, key, length = _opened(_ANSWER, _ANSWER_MAGIC, data, padded, source=receiver, part="answer")
+        version, code, key, length = _parse_form(_ANSWER, _ANSWER_MAGIC, data, padded, source=receiver, part="answer")
         if version != VERSION or code not in set(Code) or length > SENTENCE_BYTES:
             raise StateCorruptError(
-                f"the answer from {receiver} is damaged, or of another release: version {version}, code {code}",
+                f"the answer from {receiver} is damaged, or comes from another release: version {version}, code {code}",
                 part="answer",
                 source=receiver,
             )
@@ -163,13 +163,13 @@ def _words(key: StateKey) -> tuple[int, int, int, int]:
     return key.quorum_id, key.nonce, key.step, key.lineage
 
 
-def _opened(
-    form: struct.Struct, magic: bytes, data: bytes, summed_too: bytes, *, source: str, part: str
+def _parse_form(
+    form: struct.Struct, magic: bytes, data: bytes, also_checksummed: bytes, *, source: str, part: str
 ) -> tuple[int, int, StateKey, int]:
     """Check and parse a form. Returns: version, kind, key and length. Raises: StateCorruptError."""
     problem = "its checksum does not match"
-    (expected,) = _SUM.unpack_from(data, form.size)
-    if checksum(data[: form.size] + summed_too) == expected:
+    (expected,) = _CHECKSUM.unpack_from(data, form.size)
+    if checksum(data[: form.size] + also_checksummed) == expected:
         found, version, kind, quorum_id, nonce, step, lineage, length = form.unpack_from(data)
         try:
             if found == magic:
@@ -177,5 +177,5 @@ def _opened(
                 return version, kind, key, length
             problem = "it is of another kind"
         except CheckpointError:
-            problem = "its key can't be one"
+            problem = "its key is invalid"
     raise StateCorruptError(f"the {part} from {source} is damaged: {problem}", part=part, source=source)

@@ -79,7 +79,7 @@ class Call:
         self._reason: str | None = None
         self._stopped = threading.Event()
         self._lock = threading.Lock()
-        self._on_their_way = 0
+        self._in_flight = 0
         if not self.may_be_configured_again:
             self._check_ranks()
 
@@ -90,7 +90,8 @@ class Call:
         for rank in self._ranks:
             if rank == own() or rank >= size():
                 raise ConfigError(
-                    f"rank {rank} can't be asked from rank {own()} of a process group of {size()}; give another one"
+                    f"rank {rank} is not another member of this process group of {size()} (own rank {own()}); give "
+                    "the rank of another member"
                 )
 
     @property
@@ -107,29 +108,29 @@ class Call:
         if self._reason is not None:
             raise TransportClosedError(self._reason)
         if not self.remaining_s():
-            raise TransferTimeoutError(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
+            raise TransferTimeoutError(f"the timeout of {self.timeout_s:g} s expired", timeout_s=self.timeout_s)
 
     def pause(self, seconds: float) -> None:
         """Wait until the time, the deadline or a stop request. Raises: as check."""
         self._stopped.wait(min(seconds, self.remaining_s()))
         self.check()
 
-    def starts(self) -> None:
+    def message_started(self) -> None:
         """Record that a message is about to be in flight. Raises: as check."""
         with self._lock:
             self.check()
-            self._on_their_way += 1
+            self._in_flight += 1
 
-    def ended(self) -> None:
+    def message_ended(self) -> None:
         """Record that a message is no longer in flight."""
         with self._lock:
-            self._on_their_way -= 1
+            self._in_flight -= 1
 
     @property
     def has_messages(self) -> bool:
         """Return whether any messages are in flight."""
         with self._lock:
-            return self._on_their_way > 0
+            return self._in_flight > 0
 
     def stop(self, reason: str) -> None:
         """Make every wait raise TransportClosedError with this sentence. Any thread may call this. Only the first
@@ -140,9 +141,9 @@ class Call:
             self._reason = reason
         self._stopped.set()
         if self.has_messages:  # otherwise no thread waits in the group
-            self.break_off()
+            self.abort_group()
 
-    def break_off(self) -> None:
+    def abort_group(self) -> None:
         """End the running operations of the group, here and at its other members."""
         # The group has ended, whatever it raises.
         with suppress(Exception):
@@ -187,11 +188,11 @@ class Link:
         self.device = device
         self.name = f"replica rank {rank}"
 
-    def say(self, data: bytes) -> None:
+    def send_bytes(self, data: bytes) -> None:
         """Send a message and wait until it has been sent. Raises: as end."""
         self.end(self.start_send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)))
 
-    def hear(self, num_bytes: int, *, patience_s: float | None = None) -> bytes:
+    def receive_bytes(self, num_bytes: int, *, patience_s: float | None = None) -> bytes:
         """Wait for a message of this length.
 
         Args:
@@ -213,11 +214,11 @@ class Link:
         return self._start(self.call.group.recv, message, self._tags[1])
 
     def _start(self, operation: Any, message: torch.Tensor, tag: int) -> Any:
-        self.call.starts()
+        self.call.message_started()
         try:
             return operation([message], self.rank, tag)
         except Exception as error:
-            self.call.ended()
+            self.call.message_ended()
             raise self._converted(error) from error
 
     def end(self, work: Any, *, patience_s: float | None = None) -> None:
@@ -240,16 +241,16 @@ class Link:
                 # The message stays in flight.
                 self.call.check()
                 raise TransferTimeoutError(
-                    f"{self.name} said and took nothing for {limit_s:g} s; ask whether it lives, or give more time",
+                    f"{self.name} was silent for {limit_s:g} s; check whether it is running, or raise the timeout",
                     timeout_s=limit_s,
                 ) from error
-            self.call.ended()
+            self.call.message_ended()
             raise self._converted(error) from error
         # A group that swallows errors returns from a failed wait without an exception.
         errored = getattr(self.call.group, "errored", None)
         problem = errored() if errored is not None else None
         if problem is None or self.call.may_be_configured_again:
-            self.call.ended()
+            self.call.message_ended()
         if problem is not None:
             raise self._converted(problem) from problem
 
@@ -259,4 +260,4 @@ class Link:
         except CheckpointError as ended:
             return ended
         reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        return StateUnavailableError(f"the transfer with {self.name} broke off: {reason}", source=self.name)
+        return StateUnavailableError(f"the transfer with {self.name} was interrupted: {reason}", source=self.name)

@@ -40,7 +40,7 @@ from tft_ckpt.key import StateKey
 from tft_ckpt.pg.frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, printable, shortened
 from tft_ckpt.pg.link import Call, Link, ProcessGroupLike
 from tft_ckpt.state.buffers import Buffer
-from tft_ckpt.state.live import LiveRun, bytes_of
+from tft_ckpt.state.live import LivePayload, bytes_of
 from tft_ckpt.state.manifest import (
     Layout,
     Manifest,
@@ -61,16 +61,16 @@ __all__ = ["PGTransport"]
 T = TypeVar("T")
 
 METADATA: Final = "<n/a>"
-"""There is nothing to say: who is in the group can be reached."""
+"""The metadata of every process, because members of the group need no address."""
 
 _log = logging.getLogger("tft_ckpt.pg")
 
 # Chunks in flight at the same time, so that one is checked while others arrive.
 _WINDOW: Final = 4
 # The interval of calls to `cancelled` and `progress`.
-_ASK_S: Final = 0.05
+_POLL_S: Final = 0.05
 # The delay before a new attempt on an unusable group.
-_TRY_AGAIN_S: Final = 0.02
+_RETRY_S: Final = 0.02
 
 
 @final
@@ -158,7 +158,7 @@ class PGTransport(CheckpointTransport[T]):
         with self._call("send", ranks, timeout_s) as call:
             links = [Link(call, rank=rank, device=self._device, is_source=True) for rank in ranks]
             try:
-                outgoing = _Outgoing(
+                outgoing = _OutgoingState(
                     state_dict,
                     key=key,
                     chunk_bytes=self._chunk_bytes,
@@ -167,14 +167,14 @@ class PGTransport(CheckpointTransport[T]):
                     check=call.check,
                 )
             except StateUnsupportedError as error:
-                sentence = f"the source can't give it: {error}"
+                sentence = f"the source can't transfer it: {error}"
                 self._answered = key
                 _to_all(links, lambda link: _refuse(link, key, sentence))
                 raise
             except CheckpointError:
-                # There is no time left for a reason, or this side was told to stop.
+                # There is no time left for a reason, or this side has to stop.
                 self._answered = key
-                call.break_off()
+                call.abort_group()
                 raise
             self._answered = key
             failures = _to_all(links, lambda link: _send(link, key, outgoing))
@@ -187,7 +187,7 @@ class PGTransport(CheckpointTransport[T]):
         """Tell these replica ranks, in place of the state; see `CheckpointTransport.refuse_checkpoint`.
 
         The call waits for their requests, at most the constructor's timeout, and then ends the group, as a send does.
-        After a failed send of the same state, it does nothing if that send told the receivers or ended their group.
+        After a failed send of the same state, it does nothing if that send notified the receivers or ended their group.
         """
         key = key_of(key, step)
         ranks = _ranks(dst_ranks)
@@ -197,7 +197,7 @@ class PGTransport(CheckpointTransport[T]):
         with self._call("send", ranks, self._silence_s) as call:
             links = [Link(call, rank=rank, device=self._device, is_source=True) for rank in ranks]
             for failure in _to_all(links, lambda link: _refuse(link, key, sentence)):
-                _log.warning("state %s was refused (%s), and not all were told: %s", key, sentence, failure)
+                _log.warning("refused state %s (%s), but a receiver was not notified: %s", key, sentence, failure)
 
     def recv_checkpoint(
         self,
@@ -253,7 +253,7 @@ class PGTransport(CheckpointTransport[T]):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportClosedError("the transport was shut down, so it moves no state; make a new one")
+            raise TransportClosedError("the transport was shut down; make a new one")
 
     def _stop(self, reason: str) -> None:
         with self._lock:
@@ -267,7 +267,7 @@ class PGTransport(CheckpointTransport[T]):
         with self._lock:
             self._check_open()
             if what in self._running:
-                raise ConfigError(f"a {what} runs already on this transport; wait for its end")
+                raise ConfigError(f"a {what} is already running on this transport; wait until it ends")
             self._running[what] = call
         try:
             yield call
@@ -280,7 +280,7 @@ class PGTransport(CheckpointTransport[T]):
 
 
 @final
-class _Outgoing:
+class _OutgoingState:
     """A state in its own tensors, ready to be sent chunk by chunk.
 
     Args:
@@ -302,40 +302,40 @@ class _Outgoing:
     ) -> None:
         self.layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
         self._device = device
-        self._run = LiveRun(self.layout, spans)
+        self._payload = LivePayload(self.layout, spans)
         body = encode_layout(self.layout, limits=limits)
-        sums = []
+        checksums = []
         for chunk in range(self.layout.num_chunks):
             check()
-            message = self._lying(chunk).cpu()
-            sums.append(checksum(bytes_of(message)))
-        self.manifest_bytes = encode(body, sums)
+            message = self._chunk(chunk).cpu()
+            checksums.append(checksum(bytes_of(message)))
+        self.manifest_bytes = encode(body, checksums)
 
     def message(self, chunk: int) -> torch.Tensor:
         """Return the chunk's bytes as uint8 on the group's device, copied only if they are not there in one piece."""
-        return self._lying(chunk).to(self._device)
+        return self._chunk(chunk).to(self._device)
 
-    def _lying(self, chunk: int) -> torch.Tensor:
+    def _chunk(self, chunk: int) -> torch.Tensor:
         """Return the chunk's bytes in place, or on the CPU."""
-        return self._run.tensor(*self.layout.chunk_span(chunk))
+        return self._payload.tensor(*self.layout.chunk_span(chunk))
 
 
 def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None]) -> list[CheckpointError]:
     """Talk to all receivers at the same time, to one on this thread. Returns: the failures."""
     failures: list[CheckpointError] = []
-    broken: list[BaseException] = []
+    crashes: list[BaseException] = []
 
     def run(link: Link) -> None:
         try:
             failure = talk(link)
         except CheckpointError as error:
             # The conversation was interrupted. Its messages in flight must not reach another conversation.
-            link.call.break_off()
+            link.call.abort_group()
             failure = error
         except BaseException as error:
             # The caller's thread raises it when all conversations have ended.
-            link.call.break_off()
-            broken.append(error)
+            link.call.abort_group()
+            crashes.append(error)
             return
         if failure is not None:
             failures.append(failure)
@@ -349,12 +349,12 @@ def _to_all(links: Sequence[Link], talk: Callable[[Link], CheckpointError | None
     run(links[0])
     for thread in threads:
         thread.join()
-    if broken:
-        raise broken[0]
+    if crashes:
+        raise crashes[0]
     return failures
 
 
-def _send(link: Link, key: StateKey, outgoing: _Outgoing) -> CheckpointError | None:
+def _send(link: Link, key: StateKey, outgoing: _OutgoingState) -> CheckpointError | None:
     """Send the state to one receiver. Returns: why it did not take the state. Raises: the conversation was
     interrupted.
     """
@@ -362,20 +362,20 @@ def _send(link: Link, key: StateKey, outgoing: _Outgoing) -> CheckpointError | N
     answer, failure = _offer(link, Offer(key, len(manifest)))
     if answer.code is not Code.TAKE:
         return failure
-    link.say(manifest)
-    failure = _unless_taken(link, key)
+    link.send_bytes(manifest)
+    failure = _receive_outcome(link, key)
     if failure is not None:
         return failure
-    on_their_way: deque[tuple[Any, torch.Tensor]] = deque()
+    in_flight: deque[tuple[Any, torch.Tensor]] = deque()
     for chunk in range(outgoing.layout.num_chunks):
-        if len(on_their_way) == _WINDOW:
-            link.end(on_their_way.popleft()[0])
+        if len(in_flight) == _WINDOW:
+            link.end(in_flight.popleft()[0])
         message = outgoing.message(chunk)
         # The message is held until it has been sent, because it may be a copy.
-        on_their_way.append((link.start_send(message), message))
-    while on_their_way:
-        link.end(on_their_way.popleft()[0])
-    return _unless_taken(link, key)
+        in_flight.append((link.start_send(message), message))
+    while in_flight:
+        link.end(in_flight.popleft()[0])
+    return _receive_outcome(link, key)
 
 
 def _refuse(link: Link, key: StateKey, sentence: str) -> CheckpointError | None:
@@ -383,21 +383,21 @@ def _refuse(link: Link, key: StateKey, sentence: str) -> CheckpointError | None:
     text = shortened(sentence)
     answer, failure = _offer(link, Offer(key, len(text), is_refusal=True))
     if answer.code is Code.TAKE:
-        link.say(text)
+        link.send_bytes(text)
     return failure
 
 
 def _offer(link: Link, offer: Offer) -> tuple[Answer, CheckpointError | None]:
-    link.say(offer.encode())
-    answer = Answer.decode(link.hear(ANSWER_BYTES), receiver=link.name)
+    link.send_bytes(offer.encode())
+    answer = Answer.decode(link.receive_bytes(ANSWER_BYTES), receiver=link.name)
     if answer.code is Code.LATER:
-        _log.info("%s was offered state %s and waits for %s", link.name, offer.key, answer.key)
+        _log.info("%s skipped state %s and waits for state %s", link.name, offer.key, answer.key)
         return answer, None
     return answer, _failure(link, offer.key, answer)
 
 
-def _unless_taken(link: Link, key: StateKey) -> CheckpointError | None:
-    return _failure(link, key, Answer.decode(link.hear(ANSWER_BYTES), receiver=link.name))
+def _receive_outcome(link: Link, key: StateKey) -> CheckpointError | None:
+    return _failure(link, key, Answer.decode(link.receive_bytes(ANSWER_BYTES), receiver=link.name))
 
 
 def _failure(link: Link, key: StateKey, answer: Answer) -> CheckpointError | None:
@@ -405,13 +405,13 @@ def _failure(link: Link, key: StateKey, answer: Answer) -> CheckpointError | Non
         return None
     if answer.code is Code.MISMATCH:
         return StateMismatchError(
-            f"{link.name} asks for state {answer.key} and was offered {key}; it must go by the same quorum",
+            f"{link.name} requested state {answer.key}, but was offered {key}; both must use the same quorum",
             wanted=answer.key,
             offered=key,
             source=link.name,
         )
     return StateUnavailableError(
-        f"{link.name} did not take state {key}: {answer.sentence or 'it did not say why'}", source=link.name, key=key
+        f"{link.name} refused state {key}: {answer.sentence or 'it gave no reason'}", source=link.name, key=key
     )
 
 
@@ -450,7 +450,7 @@ class _Receive:
         thread.start()
         try:
             reported = -1
-            while not self._over.wait(_ASK_S):
+            while not self._over.wait(_POLL_S):
                 good, total = self._good_bytes, self._total_bytes
                 if progress is not None and total is not None and good != reported:
                     reported = good
@@ -458,44 +458,44 @@ class _Receive:
                 if cancelled is not None and cancelled():
                     self._call.stop("the transfer was cancelled by its caller")
         except BaseException:
-            self._call.stop("the transfer was broken off by an error of its caller's")
+            self._call.stop("an error of the caller interrupted the transfer")
             raise
         finally:
             thread.join()
         if self._error is not None:
-            raise self._told(self._error)
+            raise self._with_tensor_state(self._error)
         assert self._target is not None
         if progress is not None:
             progress(self._target.layout.data_bytes, self._target.layout.data_bytes)
         return self._target
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _with_tensor_state(self, error: BaseException) -> BaseException:
         """Return the error, extended by the state of the caller's tensors."""
         if self._writes and isinstance(error, CheckpointError):
-            error.args = (f"{error}; the tensors that it was received into hold a mixture of two states",)
+            error.args = (f"{error}; the receiving tensors now hold a mixture of two states",)
         return error
 
     def _talk(self) -> None:
         try:
             self._error = self._receive()
         except TransferTimeoutError as error:
-            self._break_off()
+            self._abort_group()
             self._error = TransferTimeoutError(
-                f"state {self._wanted} did not arrive from {self._link.name} in {self._call.timeout_s:g} s, "
-                f"{self._good_bytes} of its bytes did: {error}",
+                f"timed out receiving state {self._wanted} from {self._link.name} after {self._call.timeout_s:g} s "
+                f"({self._good_bytes} bytes received): {error}",
                 timeout_s=error.timeout_s,
             )
         except BaseException as error:
             # The caller's thread raises it.
-            self._break_off()
+            self._abort_group()
             self._error = error
         finally:
             self._over.set()
 
-    def _break_off(self) -> None:
+    def _abort_group(self) -> None:
         # A source that has not begun does not wait, and another owner may use the group by now.
         if self._has_begun or self._call.has_messages:
-            self._call.break_off()
+            self._call.abort_group()
 
     def _receive(self) -> CheckpointError | None:
         """Receive the state.
@@ -505,7 +505,7 @@ class _Receive:
         """
         link = self._link
         while True:
-            first = self._first_word()
+            first = self._receive_offer()
             self._has_begun = True
             try:
                 offer = Offer.decode(first, source=link.name, bytes_max=self._limits.manifest_bytes)
@@ -516,8 +516,8 @@ class _Receive:
             if not self._wanted.comes_after(offer.key):
                 self._answer(Code.MISMATCH)
                 return StateMismatchError(
-                    f"{link.name} offers state {offer.key}, and {self._wanted} is wanted; the next quorum says anew "
-                    "who has what",
+                    f"{link.name} offers state {offer.key}, but this process needs {self._wanted}; wait for the next "
+                    "quorum, which assigns sources again",
                     wanted=self._wanted,
                     offered=offer.key,
                     source=link.name,
@@ -525,7 +525,7 @@ class _Receive:
             self._answer(Code.LATER)
             self._has_begun = False
         self._answer(Code.TAKE)
-        following = link.hear(offer.following_bytes)
+        following = link.receive_bytes(offer.following_bytes)
         if offer.is_refusal:
             sentence = printable(following)
             return StateUnavailableError(
@@ -539,7 +539,7 @@ class _Receive:
                     part="manifest",
                     source=link.name,
                 )
-            target = self._place(manifest.layout)
+            target = self._make_target(manifest.layout)
         except CheckpointError as error:
             return self._decline(error)
         self._answer(Code.TAKE)
@@ -548,8 +548,8 @@ class _Receive:
         if damaged is not None:
             return self._decline(
                 StateCorruptError(
-                    f"chunk {damaged} of state {self._wanted} arrived damaged from {link.name}; suspect its memory or "
-                    "the network, or that its trainer wrote to the state while it was sent",
+                    f"chunk {damaged} of state {self._wanted} arrived damaged from {link.name}; check its memory and "
+                    "the network, and whether its trainer changed the state during the transfer",
                     part=f"chunk {damaged}",
                     source=link.name,
                 )
@@ -558,62 +558,62 @@ class _Receive:
         self._target = target
         return None
 
-    def _place(self, layout: Layout) -> Target:
+    def _make_target(self, layout: Layout) -> Target:
         if self._into is None:
             return Target.fresh(layout, Buffer(layout.data_bytes))
         return Target.into(layout, self._into, Buffer)
 
-    def _first_word(self) -> bytes:
+    def _receive_offer(self) -> bytes:
         """Wait for the offer as long as the call may take, even if the group is reconfigured in the meantime."""
-        why = ""
+        last_attempt = ""
         while True:
             try:
-                if why:
-                    self._call.pause(_TRY_AGAIN_S)
-                return self._link.hear(OFFER_BYTES, patience_s=self._call.remaining_s())
+                if last_attempt:
+                    self._call.pause(_RETRY_S)
+                return self._link.receive_bytes(OFFER_BYTES, patience_s=self._call.remaining_s())
             except StateUnavailableError as error:
                 if not self._call.may_be_configured_again:
                     raise
-                why = f"; the last try: {error}"
+                last_attempt = f"; the last attempt: {error}"
             except TransferTimeoutError as error:
-                raise TransferTimeoutError(f"{error}{why}", timeout_s=error.timeout_s) from error
+                raise TransferTimeoutError(f"{error}{last_attempt}", timeout_s=error.timeout_s) from error
 
     def _receive_chunks(self, manifest: Manifest, target: Target) -> int | None:
         """Receive every chunk. Returns: the first damaged chunk, or None. Raises: the conversation was interrupted."""
         layout, link = manifest.layout, self._link
         damaged: int | None = None
         scratch = _Scratch(layout, link.device)
-        on_their_way: deque[tuple[int, Any, torch.Tensor]] = deque()
+        in_flight: deque[tuple[int, Any, torch.Tensor]] = deque()
 
         def take_one() -> None:
             nonlocal damaged
-            chunk, work, message = on_their_way.popleft()
+            chunk, work, message = in_flight.popleft()
             link.end(work)
             start, end = layout.chunk_span(chunk)
             if scratch.has(chunk):
-                _spread(message.cpu(), target.pieces(start, end))
-            if target.sum(start, end) == manifest.sums[chunk]:
+                _scatter(message.cpu(), target.views(start, end))
+            if target.checksum(start, end) == manifest.checksums[chunk]:
                 self._good_bytes += end - start
             elif damaged is None:
                 damaged = chunk
 
         self._writes = self._into is not None
         for chunk in range(layout.num_chunks):
-            if len(on_their_way) == _WINDOW:
+            if len(in_flight) == _WINDOW:
                 take_one()
             start, end = layout.chunk_span(chunk)
-            pieces = target.pieces(start, end)
-            if len(pieces) == 1 and link.device.type == "cpu":
-                message = torch.frombuffer(pieces[0], dtype=torch.uint8)
+            views = target.views(start, end)
+            if len(views) == 1 and link.device.type == "cpu":
+                message = torch.frombuffer(views[0], dtype=torch.uint8)
             else:
                 message = scratch.take(chunk, end - start)
-            on_their_way.append((chunk, link.start_recv(message), message))
-        while on_their_way:
+            in_flight.append((chunk, link.start_recv(message), message))
+        while in_flight:
             take_one()
         return damaged
 
     def _answer(self, code: Code, sentence: str = "") -> None:
-        self._link.say(Answer(code, self._wanted, sentence).encode())
+        self._link.send_bytes(Answer(code, self._wanted, sentence).encode())
 
     def _decline(self, error: CheckpointError) -> CheckpointError:
         self._answer(Code.DECLINE, str(error))
@@ -642,8 +642,8 @@ class _Scratch:
                     self._places[place] = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
                 except RuntimeError as error:
                     raise StateUnavailableError(
-                        f"{self._device} has no {self._num_bytes} bytes of memory for a chunk; free some, or have the "
-                        "source send smaller chunks"
+                        f"can't allocate {self._num_bytes} bytes of memory on {self._device} for a chunk; free memory, "
+                        "or lower chunk_bytes at the source"
                     ) from error
         self._used[place] = chunk
         return self._places[place][:num_bytes]
@@ -653,9 +653,9 @@ class _Scratch:
         return self._used.get(chunk % _WINDOW) == chunk
 
 
-def _spread(message: torch.Tensor, pieces: Sequence[memoryview]) -> None:
+def _scatter(message: torch.Tensor, views: Sequence[memoryview]) -> None:
     data, start = bytes_of(message), 0
-    for piece in pieces:
+    for piece in views:
         piece[:] = data[start : start + len(piece)]
         start += len(piece)
 

@@ -49,8 +49,8 @@ class Buffer:
             memory = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             raise StateUnavailableError(
-                f"this process got no {capacity_bytes} bytes of memory for a state: {error}; free some, or lower the "
-                "limit on data_bytes"
+                f"can't allocate {capacity_bytes} bytes of memory for a state: {error}; free memory, or lower "
+                "Limits.data_bytes"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE") and self.capacity_bytes >= _HUGE_PAGES_FROM_BYTES:
             memory.madvise(mmap.MADV_HUGEPAGE)

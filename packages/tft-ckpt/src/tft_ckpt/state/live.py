@@ -15,7 +15,7 @@ import torch
 
 from tft_ckpt.state.manifest import Layout, StorageSpan
 
-__all__ = ["LiveRun", "bytes_of"]
+__all__ = ["LivePayload", "bytes_of"]
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -26,7 +26,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @final
-class LiveRun:
+class LivePayload:
     """The payload of one state, in place.
 
     Args:

@@ -46,6 +46,7 @@ __all__ = [
     "describe",
     "encode",
     "encode_layout",
+    "extent",
 ]
 
 MAGIC = b"TFTSTATE"
@@ -56,7 +57,7 @@ CHUNK_BYTES_MIN = 4 << 10
 CHUNK_BYTES_MAX = 1 << 30
 
 _HEADER = struct.Struct("<8sIQQ")
-_SUMMED = struct.Struct("<IQ")
+_CHECKSUMMED = struct.Struct("<IQ")
 # The size of the largest element. A segment starts at a multiple of it in its storage, so that every offset is a whole
 # number of elements.
 _MAX_ITEM_BYTES = 16
@@ -135,12 +136,6 @@ class Layout:
         """Return whether equal payload bytes mean equal chunks in both layouts."""
         return self.chunk_bytes == other.chunk_bytes and self.segments == other.segments
 
-    def leaves(self) -> tuple[TensorLeaf, ...]:
-        """Return all tensors, in the order of the state."""
-        found: list[TensorLeaf] = []
-        self.read(found.append, on_subclass=_no_subclass)
-        return tuple(found)
-
     def read(
         self,
         on_leaf: Callable[[TensorLeaf], object],
@@ -189,7 +184,7 @@ class Manifest:
     """A layout and the checksum of each of its chunks."""
 
     layout: Layout
-    sums: tuple[int, ...]
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +216,7 @@ def _no_subclass(subclass: TensorSubclass, path: str, parts: object) -> None:
 _NO_LIMITS = Limits(manifest_bytes=1 << 62, nodes=1 << 62, data_bytes=1 << 62, depth=200)
 
 
-def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return the number of elements from the first to the last, inclusive; 0 if there are none."""
     reach = 1
     for size, step in zip(shape, stride, strict=True):
@@ -288,9 +283,7 @@ class _SegmentPlan:
         tensor = _plain(path, tensor)
         shape, stride = list(tensor.shape), list(tensor.stride())
         if len(shape) > MAX_DIMENSIONS or max(shape + stride, default=0) > MAX_SIZE:
-            raise StateUnsupportedError(
-                f"{path} has a shape or stride beyond what travels: {shape}, {stride}", path=path
-            )
+            raise StateUnsupportedError(f"{path} has a shape or stride above the limits: {shape}, {stride}", path=path)
         node = [
             "tensor",
             DTYPE_NAMES[tensor.dtype],
@@ -303,18 +296,18 @@ class _SegmentPlan:
             return node
         storage = tensor.untyped_storage()
         start = int(tensor.storage_offset()) * tensor.dtype.itemsize
-        extent = _extent(shape, stride)
-        end = start + extent * tensor.dtype.itemsize
-        if tensor.numel() > extent and tensor.numel() * tensor.dtype.itemsize > self._limits.data_bytes:
+        num_elements = extent(shape, stride)
+        end = start + num_elements * tensor.dtype.itemsize
+        if tensor.numel() > num_elements and tensor.numel() * tensor.dtype.itemsize > self._limits.data_bytes:
             raise StateUnsupportedError(
-                f"{path} has {tensor.numel()} elements, many in one place, and a copy of it would be above the limit "
-                f"of {self._limits.data_bytes} bytes; send what it was expanded from",
+                f"{path} has {tensor.numel()} elements that share memory, and a copy of it would exceed the limit of "
+                f"{self._limits.data_bytes} bytes; send the tensor that it was expanded from",
                 path=path,
             )
         if end > storage.nbytes():
             raise StateUnsupportedError(
-                f"{path} needs {end} bytes of a storage that has {storage.nbytes()}; its memory was freed, so take "
-                "the state when the parameters are whole",
+                f"{path} needs {end} bytes, but its storage has {storage.nbytes()} because its memory was freed; take "
+                "the state while the parameters are allocated",
                 path=path,
             )
         where = (tensor.device, storage.data_ptr())
@@ -348,15 +341,16 @@ def _plain(path: str, tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter:
         raise StateUnsupportedError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't travel; register "
-            "it on both sides with tft_ckpt.register_tensor_subclass, or send the plain tensors that it is made of",
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, a tensor subclass, which can't be transferred; "
+            "register it on both sides with tft_ckpt.register_tensor_subclass, or send its plain tensors",
             path=path,
         )
     if tensor.is_meta:
         raise StateUnsupportedError(f"{path} is on the meta device and has no values; materialize it first", path=path)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype not in DTYPE_NAMES:
         raise StateUnsupportedError(
-            f"{path} is a {tensor.layout} tensor of {tensor.dtype}, which can't travel; make it a dense one", path=path
+            f"{path} is a {tensor.layout} tensor of {tensor.dtype}, which can't be transferred; make it a dense one",
+            path=path,
         )
     return tensor.detach().resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
@@ -377,21 +371,21 @@ def encode_layout(layout: Layout, *, limits: Limits) -> bytes:
     if length > limits.manifest_bytes:
         raise StateUnsupportedError(
             f"the state's plain data and names take {length} bytes, above the limit of {limits.manifest_bytes}; "
-            "hold large data in tensors",
+            "store large data in tensors",
             path="state",
         )
     return body
 
 
-def encode(body: bytes, sums: Sequence[int]) -> bytes:
+def encode(body: bytes, checksums: Sequence[int]) -> bytes:
     """Return the encoded manifest, from the result of encode_layout and the checksum of every chunk."""
-    body += b"".join(value.to_bytes(8, "big") for value in sums).hex().encode("ascii") + b'"}'
+    body += b"".join(value.to_bytes(8, "big") for value in checksums).hex().encode("ascii") + b'"}'
     return _header(body, VERSION) + body
 
 
 def _header(body: bytes, version: int) -> bytes:
-    summed = _SUMMED.pack(version, len(body))
-    return _HEADER.pack(MAGIC, version, len(body), checksum(summed + body))
+    checksummed = _CHECKSUMMED.pack(version, len(body))
+    return _HEADER.pack(MAGIC, version, len(body), checksum(checksummed + body))
 
 
 def decode(data: bytes, *, limits: Limits, source: str = "") -> Manifest:
@@ -420,13 +414,13 @@ def decode(data: bytes, *, limits: Limits, source: str = "") -> Manifest:
     magic, version, length, expected = _HEADER.unpack_from(data)
     body = data[HEADER_BYTES:]
     if magic != MAGIC or length != len(body):
-        fail("its header is not that of a manifest of this length")
-    if checksum(_SUMMED.pack(version, length) + body) != expected:
+        fail("its header is not a manifest header, or has another length")
+    if checksum(_CHECKSUMMED.pack(version, length) + body) != expected:
         fail("its checksum does not match")
     if version != VERSION:
         raise StateUnsupportedError(
-            f"{source or 'the source'} sends manifests of version {version}, this process reads {VERSION}; "
-            "install one release of tft-ckpt everywhere",
+            f"{source or 'the source'} sends manifests of version {version}, but this process reads version {VERSION}; "
+            "install the same release of tft-ckpt everywhere",
             path="state",
         )
     try:
@@ -446,7 +440,7 @@ def decode(data: bytes, *, limits: Limits, source: str = "") -> Manifest:
 def _only_once(pairs: list[tuple[str, Node]]) -> dict[str, Node]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("a name comes twice")
+        raise ValueError("a name occurs twice")
     return fields
 
 
@@ -463,7 +457,7 @@ def _short_int(text: str) -> int:
 def _checked(fields: dict[str, Node], *, limits: Limits, source: str, fail: Any) -> Manifest:
     try:
         key = StateKey.parse(fields["key"])
-        sums = bytes.fromhex(fields["sums"])
+        checksums = bytes.fromhex(fields["sums"])
     except (TypeError, ValueError):
         fail("its key or its checksums can't be read")
     chunk_bytes = fields["chunk_bytes"]
@@ -471,16 +465,16 @@ def _checked(fields: dict[str, Node], *, limits: Limits, source: str, fail: Any)
         fail("its chunk_bytes is out of range")
     segments = _checked_segments(fields["segments"], limits=limits, fail=fail)
     layout = Layout(key=key, chunk_bytes=chunk_bytes, segments=segments, root=fields["state"])
-    if len(sums) != 8 * layout.num_chunks:
-        fail(f"it has {len(sums) // 8} checksums for {layout.num_chunks} chunks")
+    if len(checksums) != 8 * layout.num_chunks:
+        fail(f"it has {len(checksums) // 8} checksums for {layout.num_chunks} chunks")
     reader = _Reader(segments, limits=limits, source=source)
     reader.tree(lambda leaf: None, on_subclass=_no_subclass).read(layout.root)
-    return Manifest(layout, tuple(int.from_bytes(sums[at : at + 8], "big") for at in range(0, len(sums), 8)))
+    return Manifest(layout, tuple(int.from_bytes(checksums[at : at + 8], "big") for at in range(0, len(checksums), 8)))
 
 
 def _checked_segments(nodes: Node, *, limits: Limits, fail: Any) -> tuple[Segment, ...]:
     if type(nodes) is not list or len(nodes) > limits.nodes:
-        fail("its segments are no list, or too many")
+        fail("its segments are not a list, or are too many")
     segments: list[Segment] = []
     end = 0
     for node in nodes:
@@ -531,7 +525,7 @@ class _Reader:
         stride = _contiguous(shape) if node[3] is None else self._sizes(node[3], path, reader)
         segment, offset = node[4], node[5]
         if len(stride) != len(shape) or type(segment) is not int or type(offset) is not int:
-            raise reader.corrupt(path, "its tensor's numbers do not fit together")
+            raise reader.corrupt(path, "its tensor's stride, segment or offset is invalid")
         elements = 1
         for size in shape:
             elements *= max(size, 1)
@@ -542,26 +536,26 @@ class _Reader:
                 sharding.check_part(shape)
             except ConfigError as error:
                 raise reader.corrupt(path, str(error)[:300]) from None
-        length = _extent(shape, stride) * dtype.itemsize
+        length = extent(shape, stride) * dtype.itemsize
         if length == 0:
             if segment != -1 or offset != 0:
-                raise reader.corrupt(path, "its tensor is empty, yet lies somewhere")
+                raise reader.corrupt(path, "its tensor is empty, but has a place in the payload")
             return TensorLeaf(path, dtype, shape, stride, -1, 0, 0, sharding)
         if elements * dtype.itemsize > self._limits.data_bytes:
             # A stride of 0 puts all elements in one place, and a later copy of the tensor would be too large.
             raise reader.corrupt(path, "its tensor has more elements than the limits allow")
         if not 0 <= segment < len(self._segments) or offset < 0 or offset % dtype.itemsize:
-            raise reader.corrupt(path, "its tensor lies in no segment")
+            raise reader.corrupt(path, "its tensor is outside every segment")
         if offset + length > self._segments[segment].length:
-            raise reader.corrupt(path, "its tensor reaches past its segment")
+            raise reader.corrupt(path, "its tensor extends beyond its segment")
         place = self._segments[segment].offset + offset
         return TensorLeaf(path, dtype, shape, stride, segment, place, length, sharding)
 
     def _sizes(self, node: Node, path: str, reader: TreeReader) -> tuple[int, ...]:
         if type(node) is not list or len(node) > MAX_DIMENSIONS:
-            raise reader.corrupt(path, "its tensor's shape or stride is no short list")
+            raise reader.corrupt(path, "its tensor's shape or stride is not a list, or is too long")
         if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in node):
-            raise reader.corrupt(path, "its tensor's shape or stride has a bad number")
+            raise reader.corrupt(path, "its tensor's shape or stride has an invalid number")
         return tuple(node)
 
 

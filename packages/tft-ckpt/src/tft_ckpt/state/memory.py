@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MARGIN_BYTES", "FreeMemory", "free_memory", "gibibytes", "why_no_room"]
+__all__ = ["MARGIN_BYTES", "FreeMemory", "describe_shortage", "free_memory", "gibibytes"]
 
 MARGIN_BYTES: Final = 128 << 20
-"""What stays free at least: for the next step, which needs more than is in use between two steps."""
+"""The memory that always stays free, because a step needs more than is in use between two steps."""
 _MARGIN_SHARE: Final = 16  # share of a copy, because a larger model has larger batches beside it
 
 
@@ -45,14 +45,14 @@ def free_memory(proc: Path = Path("/proc")) -> FreeMemory | None:
     return min(found, key=lambda free: free.num_bytes) if found else None
 
 
-def why_no_room(num_bytes: int, free: FreeMemory | None) -> str:
+def describe_shortage(num_bytes: int, free: FreeMemory | None) -> str:
     """Return why this many more bytes don't fit beside a margin, with the figures. Empty if they fit."""
     margin_bytes = MARGIN_BYTES + num_bytes // _MARGIN_SHARE
     if free is None or num_bytes + margin_bytes <= free.num_bytes:
         return ""
     return (
-        f"it takes {gibibytes(num_bytes)} and a margin of {gibibytes(margin_bytes)}, and {gibibytes(free.num_bytes)} "
-        f"are free ({free.where})"
+        f"the copy needs {gibibytes(num_bytes)} and a margin of {gibibytes(margin_bytes)}, but only "
+        f"{gibibytes(free.num_bytes)} are free ({free.where})"
     )
 
 

@@ -17,7 +17,7 @@ import torch
 __all__ = ["ARRAY", "PREFIX", "Kind", "has_numbers", "kinds"]
 
 PREFIX: Final = "numpy."
-"""Each name begins with it."""
+"""The prefix of each name."""
 ARRAY: Final = "numpy.ndarray"
 """The name of arrays."""
 
@@ -59,7 +59,7 @@ def _scalar_kind(numpy: Any, name: str) -> Kind:
     def make(parts: object) -> Any:
         raw = _exactly(bytes, parts)
         if len(raw) != dtype.itemsize or (name == "bool" and raw not in (b"\0", b"\1")):
-            raise ValueError(f"{len(raw)} bytes are no numpy.{name}")
+            raise ValueError(f"{len(raw)} bytes are not a numpy.{name}")
         return numpy.frombuffer(raw, dtype=dtype)[0]
 
     return Kind(dtype.type, f"{PREFIX}{name}", lambda value: value.tobytes(), make)

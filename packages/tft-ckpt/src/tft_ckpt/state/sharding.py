@@ -81,10 +81,12 @@ class Sharding:
         if len(self.stride) != len(self.shape):
             raise ConfigError(f"a sharded tensor has {len(self.shape)} dimensions and {len(self.stride)} strides")
         if _product(self.shape) > MAX_ELEMENTS or _product(self.mesh_shape) > MAX_SIZE or 0 in self.mesh_shape:
-            raise ConfigError(f"a tensor of shape {self.shape} on a mesh of shape {self.mesh_shape} can't be")
+            raise ConfigError(
+                f"a tensor of shape {self.shape} on a mesh of shape {self.mesh_shape} is too large or empty"
+            )
         self._check_mesh()
         if type(self.placements) is not tuple or len(self.placements) != len(self.mesh_shape):
-            raise ConfigError(f"a mesh of {len(self.mesh_shape)} dimensions needs as many placements")
+            raise ConfigError(f"a mesh of {len(self.mesh_shape)} dimensions needs one placement for each")
         for placement in self.placements:
             self._check_placement(placement)
 
@@ -95,35 +97,35 @@ class Sharding:
             or len(names) != len(self.mesh_shape)
             or any(type(name) is not str or len(name) > MAX_NAME_LENGTH for name in names)
         ):
-            raise ConfigError(f"a mesh of {len(self.mesh_shape)} dimensions needs as many names, and short ones")
+            raise ConfigError(f"a mesh of {len(self.mesh_shape)} dimensions needs one short name for each")
         if coordinate is not None:
             _check_sizes("coordinate", coordinate, MAX_MESH_DIMENSIONS)
             if len(coordinate) != len(self.mesh_shape) or any(
                 place >= size for place, size in zip(coordinate, self.mesh_shape, strict=True)
             ):
-                raise ConfigError(f"{coordinate} is no place in a mesh of shape {self.mesh_shape}")
+                raise ConfigError(f"coordinate {coordinate} is outside a mesh of shape {self.mesh_shape}")
 
     def _check_placement(self, placement: Placement) -> None:
         if type(placement) is not Placement:
             raise ConfigError(f"a placement is a {type(placement).__name__}; give a Placement")
         dim, factor = placement.dim, placement.split_factor
         if dim is not None and (type(dim) is not int or not 0 <= dim < len(self.shape)):
-            raise ConfigError(f"dimension {dim!r} is cut of a tensor that has {len(self.shape)}")
+            raise ConfigError(f"a placement shards dimension {dim!r} of a tensor with {len(self.shape)} dimensions")
         if factor is not None and (dim is None or type(factor) is not int or not 1 <= factor <= MAX_SIZE):
-            raise ConfigError(f"a split factor is {factor!r} where dimension {dim!r} is cut")
+            raise ConfigError(f"split_factor is {factor!r}, which is invalid for a placement of dimension {dim!r}")
 
     def check_part(self, shape: Sequence[int]) -> None:
         """Check that a part of this shape can be this process's. Raises: ConfigError: it can't."""
         if self.coordinate is None:
             if 0 not in shape:
-                raise ConfigError(f"a process outside of the mesh has a part of shape {tuple(shape)}")
+                raise ConfigError(f"a process outside the mesh can't have a part of shape {tuple(shape)}")
             return
-        cut = {placement.dim for placement in self.placements}
+        sharded = {placement.dim for placement in self.placements}
         if len(shape) != len(self.shape) or any(
-            part > whole or (part < whole and dim not in cut)
+            part > whole or (part < whole and dim not in sharded)
             for dim, (part, whole) in enumerate(zip(shape, self.shape, strict=True))
         ):
-            raise ConfigError(f"a part of shape {tuple(shape)} can't be of {self}")
+            raise ConfigError(f"a part of shape {tuple(shape)} does not fit a tensor of {self}")
 
     def fits(self, mesh: DeviceMesh) -> bool:
         """Return whether a mesh has the same form, and this process the same place in it."""
@@ -176,7 +178,7 @@ class LocalShard:
 
         sharding = self.sharding
         if not sharding.fits(mesh):
-            raise ConfigError(f"the part is of {sharding}, and this mesh has the form {form_of(mesh)}")
+            raise ConfigError(f"the part is of {sharding}, but this mesh has the form {form_of(mesh)}")
         placements: list[dtensor.Placement] = []
         for placement in sharding.placements:
             if placement.dim is None:
@@ -231,16 +233,16 @@ def _part_of(tensor: Any, path: str) -> LocalShard:
             placements.append(Placement(placement.dim % tensor.ndim, int(placement.split_factor)))
         else:
             raise StateUnsupportedError(
-                f"{path} is a DTensor with the placement {placement!r}, which can't travel; reduce it first, with "
-                "redistribute() or full_tensor()",
+                f"{path} is a DTensor with the placement {placement!r}, which can't be transferred; reduce it first, "
+                "with redistribute() or full_tensor()",
                 path=path,
             )
     # Several mesh dimensions may shard one tensor dimension, and torch supports any order.
     order = getattr(tensor._spec, "shard_order", None) or ()
     if any(later < earlier for entry in order for earlier, later in itertools.pairwise(entry.mesh_dims)):
         raise StateUnsupportedError(
-            f"{path} is a DTensor that was cut in the order {order}, which can't travel; redistribute() it to the "
-            "order of the mesh's dimensions",
+            f"{path} is a DTensor with shard order {order}, which can't be transferred; use redistribute() to shard it "
+            "in the order of the mesh's dimensions",
             path=path,
         )
     mesh_shape, names, coordinate = form_of(tensor.device_mesh)
@@ -259,14 +261,14 @@ def _part_of(tensor: Any, path: str) -> LocalShard:
                 local = local.wait()
         return LocalShard(local, sharding)
     except ConfigError as error:
-        raise StateUnsupportedError(f"{path} is a DTensor that can't travel: {error}", path=path) from error
+        raise StateUnsupportedError(f"{path} is a DTensor that can't be transferred: {error}", path=path) from error
 
 
 def _check_sizes(name: str, sizes: object, most: int) -> None:
     if type(sizes) is not tuple or len(sizes) > most:
-        raise ConfigError(f"the {name} of a sharded tensor is no tuple of at most {most} numbers")
+        raise ConfigError(f"the {name} of a sharded tensor is not a tuple of at most {most} numbers")
     if any(type(size) is not int or not 0 <= size <= MAX_SIZE for size in sizes):
-        raise ConfigError(f"the {name} of a sharded tensor has a bad number")
+        raise ConfigError(f"the {name} of a sharded tensor has an element that is not an integer from 0 to {MAX_SIZE}")
 
 
 def _product(sizes: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ speed. The server computes checksums afterwards, one piece at a time.
 A live snapshot copies nothing. It is valid only while the trainer waits, so the server must end it before the trainer
 continues. After that it gives no byte. Its checksums come from the same bytes, so a reader would detect a change.
 
-Law of this file: a snapshot never changes after it was taken. The shelf knows the readers of its buffer.
+Law of this file: a snapshot never changes after it was taken. The snapshot store knows the readers of its buffer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 from tft_ckpt.key import StateKey
 from tft_ckpt.state.buffers import Buffer
-from tft_ckpt.state.live import LiveRun
+from tft_ckpt.state.live import LivePayload
 from tft_ckpt.state.manifest import Layout, StorageSpan, checksum, describe, encode, encode_layout
 from tft_ckpt.state.tree import Limits
 
@@ -51,12 +51,12 @@ class Snapshot:
         buffer: the state's payload, from the first byte on; None: the snapshot is live.
     """
 
-    def __init__(self, layout: Layout, body: bytes, buffer: Buffer | None, live: LiveRun | None = None) -> None:
+    def __init__(self, layout: Layout, body: bytes, buffer: Buffer | None, live: LivePayload | None = None) -> None:
         self.layout = layout
         self.buffer = buffer
         self._live = live
         self._body = body
-        self._sums: list[int] = []
+        self._checksums: list[int] = []
         self._manifest_bytes: bytes | None = None
 
     @classmethod
@@ -98,9 +98,9 @@ class Snapshot:
         Raises: StateUnsupportedError, ConfigError: as `take`.
         """
         layout, spans = describe(state, key=key, chunk_bytes=chunk_bytes, limits=limits)
-        run = LiveRun(layout, spans)
-        run.wait_for_devices()
-        return cls(layout, encode_layout(layout, limits=limits), None, run)
+        payload = LivePayload(layout, spans)
+        payload.wait_for_devices()
+        return cls(layout, encode_layout(layout, limits=limits), None, payload)
 
     def end(self) -> None:
         """Stop giving bytes of a live state. Any thread may call this."""
@@ -119,16 +119,16 @@ class Snapshot:
     @property
     def data(self) -> memoryview:
         """Return the state's payload, read-only."""
-        assert self.buffer is not None, "a live state has no run in one piece"
+        assert self.buffer is not None, "a live state has no contiguous payload"
         return self.buffer.view[: self.layout.data_bytes].toreadonly()
 
-    def pieces(self, start: int, end: int) -> list[memoryview]:
+    def views(self, start: int, end: int) -> list[memoryview]:
         """Return views of these bytes, in order. Raises: ConnectionResetError: the snapshot was live, and has ended."""
         if self.buffer is not None:
             return [self.data[start:end]]
         live = self._live
         if live is None:
-            raise ConnectionResetError("the trainer goes on, so its live state is not served any more")
+            raise ConnectionResetError("the live state is no longer served, because training continues")
         return [live.piece(start, end)]
 
     @property
@@ -136,18 +136,18 @@ class Snapshot:
         """Return the encoded manifest, or None until all checksums are known."""
         return self._manifest_bytes
 
-    def sum_next_chunk(self) -> bool:
+    def checksum_next_chunk(self) -> bool:
         """Compute one more checksum. Only one thread at a time may call this, and not the trainer's.
 
         Returns: whether the manifest is complete, or never will be because a live state has ended.
         """
         if self._manifest_bytes is not None or (self.buffer is None and self._live is None):
             return True
-        if len(self._sums) < self.layout.num_chunks:
-            start, end = self.layout.chunk_span(len(self._sums))
-            self._sums.append(checksum(self.pieces(start, end)[0]))
-        if len(self._sums) == self.layout.num_chunks:
-            self._manifest_bytes = encode(self._body, self._sums)
+        if len(self._checksums) < self.layout.num_chunks:
+            start, end = self.layout.chunk_span(len(self._checksums))
+            self._checksums.append(checksum(self.views(start, end)[0]))
+        if len(self._checksums) == self.layout.num_chunks:
+            self._manifest_bytes = encode(self._body, self._checksums)
         return self._manifest_bytes is not None
 
 
@@ -172,54 +172,54 @@ def _copy(layout: Layout, spans: Sequence[StorageSpan], buffer: Buffer) -> None:
         stream.wait_stream(torch.cuda.current_stream(device))
     try:
         with torch.no_grad():
-            here: list[_Pair] = []
-            elsewhere: list[_Pair] = []
+            on_cpu: list[_Pair] = []
+            on_other_devices: list[_Pair] = []
             for segment, span in zip(layout.segments, spans, strict=True):
-                place, there = buffer.tensor[segment.offset : segment.offset + segment.length], span.bytes()
+                destination, source = buffer.tensor[segment.offset : segment.offset + segment.length], span.bytes()
                 if span.device in streams:
                     with torch.cuda.stream(streams[span.device]):
-                        place.copy_(there, non_blocking=True)
+                        destination.copy_(source, non_blocking=True)
                 else:
-                    (here if span.device.type == "cpu" else elsewhere).append((place, there))
-            for place, there in elsewhere:
-                place.copy_(there)
-            _copy_here(here)
+                    (on_cpu if span.device.type == "cpu" else on_other_devices).append((destination, source))
+            for destination, source in on_other_devices:
+                destination.copy_(source)
+            _copy_on_cpu(on_cpu)
     finally:
         # After the return the optimizer may write, and the buffer may be reused, also after an error.
         for stream in streams.values():
             stream.synchronize()
 
 
-def _copy_here(pairs: Sequence[_Pair]) -> None:
+def _copy_on_cpu(pairs: Sequence[_Pair]) -> None:
     """Copy data in this machine's memory, with several threads if it is large. Return when all is done."""
-    others = min(_COPY_THREADS_MAX, _cores()) - 1
-    if others < 1 or sum(len(place) for place, _ in pairs) < _COPIED_ALONE_BYTES:
-        for place, there in pairs:
-            place.copy_(there)
+    num_helpers = min(_COPY_THREADS_MAX, _cores()) - 1
+    if num_helpers < 1 or sum(len(destination) for destination, _ in pairs) < _COPIED_ALONE_BYTES:
+        for destination, source in pairs:
+            destination.copy_(source)
         return
-    pieces: deque[_Pair] = deque()
-    for place, there in pairs:
-        if len(place) <= _PIECE_BYTES:
-            pieces.append((place, there))
+    jobs: deque[_Pair] = deque()
+    for destination, source in pairs:
+        if len(destination) <= _PIECE_BYTES:
+            jobs.append((destination, source))
         else:
-            pieces.extend(zip(place.split(_PIECE_BYTES), there.split(_PIECE_BYTES), strict=True))
+            jobs.extend(zip(destination.split(_PIECE_BYTES), source.split(_PIECE_BYTES), strict=True))
 
     def work() -> None:
-        while pieces:
+        while jobs:
             try:
-                place, there = pieces.popleft()
+                destination, source = jobs.popleft()
             except IndexError:  # another thread has just taken the last one
                 return
-            place.copy_(there)
+            destination.copy_(source)
 
-    with ThreadPoolExecutor(others, COPY_THREAD_NAME) as threads:
-        helping = []
+    with ThreadPoolExecutor(num_helpers, COPY_THREAD_NAME) as threads:
+        futures = []
         # The system has no more threads, or the interpreter ends: continue with fewer threads.
         with suppress(RuntimeError):
-            for _ in range(others):
-                helping.append(threads.submit(work))
+            for _ in range(num_helpers):
+                futures.append(threads.submit(work))
         work()
-    for each in helping:
+    for each in futures:
         each.result()
 
 

@@ -21,14 +21,14 @@ import xxhash
 
 from tft_ckpt.errors import CheckpointError, StateLayoutError, StateUnsupportedError
 from tft_ckpt.state.buffers import Buffer
-from tft_ckpt.state.manifest import ALIGNMENT_BYTES, Layout, TensorLeaf, checksum
+from tft_ckpt.state.manifest import ALIGNMENT_BYTES, Layout, TensorLeaf, checksum, extent
 from tft_ckpt.state.sharding import LocalShard, part_of
 from tft_ckpt.state.tree import TensorSubclass, tensor_subclass_of
 
 __all__ = ["Target"]
 
 # Below this size, a separate piece costs more than a copy.
-DIRECT_BYTES_MIN: Final = 16 << 10
+IN_PLACE_BYTES_MIN: Final = 16 << 10
 DEPTH_MAX: Final = 200
 _PLAIN: Final = (type(None), int, float, complex, str, bytes, torch.dtype, torch.device)
 # Integer types of each size, so that the bits of any dtype can be copied between tensors with different strides.
@@ -81,17 +81,17 @@ class Target:
         """
         places = _Matching(layout, state).places()
         staged = _staged_segments(layout, places)
-        direct = [run for run in _direct_runs(layout, places) if run.segment not in staged]
-        scratch = _Scratch(layout, direct)
+        in_place = [span for span in _in_place_spans(layout, places) if span.segment not in staged]
+        scratch = _Scratch(layout, in_place)
         buffer = allocate(scratch.num_bytes) if scratch.num_bytes else None
         regions = scratch.regions(buffer)
 
         def finish() -> object:
-            return _finished(layout, places, staged, scratch, buffer)
+            return _build_result(layout, places, staged, scratch, buffer)
 
         return cls(layout, regions, finish)
 
-    def pieces(self, start: int, end: int) -> list[memoryview]:
+    def views(self, start: int, end: int) -> list[memoryview]:
         """Return writable views, in order, of exactly the payload bytes from start to end. They may use shared
         scratch memory.
         """
@@ -104,13 +104,13 @@ class Target:
             start, at = until, at + 1
         return found
 
-    def sum(self, start: int, end: int) -> int:
+    def checksum(self, start: int, end: int) -> int:
         """Return the checksum of these payload bytes, as `manifest.checksum` of the joined bytes."""
-        pieces = self.pieces(start, end)
-        if len(pieces) == 1:
-            return checksum(pieces[0])
+        views = self.views(start, end)
+        if len(views) == 1:
+            return checksum(views[0])
         digest = xxhash.xxh3_64()
-        for piece in pieces:
+        for piece in views:
             digest.update(piece)
         return digest.intdigest()
 
@@ -174,8 +174,8 @@ class _Matching:
 
     def __init__(self, layout: Layout, state: object) -> None:
         self._slots: list[_Slot] = []
-        arriving = layout.read(self._slot, on_subclass=_Parts)
-        self._match(arriving, state, "state")
+        received = layout.read(self._slot, on_subclass=_Parts)
+        self._match(received, state, "state")
 
     def places(self) -> list[_Place]:
         """Return one place for each received tensor, in the order of the layout."""
@@ -187,36 +187,35 @@ class _Matching:
         self._slots.append(_Slot(leaf))
         return self._slots[-1]
 
-    def _match(self, arriving: object, here: object, path: str, depth: int = 0) -> None:
+    def _match(self, received: object, existing: object, path: str, depth: int = 0) -> None:
         if depth > DEPTH_MAX:
             raise StateLayoutError(
-                f"{path[:200]} is nested deeper than {DEPTH_MAX} here; is it its own member?", path=path
+                f"{path[:200]} is nested deeper than {DEPTH_MAX} levels in `into`; check whether it contains itself",
+                path=path,
             )
-        if type(arriving) is _Slot:
-            arriving.place = _place(arriving.leaf, here)
-        elif type(arriving) is _Parts and type(here) is arriving.subclass.cls:
-            self._match(arriving.parts, arriving.subclass.parts(here, path), f"{path}.parts", depth + 1)
-        elif isinstance(here, torch.Tensor | LocalShard):
-            raise StateLayoutError(
-                f"{path} is a tensor here, and none comes for it from the source; {_ADVICE}", path=path
-            )
-        elif isinstance(here, dict):
-            pairs = arriving if isinstance(arriving, dict) else {}
-            for key, value in here.items():
+        if type(received) is _Slot:
+            received.place = _place(received.leaf, existing)
+        elif type(received) is _Parts and type(existing) is received.subclass.cls:
+            self._match(received.parts, received.subclass.parts(existing, path), f"{path}.parts", depth + 1)
+        elif isinstance(existing, torch.Tensor | LocalShard):
+            raise StateLayoutError(f"{path} is a tensor in `into`, but not in the source's state; {_ADVICE}", path=path)
+        elif isinstance(existing, dict):
+            pairs = received if isinstance(received, dict) else {}
+            for key, value in existing.items():
                 self._match(pairs.get(key), value, f"{path}[{_short(key)}]", depth + 1)
-        elif isinstance(here, list | tuple):
-            items = arriving if isinstance(arriving, list | tuple) and type(arriving) is not _Parts else ()
-            for index, value in enumerate(here):
+        elif isinstance(existing, list | tuple):
+            items = received if isinstance(received, list | tuple) and type(received) is not _Parts else ()
+            for index, value in enumerate(existing):
                 self._match(items[index] if index < len(items) else None, value, f"{path}[{index}]", depth + 1)
-        elif not isinstance(here, _PLAIN) and tensor_subclass_of(here) is None:
+        elif not isinstance(existing, _PLAIN) and tensor_subclass_of(existing) is None:
             raise StateLayoutError(
-                f"{path} is a {type(here).__module__}.{type(here).__qualname__} here, of which it can't be told what "
-                "could be received into it; give dicts, lists and tensors",
+                f"{path} is a {type(existing).__module__}.{type(existing).__qualname__} in `into`, and its tensors are "
+                "unknown; use dicts, lists and tensors",
                 path=path,
             )
 
 
-_ADVICE: Final = "receive it without `into`, or make both sides' states of one form"
+_ADVICE: Final = "receive without `into`, or use states of the same form on both sides"
 
 
 def _short(key: object) -> str:
@@ -226,52 +225,48 @@ def _short(key: object) -> str:
         return type(key).__qualname__
 
 
-def _place(leaf: TensorLeaf, here: object) -> _Place:
+def _place(leaf: TensorLeaf, existing: object) -> _Place:
     path = leaf.path
     try:
-        part = part_of(here, path)
+        part = part_of(existing, path)
     except StateUnsupportedError as error:
-        raise StateLayoutError(f"{error}; so nothing can be received into it", path=path) from error
-    tensor = here if part is None else part.local
+        raise StateLayoutError(f"can't receive into {path}: {error}", path=path) from error
+    tensor = existing if part is None else part.local
     if not isinstance(tensor, torch.Tensor):
         return _Place(leaf)
     if leaf.sharding != (None if part is None else part.sharding):
         raise StateLayoutError(
-            f"{path} comes as {leaf.sharding or 'a whole tensor'}, and is "
-            f"{'a whole tensor' if part is None else part.sharding} here; {_ADVICE}",
+            f"{path} is {leaf.sharding or 'a whole tensor'} at the source, but "
+            f"{'a whole tensor' if part is None else part.sharding} in `into`; {_ADVICE}",
             path=path,
         )
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
         raise StateLayoutError(
-            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout} on device {tensor.device} here, which "
-            f"can't be received into; {_ADVICE}",
+            f"{path} is a {type(tensor).__qualname__} of layout {tensor.layout} on device {tensor.device} in `into`, "
+            f"which can't receive data; {_ADVICE}",
             path=path,
         )
     if tensor.dtype != leaf.dtype or tuple(tensor.shape) != leaf.shape:
         raise StateLayoutError(
-            f"{path} comes as {leaf.dtype} of shape {leaf.shape}, and is {tensor.dtype} of shape {tuple(tensor.shape)} "
-            f"here; {_ADVICE}",
+            f"{path} is {leaf.dtype} of shape {leaf.shape} at the source, but {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)} in `into`; {_ADVICE}",
             path=path,
         )
     tensor = tensor.detach()
     if not leaf.length:
-        return _Place(leaf, here, tensor)
-    end = (int(tensor.storage_offset()) + _extent(tensor)) * tensor.dtype.itemsize
+        return _Place(leaf, existing, tensor)
+    end = (int(tensor.storage_offset()) + extent(tensor.shape, tensor.stride())) * tensor.dtype.itemsize
     if end > tensor.untyped_storage().nbytes():
-        raise StateLayoutError(f"{path} has no memory here, for it was freed; {_ADVICE}", path=path)
+        raise StateLayoutError(f"the memory of {path} in `into` was freed; {_ADVICE}", path=path)
     is_alike = tensor.stride() == leaf.stride and not (tensor.is_conj() or tensor.is_neg())
     has_no_gap = tensor.is_contiguous() or _has_no_gap(tensor)
-    if not (_is_spread(tensor) or (is_alike and has_no_gap)):
+    if not (_has_no_overlap(tensor) or (is_alike and has_no_gap)):
         raise StateLayoutError(
-            f"{path} has several elements in one place here (strides {tensor.stride()}), so that it can't hold what "
-            f"comes; {_ADVICE}",
+            f"several elements of {path} share memory in `into` (strides {tensor.stride()}), so it can't hold the "
+            f"received data; {_ADVICE}",
             path=path,
         )
-    return _Place(leaf, here, tensor, is_alike, has_no_gap)
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Place(leaf, existing, tensor, is_alike, has_no_gap)
 
 
 def _steps(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -288,7 +283,7 @@ def _has_no_gap(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _is_spread(tensor: torch.Tensor) -> bool:
+def _has_no_overlap(tensor: torch.Tensor) -> bool:
     """Return whether all elements have separate memory, as far as a simple check shows."""
     if tensor.is_contiguous():
         return True
@@ -310,21 +305,22 @@ def _check_overlaps(places: Sequence[_Place]) -> None:
         start = tensor.data_ptr()
         # Equal marks mean that overlapping memory holds the same payload bytes.
         mark = leaf.offset - start if place.is_alike else (leaf.offset, start, leaf.stride, tensor.stride())
-        spans.append((str(tensor.device), start, start + _extent(tensor) * tensor.dtype.itemsize, mark, leaf.path))
+        end = start + extent(tensor.shape, tensor.stride()) * tensor.dtype.itemsize
+        spans.append((str(tensor.device), start, end, mark, leaf.path))
     spans.sort(key=lambda span: span[:2])
     last: tuple[str, int, int, object, str] | None = None
     for span in spans:
         if last is not None and span[0] == last[0] and span[1] < last[2]:
             if span[3] != last[3]:
                 raise StateLayoutError(
-                    f"{span[4]} and {last[4]} lie in one place here, and do not at the source; {_ADVICE}", path=span[4]
+                    f"{span[4]} and {last[4]} share memory in `into`, but not at the source; {_ADVICE}", path=span[4]
                 )
             if span[2] <= last[2]:
                 continue
         last = span
 
 
-class _DirectRun(NamedTuple):
+class _InPlaceSpan(NamedTuple):
     """The payload bytes from start to end, in one piece in an existing tensor."""
 
     start: int
@@ -336,7 +332,7 @@ class _DirectRun(NamedTuple):
 
 def _staged_segments(layout: Layout, places: Sequence[_Place]) -> set[int]:
     """Return the indices of the segments that can't be received in place."""
-    staged = {index for index, segment in enumerate(layout.segments) if segment.length < DIRECT_BYTES_MIN}
+    staged = {index for index, segment in enumerate(layout.segments) if segment.length < IN_PLACE_BYTES_MIN}
     # In one segment, all tensors must have the same relative places here as in the payload. Each byte must be covered
     # by a tensor without gaps.
     shifts: dict[int, int] = {}
@@ -344,24 +340,24 @@ def _staged_segments(layout: Layout, places: Sequence[_Place]) -> set[int]:
         leaf, tensor = place.leaf, place.tensor
         if not leaf.length or leaf.segment in staged:
             continue
-        can = tensor is not None and tensor.device.type == "cpu" and place.is_alike
+        fits_in_place = tensor is not None and tensor.device.type == "cpu" and place.is_alike
         shift = tensor.data_ptr() - leaf.offset if tensor is not None else 0
-        if not can or shifts.setdefault(leaf.segment, shift) != shift:
+        if not fits_in_place or shifts.setdefault(leaf.segment, shift) != shift:
             staged.add(leaf.segment)
-    runs = _direct_runs(layout, places)
-    starts = [run.start for run in runs]
+    spans = _in_place_spans(layout, places)
+    starts = [span.start for span in spans]
     for place in places:
         leaf = place.leaf
         if leaf.length and leaf.segment not in staged and not place.has_no_gap:
             at = bisect.bisect_right(starts, leaf.offset) - 1
-            if at < 0 or runs[at].end < leaf.offset + leaf.length:
+            if at < 0 or spans[at].end < leaf.offset + leaf.length:
                 staged.add(leaf.segment)
     return staged
 
 
-def _direct_runs(layout: Layout, places: Sequence[_Place]) -> list[_DirectRun]:
+def _in_place_spans(layout: Layout, places: Sequence[_Place]) -> list[_InPlaceSpan]:
     """Return the runs in tensors without gaps, in payload order. They are correct for segments that are not staged."""
-    found: list[_DirectRun] = []
+    found: list[_InPlaceSpan] = []
     for place in sorted(places, key=lambda place: place.leaf.offset):
         leaf, tensor = place.leaf, place.tensor
         if tensor is None or not leaf.length or not place.is_alike or not place.has_no_gap:
@@ -372,14 +368,14 @@ def _direct_runs(layout: Layout, places: Sequence[_Place]) -> list[_DirectRun]:
             if end > found[-1].end:
                 found[-1] = found[-1]._replace(end=end)
         else:
-            found.append(_DirectRun(leaf.offset, end, tensor.data_ptr(), leaf.segment, tensor))
+            found.append(_InPlaceSpan(leaf.offset, end, tensor.data_ptr(), leaf.segment, tensor))
     return found
 
 
-def _view(run: _DirectRun) -> memoryview:
-    memory = (ctypes.c_ubyte * (run.end - run.start)).from_address(run.address)
+def _view(span: _InPlaceSpan) -> memoryview:
+    memory = (ctypes.c_ubyte * (span.end - span.start)).from_address(span.address)
     # The view keeps the array, and so the storage, as long as the view exists.
-    memory.owner = run.owner.untyped_storage()  # type: ignore[attr-defined]
+    memory.owner = span.owner.untyped_storage()  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
 
@@ -387,15 +383,15 @@ def _view(run: _DirectRun) -> memoryview:
 class _Scratch:
     """Memory for the payload parts without a place in an existing tensor, in payload order."""
 
-    def __init__(self, layout: Layout, direct: Sequence[_DirectRun]) -> None:
-        self._direct = direct
+    def __init__(self, layout: Layout, in_place: Sequence[_InPlaceSpan]) -> None:
+        self._in_place = in_place
         # (first byte in the payload, byte after the last, first byte in the scratch)
         self._gaps: list[tuple[int, int, int]] = []
         self.num_bytes = 0
         at = 0
-        for run in direct:
-            self._add(at, run.start)
-            at = run.end
+        for span in in_place:
+            self._add(at, span.start)
+            at = span.end
         self._add(at, layout.data_bytes)
 
     def _add(self, start: int, end: int) -> None:
@@ -407,7 +403,7 @@ class _Scratch:
 
     def regions(self, buffer: Buffer | None) -> list[_Region]:
         """Return the regions of the whole payload."""
-        found = [_Region(run.start, run.end, _view(run)) for run in self._direct]
+        found = [_Region(span.start, span.end, _view(span)) for span in self._in_place]
         if buffer is not None:
             for start, end, place in self._gaps:
                 found.append(_Region(start, end, buffer.view[place : place + end - start]))
@@ -419,7 +415,7 @@ class _Scratch:
         return place + offset - start
 
 
-def _finished(
+def _build_result(
     layout: Layout, places: Sequence[_Place], staged: set[int], scratch: _Scratch, buffer: Buffer | None
 ) -> object:
     storages: dict[int, torch.UntypedStorage] = {}
@@ -441,32 +437,32 @@ def _finished(
                 yield layout.value(leaf, storage)
                 continue
             if storage is not None:
-                _copy(place, layout.tensor(leaf, storage))
+                _copy_to_place(place, layout.tensor(leaf, storage))
             elif leaf.length and not place.tensor.is_inference():
                 torch.autograd.graph.increment_version(place.tensor)
             yield place.value
 
-    arrived = values()
-    return layout.read(lambda leaf: next(arrived))
+    results = values()
+    return layout.read(lambda leaf: next(results))
 
 
-def _copy(place: _Place, came: torch.Tensor) -> None:
+def _copy_to_place(place: _Place, received: torch.Tensor) -> None:
     tensor = place.tensor
     assert tensor is not None
     try:
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            if not _is_spread(tensor):
+            if not _has_no_overlap(tensor):
                 # Elements that share memory: the raw bytes are copied, each position once.
-                _bytes(tensor, place.leaf.length).copy_(_bytes(came, place.leaf.length))
+                _bytes(tensor, place.leaf.length).copy_(_bytes(received, place.leaf.length))
             elif tensor.dtype.itemsize in _BITS and not (tensor.is_conj() or tensor.is_neg()):
                 bits = _BITS[tensor.dtype.itemsize]
-                tensor.view(bits).copy_(came.view(bits))
+                tensor.view(bits).copy_(received.view(bits))
             else:
-                tensor.copy_(came)
+                tensor.copy_(received)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{place.leaf.path} arrived whole, and could not be copied to its place on {tensor.device}: {error}; the "
-            "tensors hold a mixture now, so receive the state again"
+            f"{place.leaf.path} was received, but can't be copied to {tensor.device}: {error}; the receiving tensors "
+            "now hold a mixture of two states, so receive the state again"
         ) from error
 
 

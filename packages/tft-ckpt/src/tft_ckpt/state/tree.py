@@ -56,10 +56,10 @@ Node = Any
 ROOT_PATH = "state"
 
 PATH_LENGTH_MAX = 1000
-"""In characters; longer paths end in an ellipsis."""
+"""Maximum length of a path in characters. Longer paths end in an ellipsis."""
 
-MAX_KEYS_ALIKE = 64
-"""Keys of one dict that may have one hash; honest ones have two or three."""
+KEYS_PER_HASH_MAX = 64
+"""Maximum number of keys with the same hash in one dict. Honest dicts have two or three."""
 
 _SHORT_INT = 2**63
 
@@ -73,7 +73,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPE_
 """Name in a manifest to dtype: every dtype of dense tensors that this torch has."""
 
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-"""The other way."""
+"""Dtype to name in a manifest."""
 
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "none": None,
@@ -103,7 +103,7 @@ def register_named_tuple(cls: C) -> C:
     Raises: ConfigError: cls is not a named tuple, or another one has that name already.
     """
     if not (isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields") and hasattr(cls, "_make")):
-        raise ConfigError(f"{cls!r} is no named tuple, so it can't be registered as one")
+        raise ConfigError(f"{cls!r} is not a named tuple and can't be registered as one")
     name = f"{cls.__module__}.{cls.__qualname__}"
     if _named_tuples.setdefault(name, cls) is not cls:
         raise ConfigError(f"another named tuple is registered as {name} already; rename one of the two")
@@ -133,7 +133,7 @@ class TensorSubclass:
             return self.flatten(value)
         except Exception as error:
             raise StateUnsupportedError(
-                f"{path} is a {self.name}, and the function registered to take it apart failed: {error!r}; mend that",
+                f"{path} is a {self.name}, and its `flatten` function failed: {error!r}; fix that function",
                 path=path,
             ) from error
 
@@ -143,13 +143,13 @@ class TensorSubclass:
             value = self.unflatten(parts)
         except Exception as error:
             raise StateUnsupportedError(
-                f"{path} arrived, and the function registered to make a {self.name} of it failed: {error!r}; mend that",
+                f"{path} is a {self.name}, and its `unflatten` function failed: {error!r}; fix that function",
                 path=path,
             ) from error
         if type(value) is not self.cls:
             raise StateUnsupportedError(
-                f"{path} arrived, and the function registered to make a {self.name} made a {type(value).__name__}; "
-                "mend that",
+                f"{path} is a {self.name}, and its `unflatten` function returned a {type(value).__name__}; fix that "
+                "function",
                 path=path,
             )
         return value
@@ -175,12 +175,12 @@ def register_tensor_subclass(cls: type[Any], flatten: Callable[[Any], object], u
     Raises: ConfigError: cls can't be registered, or another class has that name already.
     """
     if not (isinstance(cls, type) and issubclass(cls, torch.Tensor)) or cls in (torch.Tensor, torch.nn.Parameter):
-        raise ConfigError(f"{cls!r} is no subclass of torch.Tensor, so it can't be registered as one")
+        raise ConfigError(f"{cls!r} can't be registered; give a subclass of torch.Tensor other than Parameter")
     if cls.__module__.startswith("torch.distributed.tensor"):
-        raise ConfigError(f"{cls.__qualname__} travels already, as a LocalShard, so don't register it")
+        raise ConfigError(f"{cls.__qualname__} is already transferred as a LocalShard; don't register it")
     for function in (flatten, unflatten):
         if not callable(function):
-            raise ConfigError(f"{function!r} can't take a {cls.__qualname__} apart or make one; give two functions")
+            raise ConfigError(f"{function!r} is not callable; give two functions, flatten and unflatten")
     name = f"{cls.__module__}.{cls.__qualname__}"
     known = _tensor_subclasses.get(name)
     if known is not None and known.cls is not cls:
@@ -211,13 +211,13 @@ class Limits:
     """The size limits of a state, on either side. Larger states are refused before memory is allocated."""
 
     manifest_bytes: int = 64 << 20
-    """Of the manifest as sent; its decoded form takes some ten times as much, and a hostile one's up to thirty."""
+    """Size of the encoded manifest. The decoded form takes about ten times as much, and a hostile one up to thirty."""
     depth: int = 64
-    """Containers within containers."""
+    """Nesting depth of containers."""
     nodes: int = 2_000_000
-    """Containers and leaves together."""
+    """Number of containers and leaves."""
     data_bytes: int = 1 << 40
-    """Of all tensors together."""
+    """Size of all tensors together."""
 
     def __post_init__(self) -> None:
         for name in ("manifest_bytes", "depth", "nodes", "data_bytes"):
@@ -259,13 +259,14 @@ class TreeWriter:
         self._num_nodes += 1
         if self._num_nodes > self._limits.nodes:
             raise StateUnsupportedError(
-                f"the state has more than {self._limits.nodes} leaves and containers, the first too many at "
-                f"{path[:200]}; hold large data in tensors",
+                f"the state has more than {self._limits.nodes} leaves and containers (the first above the limit is "
+                f"{path[:200]}); store large data in tensors",
                 path=path,
             )
         if depth > self._limits.depth:
             raise StateUnsupportedError(
-                f"{path[:200]} is nested deeper than {self._limits.depth}; is it its own member?", path=path
+                f"{path[:200]} is nested deeper than {self._limits.depth} levels; check whether it contains itself",
+                path=path,
             )
         subclass = tensor_subclass_of(value)
         if subclass is not None:
@@ -332,7 +333,7 @@ class TreeWriter:
             factory = value.default_factory  # type: ignore[attr-defined]
             if factory not in _FACTORY_NAMES:
                 raise StateUnsupportedError(
-                    f"{path} is a defaultdict of {factory!r}, which can't travel; use one of "
+                    f"{path} is a defaultdict of {factory!r}, which can't be transferred; use a defaultdict of "
                     f"{', '.join(_FACTORIES)}, or a dict",
                     path=path,
                 )
@@ -340,7 +341,8 @@ class TreeWriter:
         if kind in _named_tuple_names:
             return ["named", _named_tuple_names[kind], *self._items(value, path, depth)]
         raise StateUnsupportedError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't travel; {_advice(value)}", path=path
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which can't be transferred; {_advice(value)}",
+            path=path,
         )
 
     def _items(self, value: Any, path: str, depth: int) -> Iterator[Node]:
@@ -360,7 +362,7 @@ class TreeWriter:
         node = self._write_leaf(key)
         if node is _NO_LEAF:
             raise StateUnsupportedError(
-                f"{path} has a key of type {type(key).__qualname__}; keys are numbers, strings, bytes, tuples",
+                f"{path} has a key of type {type(key).__qualname__}; use numbers, strings, bytes or tuples",
                 path=path,
             )
         return node
@@ -389,19 +391,19 @@ def _label(key: object) -> str:
 
 def _advice(value: object) -> str:
     if type(value).__module__ == "numpy":
-        return "of numpy's, scalars and arrays of numbers and truth values travel; convert it to one of those"
+        return "convert it to a numpy scalar, or to an array of numbers or booleans"
     if isinstance(value, enum.Enum):
-        return "hold its .value, and make the member of it again when the state is loaded"
+        return "store its .value, and rebuild the member when the state is loaded"
     if isinstance(value, set | frozenset):
-        return "hold sorted(...) of it, and make the set of it again when the state is loaded"
+        return "store sorted(...) of it, and rebuild the set when the state is loaded"
     if dataclasses.is_dataclass(value):
-        return "hold a dict of its fields, and make the object of it again when the state is loaded"
+        return "store a dict of its fields, and rebuild the object when the state is loaded"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "register it on both sides with tft_ckpt.register_named_tuple"
     for plain in (int, float, complex, str, bytes, dict, list, tuple):
         if isinstance(value, plain):
-            return f"it is a subclass, which may carry more than can be seen; convert it with {plain.__name__}(...)"
-    return "make it numbers, strings, bytes, lists, dicts or tensors in the state dict's own hooks"
+            return f"it is a subclass, which may contain hidden data; convert it with {plain.__name__}(...)"
+    return "convert it to numbers, strings, bytes, lists, dicts or tensors in the state dict's own hooks"
 
 
 @final
@@ -447,20 +449,20 @@ class TreeReader:
             return node
         if type(node) is int:
             if not -_SHORT_INT <= node < _SHORT_INT:
-                raise self.corrupt(path, "its integer is too long to stand untagged")
+                raise self.corrupt(path, "its untagged integer is too long")
             return node
         if type(node) is float:
             if not math.isfinite(node):
                 raise self.corrupt(path, "its float overflows")
             return node
         if type(node) is not list or not node or type(node[0]) is not str:
-            raise self.corrupt(path, "it is neither plain nor tagged")
+            raise self.corrupt(path, "it is neither plain data nor a tagged list")
         tag = node[0]
         if tag == "tensor":
             return self._on_tensor(path, node, None)
         if tag == "shard":
             if len(node) != 8:
-                raise self.corrupt(path, "its shard lacks a part, or has one too many")
+                raise self.corrupt(path, "its shard has a wrong number of fields")
             return self._on_tensor(path, node[7], self._read_sharding(node, path))
         if tag in _LEAF_READERS:
             try:
@@ -472,7 +474,7 @@ class TreeReader:
     def _read_sharding(self, node: list[Node], path: str) -> Sharding:
         shape, stride, placements, mesh_shape, names, coordinate = node[1:7]
         if type(placements) is not list or len(placements) > MAX_MESH_DIMENSIONS:
-            raise self.corrupt(path, "its placements are no short list")
+            raise self.corrupt(path, "its placements are not a list, or are too many")
         try:
             return Sharding(
                 shape=_as_tuple(shape),
@@ -486,7 +488,7 @@ class TreeReader:
                 coordinate=None if coordinate is None else _as_tuple(coordinate),
             )
         except (TypeError, ConfigError) as error:
-            raise self.corrupt(path, f"there can't be such a shard ({str(error)[:300]})") from None
+            raise self.corrupt(path, f"its sharding is invalid ({str(error)[:300]})") from None
 
     def corrupt(self, path: str, sentence: str) -> StateCorruptError:
         """Return the error for a bad node."""
@@ -504,7 +506,7 @@ class TreeReader:
             case "size":
                 sizes = self._items(node, 1, path, depth)
                 if any(type(size) is not int or not -_SHORT_INT <= size < _SHORT_INT for size in sizes):
-                    raise self.corrupt(path, "a torch.Size holds short integers only")
+                    raise self.corrupt(path, "its torch.Size contains other values than short integers")
                 return torch.Size(sizes)
             case "dict":
                 return self._pairs(node, 1, path, depth, into={})
@@ -521,11 +523,11 @@ class TreeReader:
             case "subclass":
                 return self._read_subclass(node, path, depth)
             case _:
-                raise self.corrupt(path, f"{tag[:40]!r} is no tag")
+                raise self.corrupt(path, f"its tag {tag[:40]!r} is unknown")
 
     def _read_ordered(self, node: list[Node], path: str, depth: int) -> OrderedDict[Any, Any]:
         if len(node) < 2:
-            raise self.corrupt(path, "its ordered dict lacks a part")
+            raise self.corrupt(path, "its ordered dict is incomplete")
         result: OrderedDict[Any, Any] = OrderedDict()
         metadata = self.read(node[1], _below(path, "._metadata"), depth + 1)
         if metadata is not None:
@@ -539,7 +541,7 @@ class TreeReader:
         cls = _named_tuples.get(node[1])
         if cls is None:
             raise StateUnsupportedError(
-                f"{path} is a named tuple {node[1][:200]!r}, unknown here; register it with register_named_tuple",
+                f"{path} is a named tuple {node[1][:200]!r}, which is not registered here; use register_named_tuple",
                 path=path,
             )
         items = self._items(node, 2, path, depth)
@@ -549,13 +551,13 @@ class TreeReader:
 
     def _read_subclass(self, node: list[Node], path: str, depth: int) -> Any:
         if len(node) != 3 or type(node[1]) is not str:
-            raise self.corrupt(path, "its tensor subclass has no name, or other than one part")
+            raise self.corrupt(path, "its tensor subclass has no name, or not exactly one part")
         subclass = _tensor_subclasses.get(node[1])
         if subclass is None and node[1].startswith(numpy_values.PREFIX):
             subclass = self._numpy_kind(node[1], path)
         if subclass is None:
             raise StateUnsupportedError(
-                f"{path} is a tensor subclass {node[1][:200]!r}, unknown here; register it with "
+                f"{path} is a tensor subclass {node[1][:200]!r}, which is not registered here; use "
                 "register_tensor_subclass",
                 path=path,
             )
@@ -567,7 +569,7 @@ class TreeReader:
         except ImportError as error:
             raise StateUnsupportedError(
                 f"{path} is a {name[:200]} at the source, and numpy is not installed here ({error}); install it, or "
-                "hold plain numbers and tensors in the state",
+                "store only plain numbers and tensors in the state",
                 path=path,
             ) from error
 
@@ -576,16 +578,16 @@ class TreeReader:
 
     def _pairs(self, node: list[Node], first: int, path: str, depth: int, *, into: Any) -> Any:
         if (len(node) - first) % 2:
-            raise self.corrupt(path, "a key lacks its value")
-        alike: Counter[int] = Counter()
+            raise self.corrupt(path, "the value of a key is missing")
+        by_hash: Counter[int] = Counter()
         for at in range(first, len(node), 2):
             key = self._read_key(node[at], path, depth + 1)
             # Numbers with equal hashes are easy to find, and a dict of n such keys takes n * n comparisons.
-            alike[hash(key)] += 1
-            if alike[hash(key)] > MAX_KEYS_ALIKE:
-                raise self.corrupt(path, f"more than {MAX_KEYS_ALIKE} of its keys have one hash")
+            by_hash[hash(key)] += 1
+            if by_hash[hash(key)] > KEYS_PER_HASH_MAX:
+                raise self.corrupt(path, f"more than {KEYS_PER_HASH_MAX} of its keys have the same hash")
             if key in into:
-                raise self.corrupt(path, f"its key {_label(key)} comes twice")
+                raise self.corrupt(path, f"its key {_label(key)} occurs twice")
             into[key] = self.read(node[at + 1], _below(path, f"[{_label(key)}]"), depth + 1)
         return into
 

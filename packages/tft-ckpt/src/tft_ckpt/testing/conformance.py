@@ -280,8 +280,8 @@ def check_a_failed_snapshot_is_told(make: Make) -> None:
             assert waits.wait(BOUND.total_seconds())
             error = _fails(StateUnsupportedError, lambda: _send(source, {"a": {"b": object()}}))
             assert error.path == "state['a']['b']"
-            told = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
-            assert "['a']['b']" in str(told), str(told)
+            refused = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
+            assert "['a']['b']" in str(refused), str(refused)
         with _offering(source, {"a": 1}):
             assert _recv(receiver, source.metadata()) == {"a": 1}
 
@@ -298,8 +298,8 @@ def check_a_refusal_after_a_failed_send(make: Make) -> None:
         with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
             assert waits.wait(BOUND.total_seconds())
             _fails(StateUnsupportedError, lambda: _send(source, {"a": object()}))
-            told = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
-            assert "['a']" in str(told), str(told)
+            refused = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
+            assert "['a']" in str(refused), str(refused)
         with _background(lambda: _refuse_again(source)) as refused:
             refused.result(BOUND.total_seconds() / 6)  # no wait for informed receivers
         with _offering(source, {"a": 1}, NEXT_KEY):
@@ -328,8 +328,8 @@ def check_a_refusal_is_told(make: Make) -> None:
         with _background(lambda: _recv(receiver, source.metadata(), cancelled=_telling(waits))) as got:
             assert waits.wait(BOUND.total_seconds())
             source.refuse_checkpoint(KEY.step, "its trainer raised", key=KEY, dst_ranks=[1])
-            told = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
-            assert "its trainer raised" in str(told), str(told)
+            refused = _fails(StateUnavailableError, lambda: got.result(BOUND.total_seconds()))
+            assert "its trainer raised" in str(refused), str(refused)
         with _offering(source, {"a": 1}, NEXT_KEY):
             assert _recv(receiver, source.metadata(), NEXT_KEY) == {"a": 1}
 
@@ -586,13 +586,13 @@ def check_a_killed_source(make: Make) -> None:
             _send(source, state)
             _send(second, state)
             with (
-                FaultyProxy(source.metadata(), Fault("data", "kill", at=at)) as dies,
-                FaultyProxy(second.metadata()) as lives,
+                FaultyProxy(source.metadata(), Fault("data", "kill", at=at)) as dying,
+                FaultyProxy(second.metadata()) as alive,
             ):
-                assert_same_state(_recv(receiver, dies.url, sources=[lives.url]), state)
-                fetched = dies.passed_bytes + lives.passed_bytes
+                assert_same_state(_recv(receiver, dying.url, sources=[alive.url]), state)
+                fetched = dying.passed_bytes + alive.passed_bytes
                 assert fetched < 1.3 * total, f"{fetched} bytes were fetched of {total}"
-                _fails(StateUnavailableError, partial(_recv, receiver, dies.url))
+                _fails(StateUnavailableError, partial(_recv, receiver, dying.url))
 
 
 def check_sources_that_differ(make: Make) -> None:
@@ -603,8 +603,8 @@ def check_sources_that_differ(make: Make) -> None:
             return
         _send(source, state)
         _send(second, other)
-        with FaultyProxy(source.metadata(), Fault("data", "kill", at=16 << 20)) as dies:
-            assert_same_state(_recv(receiver, dies.url, sources=[second.metadata()]), other)
+        with FaultyProxy(source.metadata(), Fault("data", "kill", at=16 << 20)) as dying:
+            assert_same_state(_recv(receiver, dying.url, sources=[second.metadata()]), other)
 
 
 def check_a_stalled_reader(make: Make) -> None:

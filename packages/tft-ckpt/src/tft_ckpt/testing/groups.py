@@ -82,10 +82,10 @@ class FaultyGroup:
         self._pass(tensors, rank)
         fault = self._fault
         if fault.kind == "flip" and index == fault.message:
-            hurt = tensors[0].clone()
-            hurt[fault.at] ^= 0x01
+            damaged = tensors[0].clone()
+            damaged[fault.at] ^= 0x01
             fault.happened.set()
-            return _Held(self._group.send([hurt], rank, tag), hurt)
+            return _Held(self._group.send([damaged], rank, tag), damaged)
         return self._group.send(tensors, rank, tag)
 
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Any:
@@ -106,7 +106,7 @@ class FaultyGroup:
         if fault.kind == "stall":
             fault.release.wait(BOUND_S)
             return
-        Call(self._group, ranks=[rank], timeout_s=BOUND_S, silence_s=BOUND_S).break_off()
+        Call(self._group, ranks=[rank], timeout_s=BOUND_S, silence_s=BOUND_S).abort_group()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

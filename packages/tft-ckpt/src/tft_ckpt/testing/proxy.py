@@ -106,11 +106,11 @@ class FaultyProxy:
                     client, _ = self._listener.accept()
                 except OSError:
                     return
-                thread = threading.Thread(target=self._carry, args=(client,), name=THREAD_NAME, daemon=True)
+                thread = threading.Thread(target=self._forward, args=(client,), name=THREAD_NAME, daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _carry(self, client: socket.socket) -> None:
+    def _forward(self, client: socket.socket) -> None:
         with client:
             try:
                 server = socket.create_connection(self._target)
@@ -145,15 +145,15 @@ class FaultyProxy:
                 for index, fault in enumerate(self._faults):
                     if index not in starts and fault.after in data:
                         starts[index] = position + data.index(fault.after) + len(fault.after)
-                hurt = self._hurt(asked, position, bytearray(data), starts)
-                client.sendall(hurt)
+                damaged = self._damage(asked, position, bytearray(data), starts)
+                client.sendall(damaged)
                 position += len(data)
                 with self._lock:
-                    self.passed_bytes += len(hurt)
-                if len(hurt) < len(data):
+                    self.passed_bytes += len(damaged)
+                if len(damaged) < len(data):
                     return
 
-    def _hurt(self, asked: str, position: int, data: bytearray, starts: Mapping[int, int]) -> bytearray:
+    def _damage(self, asked: str, position: int, data: bytearray, starts: Mapping[int, int]) -> bytearray:
         """Return the data to pass on of a piece of an answer. A shortened piece ends the connection.
 
         Args:

@@ -73,13 +73,13 @@ def interface_address(name: str) -> str:
     Raises: ConfigError: the interface does not exist or has no address, or this system can't find it.
     """
     if sys.platform != "linux":
-        raise ConfigError(f"interface is {name!r}, but addresses of interfaces are found on Linux only; give bind")
+        raise ConfigError(f"interface is {name!r}, but interface works only on Linux; give bind instead")
     known = [each for _, each in socket.if_nameindex()]
     if name not in known:
-        raise ConfigError(f"interface is {name!r}, which this host has not; give one of {', '.join(known)}")
+        raise ConfigError(f"interface is {name!r}, which this host does not have; give one of {', '.join(known)}")
     address = _ipv4_of(name) or _ipv6_of(name)
     if address is None:
-        raise ConfigError(f"interface {name} has no address; give one that has, or bind")
+        raise ConfigError(f"interface {name} has no address; give an interface with an address, or give bind")
     return address
 
 
@@ -134,7 +134,7 @@ def parse_url(url: str) -> tuple[str, int]:
             return parts.hostname, parts.port
     except ValueError:
         pass
-    raise StateUnavailableError(f"{url[:200]!r} is no source's address; it reads http://host:port", source=url)
+    raise StateUnavailableError(f"{url[:200]!r} is not a source's address; give http://host:port", source=url)
 
 
 def is_tls(url: str) -> bool:
@@ -147,7 +147,7 @@ def _given_place(text: str, port: int) -> str:
     try:
         parts = urlsplit(f"http://{_bracketed(text) if bare_ipv6 else text}")
         if not parts.hostname or parts.path or parts.username is not None:
-            raise ValueError("it holds more than a host and a port")
+            raise ValueError("it contains more than a host and a port")
         return f"{_bracketed(parts.hostname)}:{parts.port or port}"
     except ValueError as error:
         raise ConfigError(f"advertise_addr is {text!r}: {error}; give host, host:port or [ipv6]:port") from error

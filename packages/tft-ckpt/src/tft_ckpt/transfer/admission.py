@@ -1,13 +1,14 @@
-"""Admission of connections: any host may connect, but unproved connections are limited in number and time.
+"""Admission of connections: any host may connect, but unauthenticated connections are limited in number and time.
 
-A connection is unproved until a request on it shows the job's token. Any host can open such connections, and each needs
-one of the trainer's descriptors. So they have a deadline and a maximum number. Above the maximum, the oldest connection
-of the host with the most is closed. An honest reader proves itself with its first request, long before that.
+A connection is unauthenticated until a request on it shows the job's token. Any host can open such connections, and
+each needs one of the trainer's descriptors. So they have a deadline and a maximum number. Above the maximum, the oldest
+connection of the host with the most is closed. An honest reader shows the token with its first request, long before
+that.
 
 If the process has no descriptor left, asyncio's own listener retries a thousand times a second and logs each try. This
 one waits, and logs once a minute.
 
-Law of this file: accepting, and ending unproved connections; no request is read here.
+Law of this file: accepting, and ending unauthenticated connections; no request is read here.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from tft_ckpt import descriptors
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["Door"]
+__all__ = ["Acceptor"]
 
-MOST_UNPROVED: Final = 256
-MOST_UNPROVED_OF_A_HOST: Final = 128
-PROOF_WITHIN_S: Final = 10.0
+UNAUTHENTICATED_MAX: Final = 256
+UNAUTHENTICATED_PER_HOST_MAX: Final = 128
+AUTHENTICATION_TIMEOUT_S: Final = 10.0
 ACCEPT_AGAIN_S: Final = 1.0
-NEAR: Final = 0.9  # of the limit of descriptors; the rest is not for unproved connections
+DESCRIPTOR_SHARE_MAX: Final = 0.9  # of the limit of descriptors; the rest is not for unauthenticated connections
 WARN_EVERY_S: Final = 60.0
 
 _log = logging.getLogger("tft_ckpt.transfer")
 
 
 @final
-class Door:
+class Acceptor:
     """An acceptor of connections on one loop, from `open` to `close`.
 
     Args:
@@ -45,7 +46,7 @@ class Door:
         listener: bound and listening; closed by `close`.
         protocol: makes the protocol of each connection.
         tls: the TLS context, or None.
-        proof_within_s: the time limit for an unproved connection, which is closed after it.
+        authentication_timeout_s: the time limit for an unauthenticated connection, which is closed after it.
     """
 
     def __init__(
@@ -55,18 +56,18 @@ class Door:
         *,
         protocol: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None,
-        proof_within_s: float,
+        authentication_timeout_s: float,
     ) -> None:
         self._loop = loop
         self._listener = listener
         self._protocol = protocol
         self._tls = tls
-        self._proof_within_s = min(proof_within_s, PROOF_WITHIN_S)
-        self._unproved: dict[_Unproved, None] = {}  # the oldest first
-        self._by_transport: dict[asyncio.BaseTransport, _Unproved] = {}
+        self._authentication_timeout_s = min(authentication_timeout_s, AUTHENTICATION_TIMEOUT_S)
+        self._unauthenticated: dict[_Unauthenticated, None] = {}  # the oldest first
+        self._by_transport: dict[asyncio.BaseTransport, _Unauthenticated] = {}
         self._again: asyncio.TimerHandle | None = None
         self._warned_s: dict[str, float] = {}
-        self._near = int(NEAR * descriptors.limit())
+        self._descriptors_max = int(DESCRIPTOR_SHARE_MAX * descriptors.limit())
 
     def open(self) -> None:
         """Accept connections from now on."""
@@ -74,18 +75,18 @@ class Door:
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     async def close(self) -> None:
-        """Close the port and all unproved connections."""
+        """Close the port and all unauthenticated connections."""
         if self._again is not None:
             self._again.cancel()
         if self._listener.fileno() >= 0:
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
-        unproved = list(self._unproved)
-        for each in unproved:
+        entries = list(self._unauthenticated)
+        for each in entries:
             self._end(each)
-        await asyncio.gather(*(each.beginning for each in unproved), return_exceptions=True)
+        await asyncio.gather(*(each.setup for each in entries), return_exceptions=True)
 
-    def proved(self, transport: asyncio.BaseTransport | None) -> None:
+    def authenticated(self, transport: asyncio.BaseTransport | None) -> None:
         """Mark a connection as a member of the job."""
         if transport in self._by_transport:
             self._forget(self._by_transport[transport])
@@ -101,65 +102,67 @@ class Door:
             self._again = self._loop.call_later(ACCEPT_AGAIN_S, self._accept_again)
             return
         connection.setblocking(False)
-        unproved = _Unproved(str(address[0]) if address else "")
-        self._unproved[unproved] = None
-        unproved.deadline = self._loop.call_later(self._proof_within_s, self._end, unproved)
-        unproved.beginning = self._loop.create_task(self._begin(unproved, connection), name="tft-ckpt-accept")
+        entry = _Unauthenticated(str(address[0]) if address else "")
+        self._unauthenticated[entry] = None
+        entry.deadline = self._loop.call_later(self._authentication_timeout_s, self._end, entry)
+        entry.setup = self._loop.create_task(self._set_up(entry, connection), name="tft-ckpt-accept")
         # Here and not in the task, because a task that is cancelled before its first turn never begins.
-        unproved.beginning.add_done_callback(lambda _: connection.close() if unproved.transport is None else None)
-        self._keep_few(connection.fileno())
+        entry.setup.add_done_callback(lambda _: connection.close() if entry.transport is None else None)
+        self._limit_unauthenticated(connection.fileno())
 
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    async def _begin(self, unproved: _Unproved, connection: socket.socket) -> None:
+    async def _set_up(self, entry: _Unauthenticated, connection: socket.socket) -> None:
         try:
             transport, _ = await self._loop.connect_accepted_socket(
                 self._protocol,
                 connection,
                 ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else self._proof_within_s,
+                ssl_handshake_timeout=None if self._tls is None else self._authentication_timeout_s,
             )
         except OSError:  # the caller has disconnected, or does not use TLS
-            self._forget(unproved)
+            self._forget(entry)
             return
-        unproved.transport = transport
-        if unproved in self._unproved:
-            self._by_transport[transport] = unproved
+        entry.transport = transport
+        if entry in self._unauthenticated:
+            self._by_transport[transport] = entry
         else:  # closed in the meantime
             transport.abort()
 
-    def _keep_few(self, descriptor: int) -> None:
-        """Close one unproved connection if there are too many."""
-        is_near = descriptor >= self._near
+    def _limit_unauthenticated(self, descriptor: int) -> None:
+        """Close one unauthenticated connection if there are too many."""
+        is_near = descriptor >= self._descriptors_max
         if is_near:
             self._warn(
-                "this process has nearly all of its %d descriptors in use; look who is connected (ss -tnp), or raise "
+                "this process uses nearly all of its %d file descriptors; check its connections (ss -tnp), or raise "
                 "the hard limit (ulimit -Hn)",
                 descriptors.limit(),
             )
-        if not is_near and len(self._unproved) <= MOST_UNPROVED_OF_A_HOST:
+        if not is_near and len(self._unauthenticated) <= UNAUTHENTICATED_PER_HOST_MAX:
             return
-        for each in [each for each in self._unproved if each.transport is not None and each.transport.is_closing()]:
+        for each in [
+            each for each in self._unauthenticated if each.transport is not None and each.transport.is_closing()
+        ]:
             self._forget(each)
-        hosts = Counter(each.host for each in self._unproved)
+        hosts = Counter(each.host for each in self._unauthenticated)
         host, most = hosts.most_common(1)[0]
-        if is_near or most > MOST_UNPROVED_OF_A_HOST or len(self._unproved) > MOST_UNPROVED:
-            self._end(next(each for each in self._unproved if each.host == host))
+        if is_near or most > UNAUTHENTICATED_PER_HOST_MAX or len(self._unauthenticated) > UNAUTHENTICATED_MAX:
+            self._end(next(each for each in self._unauthenticated if each.host == host))
 
-    def _end(self, unproved: _Unproved) -> None:
-        self._forget(unproved)
-        if unproved.transport is not None:
-            unproved.transport.abort()
+    def _end(self, entry: _Unauthenticated) -> None:
+        self._forget(entry)
+        if entry.transport is not None:
+            entry.transport.abort()
         else:
-            unproved.beginning.cancel()
+            entry.setup.cancel()
 
-    def _forget(self, unproved: _Unproved) -> None:
-        unproved.deadline.cancel()
-        self._unproved.pop(unproved, None)
-        if unproved.transport is not None:
-            self._by_transport.pop(unproved.transport, None)
+    def _forget(self, entry: _Unauthenticated) -> None:
+        entry.deadline.cancel()
+        self._unauthenticated.pop(entry, None)
+        if entry.transport is not None:
+            self._by_transport.pop(entry.transport, None)
 
     def _warn(self, sentence: str, *words: object) -> None:
         now = self._loop.time()
@@ -169,11 +172,11 @@ class Door:
 
 
 @final
-class _Unproved:
-    """A connection, from its acceptance until it has proved itself or is closed."""
+class _Unauthenticated:
+    """A connection, from its acceptance until it is authenticated or closed."""
 
     deadline: asyncio.TimerHandle
-    beginning: asyncio.Task[None]
+    setup: asyncio.Task[None]
 
     def __init__(self, host: str) -> None:
         self.host = host

@@ -3,8 +3,8 @@
 The import of aiohttp takes a tenth of a second. So the server's thread imports this file, and a trainer that already
 has its port continues in the meantime.
 
-Law of this file: aiohttp and one event loop; only the loop's thread calls this code. The shelf decides the answers, and
-this file sends them.
+Law of this file: aiohttp and one event loop; only the loop's thread calls this code. The snapshot store decides
+the answers, and this file sends them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tft_ckpt.errors import ConfigError, StateUnavailableError
 from tft_ckpt.key import StateKey
 from tft_ckpt.state.snapshot import Snapshot
 from tft_ckpt.transfer.address import parse_url
-from tft_ckpt.transfer.admission import Door
+from tft_ckpt.transfer.admission import Acceptor
 from tft_ckpt.transfer.peers import Tracker
 from tft_ckpt.transfer.rate_limiter import RateLimiter
 from tft_ckpt.transfer.relay import Relay
@@ -69,7 +69,7 @@ _UNDRAINED_BYTES = 64 << 10
 _GATHER_S = 0.005
 
 # The interval of checks for disconnected readers that held a state.
-_LOOK_S = 0.01
+_POLL_S = 0.01
 
 _WARNINGS_A_MINUTE = 20
 
@@ -80,12 +80,12 @@ _log = logging.getLogger("tft_ckpt.transfer")
 
 @final
 class App:
-    """An application that serves one shelf from `serve` to `stop`.
+    """An application that serves one snapshot store from `serve` to `stop`.
 
     Args:
         loop: the app's event loop; all methods run there.
         listener: bound and listening; closed at the end.
-        shelf, lock: of the states, shared with the trainer's side, which takes the lock too.
+        store, lock: of the states, shared with the trainer's side, which takes the lock too.
         token: the token that readers must present, or None.
         silence_s: the limit for readers that take no data and for connections without requests. They are disconnected
             after it.
@@ -98,7 +98,7 @@ class App:
         loop: asyncio.AbstractEventLoop,
         listener: socket.socket,
         *,
-        shelf: SnapshotStore,
+        store: SnapshotStore,
         lock: threading.Lock,
         token: str | None,
         silence_s: float,
@@ -107,23 +107,23 @@ class App:
     ) -> None:
         self._loop = loop
         self._listener = listener
-        self._shelf = shelf
+        self._store = store
         self._lock = lock
         self._token = token
         self._silence_s = silence_s
-        self._pace = None if send_bytes_per_s is None else RateLimiter(send_bytes_per_s)
+        self._rate_limiter = None if send_bytes_per_s is None else RateLimiter(send_bytes_per_s)
         self._tls = tls
-        self._door: Door | None = None
+        self._acceptor: Acceptor | None = None
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
-        self._summing: dict[Snapshot, asyncio.Task[None]] = {}
+        self._checksum_tasks: dict[Snapshot, asyncio.Task[None]] = {}
         self._used_s = loop.time()  # the time of the last request for the published state, or of its last reader's end
         self._relays: dict[StateKey, Relay] = {}
         self._gathering = False
         self._tracker = Tracker()
         self._transports: dict[Snapshot | Relay, set[asyncio.Transport]] = {}
         self._holding: dict[asyncio.Transport, Snapshot] = {}  # until the connection ends, or holds another state
-        self._looking = False
+        self._is_release_scheduled = False
         self._answering: set[asyncio.BaseTransport | None] = set()
         self._answered: set[asyncio.BaseTransport | None] = set()  # since the last check for idle connections
 
@@ -133,7 +133,7 @@ class App:
 
     async def serve(self) -> None:
         """Answer readers until `stop`. Raises: the error that prevents the start; the port is closed then."""
-        app = web.Application(middlewares=[self._mark(), self._guard()])
+        app = web.Application(middlewares=[self._track_connections(), self._check_token()])
         app.router.add_get(MANIFEST_ROUTE, self._manifest, allow_head=False)
         app.router.add_get(DATA_ROUTE, self._data, allow_head=False)
         app.router.add_get(CHUNKS_ROUTE, self._chunks, allow_head=False)
@@ -142,7 +142,7 @@ class App:
             handle_signals=False,
             handler_cancellation=True,
             access_log=None,
-            logger=_log_of_requests(),
+            logger=_request_logger(),
             shutdown_timeout=0.05,
             lingering_time=0.0,  # requests have no body, and a request with one ends its connection after the answer
         )
@@ -153,24 +153,24 @@ class App:
             raise
         server = runner.server
         assert server is not None, "a runner that was set up has a server"
-        self._door = door = Door(
-            self._loop, self._listener, protocol=server, tls=self._tls, proof_within_s=self._silence_s
+        self._acceptor = acceptor = Acceptor(
+            self._loop, self._listener, protocol=server, tls=self._tls, authentication_timeout_s=self._silence_s
         )
-        door.open()
-        self._loop.create_task(self._send_off_the_idle(server), name="tft-ckpt-idle")
+        acceptor.open()
+        self._loop.create_task(self._disconnect_idle(server), name="tft-ckpt-idle")
         await self._stop.wait()
         try:
             with self._lock:
-                held = self._shelf.clear()
-            self.send_off([*held, *self._relays.values()])
+                held = self._store.clear()
+            self.disconnect_readers([*held, *self._relays.values()])
             self.wake()
-            # First the door closes. New connections then become known to the runner, which closes them.
-            await door.close()
-            await _turns()
+            # First the acceptor is closed. New connections then become known to the runner, which closes them.
+            await acceptor.close()
+            await _run_pending_callbacks()
             await runner.cleanup()
         finally:  # no connection stays, even if closing one of them raises
-            await door.close()
-            await _turns()
+            await acceptor.close()
+            await _run_pending_callbacks()
             for connection in server.connections:
                 connection.force_close()
             await self._end_tasks()
@@ -181,9 +181,9 @@ class App:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # A closed transport closes its socket in the loop's next turn.
-        await _turns()
+        await _run_pending_callbacks()
 
-    async def _send_off_the_idle(self, server: web.Server) -> None:
+    async def _disconnect_idle(self, server: web.Server) -> None:
         """Disconnect connections without requests for silence_s, because readers need their descriptors."""
         idle_since: dict[asyncio.Transport, float] = {}
         while True:
@@ -198,28 +198,28 @@ class App:
             }
             for transport, since in idle_since.items():
                 if now - since >= self._silence_s:
-                    _break(transport)
+                    _disconnect(transport)
             if now - self._used_s >= self._silence_s:
                 with self._lock:
-                    self._shelf.withdraw()
+                    self._store.withdraw()
 
     def wake(self) -> None:
         """Wake the waiting requests, so that they check again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def send_off(self, sources: Iterable[Snapshot | Relay]) -> None:
+    def disconnect_readers(self, sources: Iterable[Snapshot | Relay]) -> None:
         """Disconnect the readers of these sources."""
         for source in sources:
             holding = {transport for transport, snapshot in self._holding.items() if snapshot is source}
             for transport in holding | self._transports.get(source, set()):
-                _break(transport)
+                _disconnect(transport)
 
     def published(self, snapshot: Snapshot, expected: bool) -> None:
         """Announce a published snapshot. `expected`: whether a receiver will request it."""
         self._used_s = self._loop.time()
         if expected:
-            self._start_summing(snapshot)
+            self._start_checksums(snapshot)
         self.wake()
 
     def relay_began(self, relay: Relay) -> None:
@@ -231,9 +231,9 @@ class App:
         """Announce a new chunk to waiting readers."""
         if not self._gathering:
             self._gathering = True
-            self._loop.call_later(_GATHER_S, self._tell_of_chunks)
+            self._loop.call_later(_GATHER_S, self._announce_chunks)
 
-    def _tell_of_chunks(self) -> None:
+    def _announce_chunks(self) -> None:
         self._gathering = False
         self.wake()
 
@@ -241,26 +241,26 @@ class App:
         """Remove a relay and disconnect its readers."""
         if self._relays.get(relay.key) is relay:
             del self._relays[relay.key]
-        self.send_off([relay])
+        self.disconnect_readers([relay])
         self.wake()
 
-    def _start_summing(self, snapshot: Snapshot) -> None:
-        if snapshot.manifest_bytes is not None or snapshot in self._summing or self._stop.is_set():
+    def _start_checksums(self, snapshot: Snapshot) -> None:
+        if snapshot.manifest_bytes is not None or snapshot in self._checksum_tasks or self._stop.is_set():
             return
         with self._lock:
-            leased = self._shelf.lease(snapshot)
+            leased = self._store.lease(snapshot)
         if leased:
-            self._summing[snapshot] = self._loop.create_task(self._sum(snapshot), name="tft-ckpt-sum")
+            self._checksum_tasks[snapshot] = self._loop.create_task(self._checksum(snapshot), name="tft-ckpt-sum")
 
-    async def _sum(self, snapshot: Snapshot) -> None:
+    async def _checksum(self, snapshot: Snapshot) -> None:
         try:
-            while not snapshot.sum_next_chunk():
+            while not snapshot.checksum_next_chunk():
                 await asyncio.sleep(0)
                 with self._lock:
-                    if not self._shelf.is_wanted(snapshot):
+                    if not self._store.is_wanted(snapshot):
                         break
         finally:
-            del self._summing[snapshot]
+            del self._checksum_tasks[snapshot]
             self._release(snapshot)
             self.wake()
 
@@ -269,31 +269,31 @@ class App:
         if not isinstance(transport, asyncio.Transport):  # the reader has disconnected
             return
         held = self._holding.get(transport)
-        if held is not snapshot and self._shelf.lease(snapshot):
+        if held is not snapshot and self._store.lease(snapshot):
             self._holding[transport] = snapshot
             if held is not None:
-                self._shelf.release(held)
+                self._store.release(held)
 
-    def _look_at_holders(self) -> None:
+    def _release_ended(self) -> None:
         """Release the states of ended connections soon, because the trainer may need the memory."""
-        self._looking = False
+        self._is_release_scheduled = False
         ended = [transport for transport in self._holding if transport.is_closing()]
         for transport in ended:
             self._release(self._holding.pop(transport))
         if any(transport not in self._answering for transport in self._holding):
-            self._looking = True
-            self._loop.call_later(_LOOK_S, self._look_at_holders)
+            self._is_release_scheduled = True
+            self._loop.call_later(_POLL_S, self._release_ended)
 
     def _release(self, snapshot: Snapshot) -> None:
         self._used_s = self._loop.time()
         with self._lock:
-            self._shelf.release(snapshot)
+            self._store.release(snapshot)
 
     # ---- handlers ----
 
-    def _mark(self) -> Middleware:
+    def _track_connections(self) -> Middleware:
         @web.middleware
-        async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
+        async def track(request: web.Request, handler: Handler) -> web.StreamResponse:
             transport = request.transport
             self._answering.add(transport)
             try:
@@ -301,16 +301,16 @@ class App:
             finally:
                 self._answering.discard(transport)
                 self._answered.add(transport)
-                if transport in self._holding and not self._looking:
-                    self._look_at_holders()
+                if transport in self._holding and not self._is_release_scheduled:
+                    self._release_ended()
 
-        return mark
+        return track
 
-    def _guard(self) -> Middleware:
+    def _check_token(self) -> Middleware:
         expected = None if self._token is None else authorization(self._token).encode("utf-8")
 
         @web.middleware
-        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
             if expected is not None and not hmac.compare_digest(given, expected):
                 refusal = web.HTTPUnauthorized(
@@ -319,84 +319,84 @@ class App:
                 )
                 refusal.force_close()
                 raise refusal
-            if self._door is not None:
-                self._door.proved(request.transport)
+            if self._acceptor is not None:
+                self._acceptor.authenticated(request.transport)
             return await handler(request)
 
-        return guard
+        return check
 
     async def _manifest(self, request: web.Request) -> web.StreamResponse:
-        key, until = _key(request), self._loop.time() + _wait_s(request)
-        self._note_asker(request, key)
+        key, deadline = _key(request), self._loop.time() + _wait_s(request)
+        self._record_requester(request, key)
         while True:
             changed = self._changed
             found = self._found(request, key)
             if found is not None and found.manifest_bytes is not None:
-                self._hear(request, key)
+                self._record_relay(request, key)
                 headers = {PARTIAL_HEADER: "1"} if isinstance(found, Relay) else None
                 return web.Response(body=found.manifest_bytes, content_type="application/octet-stream", headers=headers)
             if isinstance(found, Snapshot):
-                self._start_summing(found)
-            await self._change(changed, key, until)
+                self._start_checksums(found)
+            await self._wait_for_change(changed, key, deadline)
 
     async def _chunks(self, request: web.Request) -> web.StreamResponse:
-        key, until = _key(request), self._loop.time() + _wait_s(request)
+        key, deadline = _key(request), self._loop.time() + _wait_s(request)
         known = _number(request, HAVE_COUNT_HEADER)
         relayed = False
-        self._note_asker(request, key)
+        self._record_requester(request, key)
         while True:
             changed = self._changed
             found = self._found(request, key)
             if found is None and relayed:
-                raise web.HTTPServiceUnavailable(text=f"this process has ended receiving state {key}; ask another one")
+                raise web.HTTPServiceUnavailable(text=f"this process no longer receives state {key}; ask another one")
             if found is not None:
-                fellows = self._tracker.fellows(key, self._hear(request, key), self._loop.time())
-                have, num_have = found.bitmap() if isinstance(found, Relay) else _all_of(found.layout.num_chunks)
-                if num_have != known or self._loop.time() >= until:
-                    return web.Response(body=chunks_body(have, fellows), content_type="application/json")
+                peers = self._tracker.peers(key, self._record_relay(request, key), self._loop.time())
+                have, num_have = found.bitmap() if isinstance(found, Relay) else _full_bitmap(found.layout.num_chunks)
+                if num_have != known or self._loop.time() >= deadline:
+                    return web.Response(body=chunks_body(have, peers), content_type="application/json")
                 relayed = isinstance(found, Relay)
             try:
-                await self._change(changed, key, until)
+                await self._wait_for_change(changed, key, deadline)
             except web.HTTPServiceUnavailable:
                 if found is None:
                     raise
 
-    def _note_asker(self, request: web.Request, key: StateKey) -> None:
+    def _record_requester(self, request: web.Request, key: StateKey) -> None:
         """Count a named reader, also if the state is not here yet, because the reader may be gone by then."""
         url = request.headers.get(RELAY_HEADER)
         if url is not None:
             with self._lock:
-                self._shelf.asked(key, url[:URL_BYTES_MAX])
+                self._store.record_request(key, url[:URL_BYTES_MAX])
 
-    def _hear(self, request: web.Request, key: StateKey) -> str | None:
+    def _record_relay(self, request: web.Request, key: StateKey) -> str | None:
         """Record the requesting process as a relay, if it is one. Returns: its URL."""
         url = request.headers.get(RELAY_HEADER)
         if url is not None:
             try:
                 if len(url) > URL_BYTES_MAX:
-                    _refuse(f"{RELAY_HEADER} has {len(url)} characters, above the limit of {URL_BYTES_MAX}")
+                    _bad_request(f"{RELAY_HEADER} has {len(url)} characters, above the limit of {URL_BYTES_MAX}")
                 parse_url(url)
             except StateUnavailableError as error:
-                _refuse(f"{RELAY_HEADER}: {error}")
+                _bad_request(f"{RELAY_HEADER}: {error}")
             with self._lock:
-                here = self._shelf.keys
+                here = self._store.keys
             self._tracker.keep_only({*self._relays, *here})
-            self._tracker.heard(key, url, self._loop.time())
+            self._tracker.record(key, url, self._loop.time())
         return url
 
     async def _data(self, request: web.Request) -> web.StreamResponse:
-        key, until = _key(request), self._loop.time() + _wait_s(request)
+        key, deadline = _key(request), self._loop.time() + _wait_s(request)
         while True:
             changed = self._changed
             with self._lock:
                 found = self._look_up(key)
                 if isinstance(found, Snapshot):
                     # Under the same lock as the look-up. Otherwise the trainer could take the buffer in between.
-                    self._shelf.lease(found)
+                    self._store.lease(found)
                     self._hold(request.transport, found)
             if found is not None:
                 break
-            await self._change(changed, key, until)
+            await self._wait_for_change(changed, key, deadline)
         if isinstance(found, Relay):
             return await self._send_relayed(request, found)
         try:
@@ -408,8 +408,8 @@ class App:
         span = _range(request, relay.layout.data_bytes)
         if not relay.lease(*span):
             raise web.HTTPServiceUnavailable(
-                text=f"bytes {span[0]} to {span[1]} of state {relay.key} are not all here, or no more; ask for the "
-                "chunks that are"
+                text=f"bytes {span[0]} to {span[1]} of state {relay.key} are not all available here; request "
+                "only available chunks"
             )
         try:
             return await self._send(request, relay, span)
@@ -429,8 +429,8 @@ class App:
     def _look_up(self, key: StateKey) -> Snapshot | Relay | None:
         """Do the same under the lock, without holding the state."""
         if self._stop.is_set():
-            raise web.HTTPServiceUnavailable(text="this source is shutting down; ask another one")
-        answer = self._shelf.look_up(key)
+            raise web.HTTPServiceUnavailable(text="this source is shutting down; ask another source")
+        answer = self._store.look_up(key)
         if isinstance(answer, Found):
             self._used_s = self._loop.time()
             return answer.snapshot
@@ -444,11 +444,11 @@ class App:
             case _:
                 return None
 
-    async def _change(self, changed: asyncio.Event, key: StateKey, until: float) -> None:
+    async def _wait_for_change(self, changed: asyncio.Event, key: StateKey, deadline: float) -> None:
         try:
-            await asyncio.wait_for(changed.wait(), max(0.0, until - self._loop.time()))
+            await asyncio.wait_for(changed.wait(), max(0.0, deadline - self._loop.time()))
         except asyncio.TimeoutError:
-            raise web.HTTPServiceUnavailable(text=f"state {key} is not here yet; ask again") from None
+            raise web.HTTPServiceUnavailable(text=f"state {key} is not available yet; ask again") from None
 
     async def _send(self, request: web.Request, source: Snapshot | Relay, span: tuple[int, int]) -> web.StreamResponse:
         start, stop = span
@@ -461,7 +461,7 @@ class App:
             response.headers["content-range"] = f"bytes {start}-{stop - 1}/{source.layout.data_bytes}"
         transport = request.transport
         if transport is None:
-            raise ConnectionResetError("the reader has left")
+            raise ConnectionResetError("the reader has disconnected")
         assert isinstance(transport, asyncio.Transport), transport
         # A write returns only when the socket has taken all of it, and then no other code uses the memory. With TLS it
         # returns when all of it is encrypted, and asyncio treats a limit of zero as always exceeded.
@@ -478,7 +478,7 @@ class App:
             await response.write_eof()
         except ConnectionResetError:
             # aiohttp also sees the closed connection, and goes on to the next one.
-            _log.info("a reader of state %s left before its end", source.key)
+            _log.info("a reader of state %s disconnected before it had all of it", source.key)
         finally:
             watch.end()
             self._transports[source].discard(transport)
@@ -495,19 +495,19 @@ class App:
         watch: _SilenceWatch,
     ) -> None:
         length = _PIECE_BYTES if self._tls is None else _PIECE_BYTES_TLS
-        if self._pace is not None:
-            length = min(length, self._pace.piece_bytes)
+        if self._rate_limiter is not None:
+            length = min(length, self._rate_limiter.piece_bytes)
         for at in range(span[0], span[1], length):
             end = min(at + length, span[1])
-            if self._pace is not None:
-                wait_s = self._pace.take(end - at, self._loop.time())
+            if self._rate_limiter is not None:
+                wait_s = self._rate_limiter.take(end - at, self._loop.time())
                 if wait_s > 0:
                     with watch.paused():
                         await asyncio.sleep(wait_s)
-            for piece in _writable(source.pieces(at, end)):
-                await self._put(response, transport, piece, watch)
+            for piece in _joined_writes(source.views(at, end)):
+                await self._write_piece(response, transport, piece, watch)
 
-    async def _put(
+    async def _write_piece(
         self,
         response: web.StreamResponse,
         transport: asyncio.Transport,
@@ -521,11 +521,11 @@ class App:
         """
         while piece:
             await response.write(piece[:_WAITING_BYTES])
-            watch.pieces += 1
+            watch.num_writes += 1
             piece = piece[_WAITING_BYTES:]
             if piece and self._tls is None and transport.get_write_buffer_size() == 0 and not transport.is_closing():
                 piece = piece[_send_now(transport, piece) :]
-                watch.pieces += 1
+                watch.num_writes += 1
 
 
 @final
@@ -533,11 +533,11 @@ class _SilenceWatch:
     """A watch that disconnects a reader that takes no data for too long.
 
     Fields:
-        pieces: completed writes so far; the handler counts them.
+        num_writes: completed writes so far; the handler counts them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, transport: asyncio.Transport, silence_s: float) -> None:
-        self.pieces = 0
+        self.num_writes = 0
         self._paused = False
         self._loop = loop
         self._transport = transport
@@ -553,12 +553,12 @@ class _SilenceWatch:
             yield
         finally:
             self._paused = False
-            self.pieces += 1
+            self.num_writes += 1
 
     def _look(self) -> None:
-        seen = (self.pieces, self._transport.get_write_buffer_size())
+        seen = (self.num_writes, self._transport.get_write_buffer_size())
         if seen == self._seen and not self._paused:
-            _break(self._transport)
+            _disconnect(self._transport)
             return
         self._seen = seen
         self._timer = self._loop.call_later(self._silence_s, self._look)
@@ -568,17 +568,16 @@ class _SilenceWatch:
 
 
 @final
-class _WithoutTraces(logging.Filter):
+class _RequestLogFilter(logging.Filter):
     """A filter that logs one sentence for bad requests and lost readers. Internal errors keep their traceback.
 
-    After a number of such records in one minute, the filter suppresses the rest. Otherwise a stranger could fill the
-    log.
+    After a number of such records in one minute, the filter suppresses the rest. Otherwise any host could fill the log.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._minute = 0
-        self._said = 0
+        self._num_logged = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -588,32 +587,32 @@ class _WithoutTraces(logging.Filter):
             why = error.message if isinstance(error, HttpProcessingError) else str(error)
             what = record.getMessage()
             minute = int(record.created // 60)
-            self._said = self._said + 1 if minute == self._minute else 1
+            self._num_logged = self._num_logged + 1 if minute == self._minute else 1
             self._minute = minute
-            if self._said > _WARNINGS_A_MINUTE:
+            if self._num_logged > _WARNINGS_A_MINUTE:
                 return False
-            last = "; more of these are kept quiet for this minute" if self._said == _WARNINGS_A_MINUTE else ""
-            record.msg = "%s: the request can't be read or answered, so its connection ends (%s)%s"
+            last = "; more of these are suppressed for this minute" if self._num_logged == _WARNINGS_A_MINUTE else ""
+            record.msg = "%s: the request can't be read or answered (%s), so its connection is closed%s"
             record.args = (what, why.partition(":")[0].strip(), last)
             record.levelno, record.levelname = logging.WARNING, "WARNING"
             record.exc_info = record.exc_text = None
         return True
 
 
-def _log_of_requests() -> logging.Logger:
+def _request_logger() -> logging.Logger:
     """Return the logger for aiohttp's complaints about requests, separate from the program's logging configuration."""
     log = logging.Logger(f"{_log.name}.requests")
     log.parent = _log
-    log.addFilter(_WithoutTraces())
+    log.addFilter(_RequestLogFilter())
     return log
 
 
-async def _turns() -> None:
+async def _run_pending_callbacks() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def _break(transport: asyncio.Transport) -> None:
+def _disconnect(transport: asyncio.Transport) -> None:
     # Without lingering: otherwise unsent data would stay in the kernel, and the reader would not notice the end. The
     # reader may have disconnected first. Then its socket is closed, and a closed TLS transport has no socket.
     with contextlib.suppress(OSError, AttributeError):
@@ -635,7 +634,7 @@ def _send_now(transport: asyncio.Transport, piece: memoryview | bytes) -> int:
     except BlockingIOError:
         return 0
     except OSError as error:
-        raise ConnectionResetError(f"the reader has left: {error}") from error
+        raise ConnectionResetError(f"the reader has disconnected: {error}") from error
 
 
 def _key(request: web.Request) -> StateKey:
@@ -654,19 +653,19 @@ def _number(request: web.Request, header: str) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        _refuse(f"{header} is no number of up to nine digits")
+        _bad_request(f"{header} is not a number of at most nine digits")
     return int(text)
 
 
-def _all_of(num_chunks: int) -> tuple[bytes, int]:
+def _full_bitmap(num_chunks: int) -> tuple[bytes, int]:
     """Return the bitmap of a complete state, and the number of its chunks."""
     return ((1 << num_chunks) - 1).to_bytes(-(-num_chunks // 8), "little"), num_chunks
 
 
-def _writable(pieces: list[memoryview]) -> Iterator[memoryview | bytes]:
+def _joined_writes(views: list[memoryview]) -> Iterator[memoryview | bytes]:
     """Yield the same bytes as writes: long pieces unchanged, and short adjacent ones as one copy."""
     short = bytearray()
-    for piece in pieces:
+    for piece in views:
         if len(piece) > _UNDRAINED_BYTES:
             if short:
                 yield bytes(short)
@@ -678,7 +677,7 @@ def _writable(pieces: list[memoryview]) -> Iterator[memoryview | bytes]:
         yield bytes(short)
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _bad_request(sentence: str) -> NoReturn:
     raise web.HTTPBadRequest(text=sentence)
 
 
@@ -689,7 +688,7 @@ def _range(request: web.Request, length: int) -> tuple[int, int]:
         span = range(0)
     if not span and (length or "range" in request.headers):
         raise web.HTTPRequestRangeNotSatisfiable(
-            text=f"the data has {length} bytes; ask for one range of them",
+            text=f"the data has {length} bytes; request one range of them",
             headers={"content-range": f"bytes */{length}"},
         )
     return span.start, span.stop

@@ -1,7 +1,7 @@
 """The assignment of chunks to connections, and the reassignment of chunks from slow ones.
 
 Connections request chunks in parts that take each about as long. So a slow source gets few chunks, and a fast source
-many. A complete source is first asked for chunks that no peer has yet. Peers (`fellows`) are receivers of the same
+many. A complete source is first asked for chunks that no peer has yet. Peers are receivers of the same
 state that give away their chunks, so the source sends as little as possible twice.
 
 For the same reason every receiver begins at a different place. The payload is divided among all receivers, in the order
@@ -24,19 +24,19 @@ from tft_ckpt.state.manifest import Manifest
 __all__ = ["ChunkPlan"]
 
 FIRST_PART_BYTES: Final = 4 << 20
-"""What is asked of a source whose rate is not known yet."""
+"""The size of a request to a source with an unknown rate."""
 PART_BYTES_MAX: Final = 32 << 20
-"""A longer request saves nothing."""
+"""Maximum size of a request. A longer one saves nothing."""
 PART_S: Final = 0.2
-"""A part should take about as long: its end is when new fellows are drawn in, and how uneven the end may be."""
+"""The intended duration of a request. New peers join at its end, and connections may finish this far apart."""
 GRACE_S: Final = 0.5
-"""What a slow connection is allowed in any case before its chunks go to another one."""
-FELLOWS_S: Final = 2.0
-"""How long the fellows may take for what they have before the source is asked for it a second time."""
+"""The minimum time of a slow connection before its chunks go to another one."""
+PEERS_S: Final = 2.0
+"""How long the peers may take for their chunks before the source is asked for them too."""
 ASSUMED_BYTES_PER_S: Final = 16e6
-"""Taken for the rate of a source that has delivered nothing yet."""
+"""The assumed rate of a source that has delivered nothing yet."""
 STUCK_S: Final = 1.0
-"""How long those that have only parts of the run may have nothing new for each other, with no source of the whole."""
+"""How long peers may have no new chunks for each other, if there is no source of the whole payload."""
 # A translation of flags to digits, to read them as a number.
 _DIGITS: Final = bytes.maketrans(b"\0\1", b"01")
 
@@ -47,19 +47,19 @@ class _Worker:
 
     Fields:
         source: the address of its source.
-        is_fellow: whether the source is a peer receiver.
+        is_peer: whether the source is a peer receiver.
         have: bitmap of the chunks of its source.
         part: chunks that it holds, in order of arrival.
-        began_s, heard_s: the time of the claim, and of the last arrival or report of the source.
+        began_s, last_active_s: the time of the claim, and of the last arrival or report of the source.
         part_bytes: received bytes of the part.
     """
 
     source: str
-    is_fellow: bool
+    is_peer: bool
     have: int
     part: range = range(0)
     began_s: float = 0.0
-    heard_s: float = 0.0
+    last_active_s: float = 0.0
     part_bytes: int = 0
 
 
@@ -83,7 +83,7 @@ class ChunkPlan:
         self._num_joined = 0
         self._rates: dict[str, float] = {}
         self._known: set[str] = set()  # sources with a connection under this manifest
-        self._news_s = 0.0
+        self._last_progress_s = 0.0
 
     # ---- the payload ----
 
@@ -105,14 +105,14 @@ class ChunkPlan:
             self._num_good = self._good_bytes = 0
         else:
             for chunk in list(self.good()):
-                if before.sums[chunk] != manifest.sums[chunk]:
-                    self.lose(chunk)
+                if before.checksums[chunk] != manifest.checksums[chunk]:
+                    self.mark_missing(chunk)
         self._missing = self._all
         if self._num_good:
             self._missing &= ~int(self._good[::-1].translate(_DIGITS), 2)
         return kept
 
-    def lose(self, chunk: int) -> None:
+    def mark_missing(self, chunk: int) -> None:
         """Mark a good chunk as missing again."""
         self._good[chunk] = False
         self._num_good -= 1
@@ -149,33 +149,33 @@ class ChunkPlan:
 
     # ---- connections ----
 
-    def join(self, source: str, now_s: float, *, has_all: bool, is_fellow: bool) -> int:
+    def join(self, source: str, now_s: float, *, has_all: bool, is_peer: bool) -> int:
         """Add a connection to a source.
 
         Args:
             source: the address of the source.
             now_s: the present time.
-            has_all: whether the source has all chunks; otherwise it has none until `told`.
-            is_fellow: whether the source is a peer receiver that relays its chunks.
+            has_all: whether the source has all chunks; otherwise it has none until `set_chunks`.
+            is_peer: whether the source is a peer receiver that relays its chunks.
 
         Returns: the connection's number.
         """
         self._num_joined += 1
-        self._workers[self._num_joined] = _Worker(source, is_fellow, self._all if has_all else 0, heard_s=now_s)
+        self._workers[self._num_joined] = _Worker(source, is_peer, self._all if has_all else 0, last_active_s=now_s)
         if source not in self._known:
             # Repeated connections to a source without chunks are no progress.
             self._known.add(source)
-            self._news_s = now_s
+            self._last_progress_s = now_s
         return self._num_joined
 
-    def told(self, worker: int, have: int, now_s: float) -> None:
+    def set_chunks(self, worker: int, have: int, now_s: float) -> None:
         """Record the source's chunks, as a bitmap."""
         each = self._workers[worker]
         have &= self._all
         if have != each.have:
-            self._news_s = now_s
+            self._last_progress_s = now_s
         each.have = have
-        each.heard_s = now_s
+        each.last_active_s = now_s
 
     def num_known(self, worker: int) -> int:
         """Return the known number of chunks of the connection's source."""
@@ -203,28 +203,30 @@ class ChunkPlan:
         assert not each.part, "the part before is not complete"
         self._learn_rate(each, now_s)
         free = self._missing & each.have
-        if not each.is_fellow:
-            spare = free & ~self._with_fellows()
-            if spare or self._fellows_suffice(now_s):
+        if not each.is_peer:
+            spare = free & ~self._peer_chunks()
+            if spare or self._peers_suffice(now_s):
                 free = spare
         if not free:
             return None
-        part = self._cut(free, self._num_chunks if is_alone else self._part_chunks(each.source))
+        part = self._next_part(free, self._num_chunks if is_alone else self._part_chunks(each.source))
         each.part = part
-        each.began_s = each.heard_s = now_s
+        each.began_s = each.last_active_s = now_s
         self._missing &= ~_bits(part)
         return part
 
-    def arrived(self, worker: int, chunk: int, now_s: float) -> None:
-        """Record that the connection's next chunk has arrived and matches the present manifest."""
+    def arrived(self, worker: int, chunk: int, now_s: float) -> int:
+        """Record that the connection's next chunk has arrived and matches the present manifest. Returns: its length."""
         each = self._workers[worker]
         assert each.part[:1] == range(chunk, chunk + 1), "chunks come in order"
         each.part = each.part[1:]
-        each.heard_s = self._news_s = now_s
-        each.part_bytes += self._length(chunk)
+        each.last_active_s = self._last_progress_s = now_s
+        length = self._length(chunk)
+        each.part_bytes += length
         self._good[chunk] = True
         self._num_good += 1
-        self._good_bytes += self._length(chunk)
+        self._good_bytes += length
+        return length
 
     def _learn_rate(self, each: _Worker, now_s: float) -> None:
         if each.part_bytes and now_s > each.began_s:
@@ -235,22 +237,22 @@ class ChunkPlan:
 
     # ---- assignment ----
 
-    def _with_fellows(self) -> int:
+    def _peer_chunks(self) -> int:
         """Return the bitmap of chunks that at least one peer has."""
         union = 0
         for each in self._workers.values():
-            if each.is_fellow:
+            if each.is_peer:
                 union |= each.have
         return union
 
-    def _fellows_suffice(self, now_s: float) -> bool:
+    def _peers_suffice(self, now_s: float) -> bool:
         """Return whether the peers will deliver the chunks that only they should deliver soon enough."""
-        fellows = [each for each in self._workers.values() if each.is_fellow and each.have & self._missing]
+        peers = [each for each in self._workers.values() if each.is_peer and each.have & self._missing]
         # A peer that was silent for longer than a chunk should take does not count, whatever it reports.
-        able = [each for each in fellows if not _is_late(each, self._chunk_bytes, self._rate(each), now_s)]
+        able = [each for each in peers if not _is_late(each, self._chunk_bytes, self._rate(each), now_s)]
         rate = sum(self._rate(each) for each in able)
-        left = (self._missing & self._with_fellows()).bit_count() * self._chunk_bytes
-        return left <= rate * FELLOWS_S
+        left = (self._missing & self._peer_chunks()).bit_count() * self._chunk_bytes
+        return left <= rate * PEERS_S
 
     @property
     def _chunk_bytes(self) -> int:
@@ -266,7 +268,7 @@ class ChunkPlan:
             most = min(most, max(1, -(-self._missing.bit_count() // (2 * len(self._workers)))))
         return most
 
-    def _cut(self, free: int, most: int) -> range:
+    def _next_part(self, free: int, most: int) -> range:
         """Return at most this many free chunks in a row: from the front of the own share, else from the end of
         others'.
         """
@@ -285,10 +287,10 @@ class ChunkPlan:
 
     def _own_share(self) -> tuple[int, int]:
         """Return the first chunk and the number of chunks of this receiver's own share."""
-        fellows = {each.source for each in self._workers.values() if each.is_fellow}
-        if not fellows or not self._own:
+        peers = {each.source for each in self._workers.values() if each.is_peer}
+        if not peers or not self._own:
             return 0, self._num_chunks
-        ring = sorted({*fellows, self._own})
+        ring = sorted({*peers, self._own})
         rank = ring.index(self._own)
         start, end = (place * self._num_chunks // len(ring) for place in (rank, rank + 1))
         return start, end - start
@@ -315,12 +317,12 @@ class ChunkPlan:
         time.
         """
         busy = any(each.part or each.have == self._all for each in self._workers.values())
-        return not busy and not self.complete and now_s - self._news_s > STUCK_S
+        return not busy and not self.complete and now_s - self._last_progress_s > STUCK_S
 
 
 def _is_late(each: _Worker, left_bytes: int, other_bytes_per_s: float, now_s: float) -> bool:
     patience_s = GRACE_S + 2 * left_bytes / other_bytes_per_s
-    if now_s - each.heard_s > patience_s:
+    if now_s - each.last_active_s > patience_s:
         return True
     taken_s = now_s - each.began_s
     return each.part_bytes > 0 and taken_s > GRACE_S and left_bytes * taken_s / each.part_bytes > patience_s

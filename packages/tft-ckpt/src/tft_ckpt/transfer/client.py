@@ -50,7 +50,7 @@ _SILENCE_MIN_S: Final = 0.05
 # Below this size, other sources and peers are not worth their connections.
 _HELP_BYTES_MIN: Final = 8 << 20
 # The delay between the first request for peers and the second. The delay doubles each time.
-_ASK_FELLOWS_S: Final = 0.1
+_ASK_PEERS_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Receive:
 
     Args:
         sources: addresses, the preferred one first.
-        terms: the common settings of all its requests.
+        context: the common settings of all its requests.
         num_connections: connections to each source at the same time, at least 1. With 1, a single source is read on the
             calling thread.
         silence_s: how long a source may be silent before it counts as dead.
@@ -101,7 +101,7 @@ class Receive:
     def __init__(
         self,
         sources: Sequence[str],
-        terms: RequestContext,
+        context: RequestContext,
         *,
         num_connections: int,
         silence_s: float,
@@ -111,10 +111,10 @@ class Receive:
         progress: Callable[[int, int], None] | None,
         poor: Collection[str] = (),
     ) -> None:
-        self._key = terms.key
-        self._terms = terms
-        self._plan = FetchPlan(terms.key, sources, own=terms.own, poor=poor)
-        self._chunks = ChunkPlan(terms.own)
+        self._key = context.key
+        self._context = context
+        self._plan = FetchPlan(context.key, sources, own=context.own, poor=poor)
+        self._chunks = ChunkPlan(context.own)
         self._num_connections = num_connections
         self._silence_s = silence_s
         self._make_target = make_target
@@ -124,16 +124,16 @@ class Receive:
         self._target: Target | None = None
         self._relay: Relay | None = None
         self._total_bytes = 0
-        self._tally = TransferStats()
-        self._leads: list[str] = []
-        self._holding: Reader | None = None  # a source keeps a state for connections that have requested it
+        self._stats = TransferStats()
+        self._primaries: list[str] = []
+        self._held_reader: Reader | None = None  # a source keeps a state for connections that have requested it
         self._start_s = time.monotonic()
         self._fetching_s = 0.0
 
     @property
     def has_written(self) -> bool:
         """Return whether the target may have been written to."""
-        return self._tally.has_written
+        return self._stats.has_written
 
     @property
     def poor(self) -> Mapping[str, str]:
@@ -141,9 +141,9 @@ class Receive:
         return self._plan.poor
 
     @property
-    def gave(self) -> Collection[str]:
+    def delivered(self) -> Collection[str]:
         """Return the sources of good chunks."""
-        return self._tally.good_bytes.keys()
+        return self._stats.good_bytes.keys()
 
     def run(self) -> tuple[Target, ReceiveReport]:
         """Fetch the state. Raises: as `CheckpointTransport.recv_checkpoint`."""
@@ -153,14 +153,14 @@ class Receive:
                 if source is None:
                     raise self._plan.verdict()
                 self._stop.wait(self._plan.pause_s(source, time.monotonic()))
-                self._try(source)
+                self._try_source(source)
                 if self._chunks.complete:
                     assert self._target is not None
                     return self._target, self._report()
         except TransferTimeoutError as error:
-            raise self._deadline_passed() from error
+            raise self._timeout_error() from error
         finally:
-            self._let_go()
+            self._close_held_reader()
             self._end_relay()
 
     def _end_relay(self) -> None:
@@ -169,50 +169,51 @@ class Receive:
             relay.end()
 
     def _report(self) -> ReceiveReport:
-        good_bytes = self._tally.good_bytes
+        good_bytes = self._stats.good_bytes
         return ReceiveReport(
             key=self._key,
             state_bytes=self._total_bytes,
-            fetched_bytes=self._tally.fetched_bytes,
+            fetched_bytes=self._stats.fetched_bytes,
             wall_s=time.monotonic() - self._start_s,
             fetching_s=self._fetching_s,
-            sources=tuple(dict.fromkeys([*self._leads, *good_bytes])),
+            sources=tuple(dict.fromkeys([*self._primaries, *good_bytes])),
             by_source=dict(good_bytes),
-            faults=tuple(self._tally.faults),
-            addresses=self._tally.addresses,
+            faults=tuple(self._stats.faults),
+            addresses=self._stats.addresses,
         )
 
-    def _deadline_passed(self) -> TransferTimeoutError:
+    def _timeout_error(self) -> TransferTimeoutError:
         asked = self._plan.next_source()
-        faults = f"; before that: {'; '.join(self._tally.faults[-3:])}" if self._tally.faults else ""
-        here = (
-            f"{self._chunks.good_bytes} of {self._total_bytes} bytes were here"
+        faults = f"; earlier errors: {'; '.join(self._stats.faults[-3:])}" if self._stats.faults else ""
+        received = (
+            f"received {self._chunks.good_bytes} of {self._total_bytes} bytes"
             if self._target is not None
             else "no source had it yet"
         )
         return TransferTimeoutError(
-            f"state {self._key} did not arrive within {self._stop.timeout_s:g} s: {here}, asking {asked}{faults}",
+            f"timed out fetching state {self._key} after {self._stop.timeout_s:g} s: {received}; current source: "
+            f"{asked}{faults}",
             timeout_s=self._stop.timeout_s,
         )
 
-    def _try(self, source: str) -> None:
+    def _try_source(self, source: str) -> None:
         """Continue with this source as the primary, or with a faster one."""
-        self._let_go()
+        self._close_held_reader()
         if self._plan.num_sources == 1:
-            with self._blaming(source):
-                self._lead(source, self._ask(source))
+            with self._recording_faults(source):
+                self._fetch_from(source, self._request_manifest(source))
             return
         sources = self._plan.candidates(time.monotonic())
-        with Race(sources, self._terms, silence_s=self._silence_of, wait_s=_WAIT_S, stop=self._stop) as race:
+        with Race(sources, self._context, silence_s=self._silence_of, wait_s=_WAIT_S, stop=self._stop) as race:
             answer = self._first_answer(race)
         if answer is not None:
-            with self._blaming(answer.source):
-                self._lead(answer.source, answer)
+            with self._recording_faults(answer.source):
+                self._fetch_from(answer.source, answer)
 
     def _first_answer(self, race: Race) -> Answer | None:
         """Return the first answer with a manifest from several sources, or None if no source has it."""
         while (answer := race.next()) is not None:
-            with self._blaming(answer.source):
+            with self._recording_faults(answer.source):
                 if answer.error is not None:
                     raise answer.error
                 if answer.reader is not None:
@@ -220,24 +221,24 @@ class Receive:
                 self._plan.not_yet(answer.source, time.monotonic())
         return None
 
-    def _lead(self, source: str, answer: Answer) -> None:
+    def _fetch_from(self, source: str, answer: Answer) -> None:
         """Fetch the missing chunks under this source's manifest."""
         if answer.reader is None or answer.data is None:
             self._plan.not_yet(source, time.monotonic())
             return
-        self._holding = answer.reader
+        self._held_reader = answer.reader
         manifest = self._read_manifest(source, answer.data)
         self._adopt(source, manifest, answer.data)
         began_s = time.monotonic()
         if self._plan.num_sources > 1:
-            answer.reader.hand_over(self._stop, until_s=began_s + min(_ALONE_S, self._share_s()))
+            answer.reader.hand_over(self._stop, deadline_s=began_s + min(_ALONE_S, self._share_s()))
         try:
             self._fetch(source, manifest, answer.is_partial)
         finally:
             self._fetching_s += time.monotonic() - began_s
 
     @contextmanager
-    def _blaming(self, source: str) -> Iterator[None]:
+    def _recording_faults(self, source: str) -> Iterator[None]:
         """Report faults of this source to the plan."""
         try:
             yield
@@ -247,7 +248,7 @@ class Receive:
             if isinstance(error, SourceHungError):
                 self._plan.hung(source, failure, time.monotonic(), self._allowed_silence_s())
             else:
-                self._plan.broke(source, failure, time.monotonic())
+                self._plan.connection_lost(source, failure, time.monotonic())
         except StateCorruptError as error:
             self._fault(error)
             self._plan.damaged(source, error)
@@ -256,12 +257,12 @@ class Receive:
             self._plan.refused(source, error)
 
     def _fault(self, error: Exception) -> None:
-        self._tally.faults.append(str(error))
+        self._stats.faults.append(str(error))
 
-    def _let_go(self) -> None:
-        if self._holding is not None:
-            self._holding.close()
-            self._holding = None
+    def _close_held_reader(self) -> None:
+        if self._held_reader is not None:
+            self._held_reader.close()
+            self._held_reader = None
 
     # ---- the manifest ----
 
@@ -278,18 +279,18 @@ class Receive:
     def _silence_of(self, source: str) -> float:
         return self._plan.silence_s(source, self._allowed_silence_s())
 
-    def _ask(self, source: str) -> Answer:
+    def _request_manifest(self, source: str) -> Answer:
         """Ask the only source for the manifest, on this thread."""
-        self._holding = reader = Reader(source, self._terms, silence_s=self._allowed_silence_s(), stop=self._stop)
+        self._held_reader = reader = Reader(source, self._context, silence_s=self._allowed_silence_s(), stop=self._stop)
         found = reader.manifest(min(_WAIT_S, self._share_s()))
         return Answer(source) if found is None else Answer(source, reader, *found)
 
     def _read_manifest(self, source: str, data: bytes) -> Manifest:
-        manifest = decode(data, limits=self._terms.limits, source=source)
+        manifest = decode(data, limits=self._context.limits, source=source)
         if manifest.layout.key != self._key:
             raise StateMismatchError(
                 f"{source} sent the manifest of state {manifest.layout.key} when asked for {self._key}; "
-                "find out what runs there",
+                "check which process runs there",
                 wanted=self._key,
                 offered=manifest.layout.key,
                 source=source,
@@ -299,8 +300,8 @@ class Receive:
     def _adopt(self, source: str, manifest: Manifest, manifest_bytes: bytes) -> None:
         # Before the first byte of the new payload is written, because peers may be reading the previous one.
         self._end_relay()
-        self._plan.led()
-        self._leads = [source]
+        self._plan.primary_changed()
+        self._primaries = [source]
         kept = self._chunks.adopt(manifest)
         self._total_bytes = manifest.layout.data_bytes
         before = self._target
@@ -313,7 +314,7 @@ class Receive:
             self._relay = self._make_relay(manifest, manifest_bytes, self._whole_target())
             for chunk in self._chunks.good():
                 self._relay.have(chunk)
-        self._tell_progress()
+        self._report_progress()
 
     def _carry_over(self, before: Target | None, target: Target, manifest: Manifest) -> None:
         """Keep the received chunks for a payload with the same bytes and other plain data."""
@@ -321,76 +322,74 @@ class Receive:
             return
         for chunk in list(self._chunks.good()):
             start, end = manifest.layout.chunk_span(chunk)
-            data, at = b"".join(before.pieces(start, end)), 0
-            for piece in target.pieces(start, end):
+            data, at = b"".join(before.views(start, end)), 0
+            for piece in target.views(start, end):
                 piece[:] = data[at : at + len(piece)]
                 at += len(piece)
             # In existing tensors, this chunk's place may have belonged to another chunk before.
-            if target.sum(start, end) != manifest.sums[chunk]:
-                self._chunks.lose(chunk)
+            if target.checksum(start, end) != manifest.checksums[chunk]:
+                self._chunks.mark_missing(chunk)
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         if self._progress is not None:
             self._progress(self._chunks.good_bytes, self._total_bytes)
 
     # ---- the payload ----
 
-    def _fetch(self, lead: str, manifest: Manifest, is_partial: bool) -> None:
+    def _fetch(self, primary: str, manifest: Manifest, is_partial: bool) -> None:
         is_small = self._chunks.missing_bytes < _HELP_BYTES_MIN
         alone = self._num_connections == 1 and not is_partial
         alone &= self._plan.num_sources == 1 or (is_small and not self._plan.has_hung)
-        if alone and self._fetch_alone(lead, manifest):
+        if alone and self._fetch_alone(primary, manifest):
             return
         WorkerPool(
             manifest,
-            lead,
-            lead_is_partial=is_partial,
+            primary,
+            primary_is_partial=is_partial,
             target=self._whole_target(),
             plan=self._plan,
             chunks=self._chunks,
-            tally=self._tally,
-            terms=self._terms,
+            stats=self._stats,
+            context=self._context,
             relay=self._relay,
             stop=self._stop,
             num_connections=self._num_connections,
             silence_s=self._allowed_silence_s,
-            progress=self._tell_progress,
+            progress=self._report_progress,
         ).run()
 
     def _whole_target(self) -> Target:
         assert self._target is not None
         return self._target
 
-    def _fetch_alone(self, lead: str, manifest: Manifest) -> bool:
+    def _fetch_alone(self, primary: str, manifest: Manifest) -> bool:
         """Fetch the missing chunks over one connection, on this thread, in as few requests as possible.
 
         Returns: whether the payload is complete. If not, there are peers that could help.
         """
         if self._chunks.complete:
             return True
-        look_out = _LookOut(lead, manifest, self._plan, self._terms, self._allowed_silence_s(), self._stop)
+        peer_poll = _PeerPoll(primary, manifest, self._plan, self._context, self._allowed_silence_s(), self._stop)
         try:
-            if self._chunks.missing_bytes >= _HELP_BYTES_MIN and look_out.sees_fellows():
+            if self._chunks.missing_bytes >= _HELP_BYTES_MIN and peer_poll.has_peers():
                 return False
-            return self._read_alone(lead, manifest, look_out)
+            return self._read_alone(primary, manifest, peer_poll)
         finally:
-            look_out.close()
+            peer_poll.close()
 
-    def _read_alone(self, lead: str, manifest: Manifest, look_out: _LookOut) -> bool:
+    def _read_alone(self, primary: str, manifest: Manifest, peer_poll: _PeerPoll) -> bool:
         target = self._whole_target()
-        reader = self._holding
+        reader = self._held_reader
         assert reader is not None, "the manifest came over it"
-        worker = self._chunks.join(lead, time.monotonic(), has_all=True, is_fellow=False)
+        worker = self._chunks.join(primary, time.monotonic(), has_all=True, is_peer=False)
 
         def arrived(chunk: int) -> None:
-            before_bytes = self._chunks.good_bytes
-            self._chunks.arrived(worker, chunk, time.monotonic())
-            self._tally.good_bytes[lead] += self._chunks.good_bytes - before_bytes
-            self._plan.delivered(lead)
+            self._stats.good_bytes[primary] += self._chunks.arrived(worker, chunk, time.monotonic())
+            self._plan.delivered(primary)
             if self._relay is not None:
                 self._relay.have(chunk)
-            self._tell_progress()
-            if self._chunks.missing_bytes >= _HELP_BYTES_MIN and look_out.sees_fellows():
+            self._report_progress()
+            if self._chunks.missing_bytes >= _HELP_BYTES_MIN and peer_poll.has_peers():
                 raise _PeersFoundError
 
         try:
@@ -398,12 +397,12 @@ class Receive:
                 reader.part(part, manifest, target, arrived)
             return True
         except _PeersFoundError:
-            self._let_go()  # otherwise the rest of the answer would arrive
-            self._holding = look_out.take_over()
+            self._close_held_reader()  # otherwise the rest of the answer would arrive
+            self._held_reader = peer_poll.take_over()
             return False
         finally:
             self._chunks.leave(worker, time.monotonic())
-            self._tally.add(reader, is_source=True)
+            self._stats.add(reader, is_source=True)
 
 
 class _PeersFoundError(Exception):
@@ -411,48 +410,54 @@ class _PeersFoundError(Exception):
 
 
 @final
-class _LookOut:
+class _PeerPoll:
     """A poll of the primary source for peers, over a separate connection.
 
     Args:
-        lead: the primary source.
+        primary: the primary source.
         manifest: the present manifest.
         plan: receives the peers.
-        terms, silence_s, stop: of the receive.
+        context, silence_s, stop: of the receive.
     """
 
     def __init__(
-        self, lead: str, manifest: Manifest, plan: FetchPlan, terms: RequestContext, silence_s: float, stop: StopSignal
+        self,
+        primary: str,
+        manifest: Manifest,
+        plan: FetchPlan,
+        context: RequestContext,
+        silence_s: float,
+        stop: StopSignal,
     ) -> None:
-        self._lead = lead
+        self._primary = primary
         self._manifest = manifest
         self._plan = plan
-        self._terms = terms
+        self._context = context
         self._silence_s = silence_s
         self._stop = stop
         self._reader: Reader | None = None
-        self._pause_s = _ASK_FELLOWS_S
+        self._pause_s = _ASK_PEERS_S
         self._next_s = 0.0
 
-    def sees_fellows(self) -> bool:
+    def has_peers(self) -> bool:
         """Return whether there are peers to ask. Asks the primary source if a request is due."""
         now_s = time.monotonic()
-        if self._terms.own and now_s >= self._next_s:
+        if self._context.own and now_s >= self._next_s:
             self._next_s = now_s + self._pause_s
             self._pause_s *= 2
-            self._ask()
-        return bool(self._plan.due_fellows(now_s))
+            self._poll()
+        return bool(self._plan.due_peers(now_s))
 
-    def _ask(self) -> None:
+    def _poll(self) -> None:
         try:
             if self._reader is None:
-                self._reader = Reader(self._lead, self._terms, silence_s=self._silence_s, stop=self._stop)
+                self._reader = Reader(self._primary, self._context, silence_s=self._silence_s, stop=self._stop)
             answer = self._reader.chunks(self._manifest, wait_s=0.0, num_known=0)
         except (SourceBrokenError, StateCorruptError, StateMismatchError, StateUnavailableError):
             # The connection with the data decides about the source.
             self._next_s = math.inf
         else:
-            self._plan.met(() if answer is None else answer.fellows)
+            self._plan.add_peers(() if answer is None else answer.peers)
 
     def take_over(self) -> Reader | None:
         """Hand over the connection, if there is one. The caller closes it."""

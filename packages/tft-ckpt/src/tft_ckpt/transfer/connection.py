@@ -31,7 +31,7 @@ __all__ = ["Connection", "SourceSilentError", "StopSignal", "opened"]
 LOOK_UP_THREAD_NAME = "tft-ckpt-name"
 
 # The interval of calls to the caller's `cancelled` while no data arrives.
-_ASK_S = 0.05
+_CANCEL_POLL_S = 0.05
 # The longest poll, because a longer one exceeds the system's range of milliseconds.
 _POLL_S_MAX = 86_400.0
 _READER_BYTES = 64 << 10
@@ -59,7 +59,7 @@ class StopSignal:
         self.timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._cancelled = cancelled
-        self._next_ask = 0.0
+        self._next_cancel_poll = 0.0
         self._owner = threading.get_ident()
         self._reason = ""
         self._lock = threading.Lock()
@@ -94,12 +94,12 @@ class StopSignal:
         if self._reason:
             raise TransportClosedError(self._reason)
         now = time.monotonic()
-        if self._cancelled is not None and now >= self._next_ask and threading.get_ident() == self._owner:
-            self._next_ask = now + _ASK_S
+        if self._cancelled is not None and now >= self._next_cancel_poll and threading.get_ident() == self._owner:
+            self._next_cancel_poll = now + _CANCEL_POLL_S
             if self._cancelled():
                 raise TransportClosedError("the transfer was cancelled by its caller")
         if now >= self._deadline:
-            raise TransferTimeoutError(f"{self.timeout_s:g} s were over", timeout_s=self.timeout_s)
+            raise TransferTimeoutError(f"the timeout of {self.timeout_s:g} s expired", timeout_s=self.timeout_s)
 
     def wait(self, seconds: float, *, readable: int | None = None, writable: int | None = None) -> bool:
         """Wait for a descriptor, for at most this many seconds.
@@ -116,10 +116,10 @@ class StopSignal:
         until = time.monotonic() + seconds
         while True:
             self.check()
-            left = min(until - time.monotonic(), self.remaining_s())
-            ask = left if self._cancelled is None else min(left, _ASK_S)
-            ask = min(max(0.0, ask), _POLL_S_MAX)
-            if any(descriptor != self._reader for descriptor, _ in poll.poll(ask * 1e3)):
+            left_s = min(until - time.monotonic(), self.remaining_s())
+            poll_s = left_s if self._cancelled is None else min(left_s, _CANCEL_POLL_S)
+            poll_s = min(max(0.0, poll_s), _POLL_S_MAX)
+            if any(descriptor != self._reader for descriptor, _ in poll.poll(poll_s * 1e3)):
                 return True
             if time.monotonic() >= until:
                 self.check()
@@ -134,7 +134,7 @@ class _Wire:
         self._sock = sock
         self._stop = stop
         self.silence_s = 0.0
-        self.until_s = math.inf
+        self.deadline_s = math.inf
         self.read_bytes = 0
 
     def read_into(self, buffer: Any) -> int:
@@ -161,8 +161,8 @@ class _Wire:
             except ssl.SSLWantReadError:
                 self._wait(readable=True)
 
-    def hand_over(self, stop: StopSignal, until_s: float) -> None:
-        self._stop, self.until_s = stop, until_s
+    def hand_over(self, stop: StopSignal, deadline_s: float) -> None:
+        self._stop, self.deadline_s = stop, deadline_s
 
     def secure(self, context: ssl.SSLContext, host: str) -> None:
         """Continue over TLS, and verify that the other side is that host."""
@@ -181,19 +181,19 @@ class _Wire:
                 self._wait(readable=False)
 
     def _check_time(self) -> None:
-        if time.monotonic() >= self.until_s:
-            raise SourceSilentError("it takes longer than it may with others to turn to") from None
+        if time.monotonic() >= self.deadline_s:
+            raise SourceSilentError("it took too long, and there are other sources") from None
 
     def _wait(self, *, readable: bool) -> None:
         descriptor = self._sock.fileno()
-        wait_s = min(self.silence_s, self.until_s - time.monotonic())
+        wait_s = min(self.silence_s, self.deadline_s - time.monotonic())
         if readable:
-            is_ready, what = self._stop.wait(wait_s, readable=descriptor), "came"
+            is_ready, what = self._stop.wait(wait_s, readable=descriptor), "arrived"
         else:
-            is_ready, what = self._stop.wait(wait_s, writable=descriptor), "was taken"
+            is_ready, what = self._stop.wait(wait_s, writable=descriptor), "was accepted"
         if not is_ready:
             self._check_time()
-            raise SourceSilentError(f"nothing {what} for {self.silence_s:g} s") from None
+            raise SourceSilentError(f"no data {what} for {self.silence_s:g} s") from None
 
     def addresses(self) -> tuple[str, str]:
         return str(self._sock.getsockname()[0]), str(self._sock.getpeername()[0])
@@ -206,7 +206,7 @@ class _Wire:
         # http.client calls this as soon as a source announces its last answer, which is still to be read.
         pass
 
-    def shut(self) -> None:
+    def close_socket(self) -> None:
         self._sock.close()
 
 
@@ -231,7 +231,7 @@ class Connection:
     Args:
         host, port: of the source.
         silence_s: how long connecting and each wait for bytes may take.
-        until_s: the deadline of all use of the connection, on the monotonic clock.
+        deadline_s: the deadline of all use of the connection, on the monotonic clock.
         stop: ends every wait.
         tls: secures the connection, and verifies the source's host name; None for plain HTTP.
 
@@ -247,18 +247,18 @@ class Connection:
         silence_s: float,
         stop: StopSignal,
         tls: ssl.SSLContext | None = None,
-        until_s: float = math.inf,
+        deadline_s: float = math.inf,
     ) -> None:
         self._silence_s = silence_s
         self._stop = stop
         self._wire = _Wire(_connect(host, port, silence_s, stop), stop)
-        self._wire.silence_s, self._wire.until_s = silence_s, until_s
+        self._wire.silence_s, self._wire.deadline_s = silence_s, deadline_s
         try:
             self._addresses = self._wire.addresses()
             if tls is not None:
                 self._wire.secure(tls, host)
         except BaseException:
-            self._wire.shut()
+            self._wire.close_socket()
             raise
         self._http = http.client.HTTPConnection(host, port)
         self._http.sock = self._wire
@@ -279,10 +279,10 @@ class Connection:
         self._wire.silence_s = self._silence_s
         return response
 
-    def hand_over(self, stop: StopSignal, until_s: float) -> None:
+    def hand_over(self, stop: StopSignal, deadline_s: float) -> None:
         """Continue with another stop signal and another deadline."""
         self._stop = stop
-        self._wire.hand_over(stop, until_s)
+        self._wire.hand_over(stop, deadline_s)
 
     @property
     def read_bytes(self) -> int:
@@ -297,7 +297,7 @@ class Connection:
     def close(self) -> None:
         """Close the connection. A second call does nothing."""
         self._http.close()
-        self._wire.shut()
+        self._wire.close_socket()
 
 
 @final
@@ -347,7 +347,7 @@ def _look_up(host: str, port: int, silence_s: float, stop: StopSignal) -> list[A
     try:
         threading.Thread(target=look_up, name=LOOK_UP_THREAD_NAME, daemon=True).start()
         if not stop.wait(silence_s, readable=ready):
-            raise SourceSilentError(f"the name {host} was not resolved in {silence_s:g} s")
+            raise SourceSilentError(f"resolving the name {host} timed out after {silence_s:g} s")
     finally:
         os.close(ready)
     if isinstance(found[0], Exception):
@@ -369,7 +369,7 @@ def _connect(host: str, port: int, silence_s: float, stop: StopSignal) -> socket
                 sock.connect(address)
             except BlockingIOError:
                 if not stop.wait(silence_s, writable=sock.fileno()):
-                    raise SourceSilentError(f"no connection came about in {silence_s:g} s") from None
+                    raise SourceSilentError(f"connecting timed out after {silence_s:g} s") from None
                 code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if code:
                     raise OSError(code, os.strerror(code)) from None

@@ -14,7 +14,7 @@ from typing import Final, final
 __all__ = ["SourceRecord"]
 
 KEPT_S: Final = 600.0
-"""How long a failure is remembered."""
+"""How long a failure is kept."""
 KEPT_MOST: Final = 64
 
 
@@ -25,15 +25,15 @@ class SourceRecord:
     def __init__(self) -> None:
         self._failures: dict[str, tuple[str, float]] = {}  # oldest first
 
-    def note(self, failures: Mapping[str, str], gave: Collection[str], now_s: float) -> None:
+    def note(self, failures: Mapping[str, str], delivered: Collection[str], now_s: float) -> None:
         """Record the outcome of a receive.
 
         Args:
             failures: the sources that failed, and a sentence for each.
-            gave: the sources that gave data. If such a source did not fail, its record is cleared.
+            delivered: the sources that gave data. If such a source did not fail, its record is cleared.
             now_s: the present time.
         """
-        for source in gave:
+        for source in delivered:
             self._failures.pop(source, None)
         for source, sentence in failures.items():
             self._failures.pop(source, None)

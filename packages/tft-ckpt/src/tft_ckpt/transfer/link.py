@@ -21,9 +21,9 @@ from tft_ckpt.transfer.address import interface_address
 __all__ = ["interface_of", "link_bytes_per_s", "slow_link_sentence"]
 
 TRANSFER_BYTES_MIN: Final = 64 << 20
-"""A shorter transfer says nothing of its link."""
+"""Minimum size of a transfer that is compared with its link."""
 SHARE_MIN: Final = 0.1
-"""What a transfer should use of its link."""
+"""The share of its link's speed that a transfer should reach."""
 _INTERFACES: Final = Path("/sys/class/net")
 _IPV6_LIST: Final = Path("/proc/net/if_inet6")
 
@@ -52,9 +52,9 @@ def slow_link_sentence(
     if link is None or rate >= SHARE_MIN * link:
         return None
     return (
-        f"a state came from {addresses[1]} to {addresses[0]} (interface {interface}) at {rate / 1e6:.0f} MB/s, over a "
-        f"link of {link / 1e6:.0f} MB/s; unless the source sends slowly on purpose, find out what is in the way, or "
-        "set advertise_addr or interface there to choose another network"
+        f"received a state from {addresses[1]} at {addresses[0]} (interface {interface}) with {rate / 1e6:.0f} MB/s, "
+        f"over a link of {link / 1e6:.0f} MB/s. If the source sets no rate limit, check the network, or set "
+        "advertise_addr or interface at the source to use another network"
     )
 
 

@@ -23,7 +23,7 @@ __all__ = ["Answer", "Race"]
 
 THREAD_NAME: Final = "tft-ckpt-manifest"
 STAGGER_S: Final = 0.25
-"""How long after one source the next is asked."""
+"""The delay between the request to one source and the request to the next."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Race:
 
     Args:
         sources: the preferred one first.
-        terms: of the receive.
+        context: of the receive.
         silence_s: how long a source may send nothing.
         wait_s: how long a source may take to get the state.
         stop: ends every wait of `next`.
@@ -60,14 +60,14 @@ class Race:
     def __init__(
         self,
         sources: Sequence[str],
-        terms: RequestContext,
+        context: RequestContext,
         *,
         silence_s: Callable[[str], float],
         wait_s: float,
         stop: StopSignal,
     ) -> None:
         self._waiting = list(sources)
-        self._terms = terms
+        self._context = context
         self._silence_s = silence_s
         self._wait_s = wait_s
         self._stop = stop
@@ -75,22 +75,22 @@ class Race:
         self._answers: list[Answer] = []
         self._running: dict[str, tuple[threading.Thread, StopSignal]] = {}
         self._next_s = 0.0
-        self._bell, self._rope = os.pipe()
+        self._wake_reader, self._wake_writer = os.pipe()
 
     def __enter__(self) -> Race:
         return self
 
     def __exit__(self, *_: object) -> None:
         for _thread, stop in self._running.values():
-            stop.stop("another source was quicker")
+            stop.stop("another source answered first")
         for thread, stop in self._running.values():
             thread.join()
             stop.close()
         for answer in self._answers:
             if answer.reader is not None:
                 answer.reader.close()
-        os.close(self._bell)
-        os.close(self._rope)
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
 
     def next(self) -> Answer | None:
         """Wait for the next answer, or return None when all have answered. Raises: as `StopSignal.wait`."""
@@ -107,27 +107,27 @@ class Race:
                 return None
             # A failed source lets the next one start at once.
             wait_s = max(0.0, self._next_s - time.monotonic()) if self._waiting else self._stop.remaining_s()
-            if self._stop.wait(wait_s, readable=self._bell):
-                os.read(self._bell, 1)
+            if self._stop.wait(wait_s, readable=self._wake_reader):
+                os.read(self._wake_reader, 1)
         thread, stop = self._running.pop(answer.source)
         thread.join()
         if answer.reader is not None:
-            answer.reader.hand_over(self._stop, until_s=math.inf)
+            answer.reader.hand_over(self._stop, deadline_s=math.inf)
         stop.close()
         return answer
 
     def _start(self, source: str) -> None:
         stop = StopSignal(self._stop.remaining_s() + 60.0, None)
         thread = threading.Thread(
-            target=self._ask, args=(source, stop, self._silence_s(source)), name=THREAD_NAME, daemon=True
+            target=self._request, args=(source, stop, self._silence_s(source)), name=THREAD_NAME, daemon=True
         )
         self._running[source] = thread, stop
         thread.start()
 
-    def _ask(self, source: str, stop: StopSignal, silence_s: float) -> None:
+    def _request(self, source: str, stop: StopSignal, silence_s: float) -> None:
         answer = Answer(source)
         try:
-            reader = Reader(source, self._terms, silence_s=silence_s, stop=stop)
+            reader = Reader(source, self._context, silence_s=silence_s, stop=stop)
             try:
                 found = reader.manifest(self._wait_s)
                 if found is not None:
@@ -141,4 +141,4 @@ class Race:
             answer.error = error
         with self._lock:
             self._answers.append(answer)
-        os.write(self._rope, b"x")
+        os.write(self._wake_writer, b"x")

@@ -11,7 +11,7 @@ from collections.abc import Container
 from typing import final
 
 from tft_ckpt.key import StateKey
-from tft_ckpt.transfer.routes import FELLOWS_MAX
+from tft_ckpt.transfer.routes import PEERS_MAX
 
 __all__ = ["Tracker"]
 
@@ -26,7 +26,7 @@ class Tracker:
     def __init__(self) -> None:
         self._relays: dict[StateKey, dict[str, float]] = {}
 
-    def heard(self, key: StateKey, url: str, now_s: float) -> None:
+    def record(self, key: StateKey, url: str, now_s: float) -> None:
         """Record the address of a receiver of that state. Above the maximum, the least recent one is forgotten."""
         relays = self._relays.setdefault(key, {})
         relays.pop(url, None)
@@ -34,12 +34,12 @@ class Tracker:
         if len(relays) > _RELAYS_MAX:
             del relays[next(iter(relays))]
 
-    def fellows(self, key: StateKey, asker: str | None, now_s: float) -> list[str]:
+    def peers(self, key: StateKey, requester: str | None, now_s: float) -> list[str]:
         """Return the other receivers of that state, the most recent first, without the asking one."""
         relays = self._relays.get(key, {})
         for url in [url for url, heard_s in relays.items() if now_s - heard_s > _FORGOTTEN_AFTER_S]:
             del relays[url]
-        return [url for url in reversed(relays) if url != asker][:FELLOWS_MAX]
+        return [url for url in reversed(relays) if url != requester][:PEERS_MAX]
 
     def keep_only(self, keys: Container[StateKey]) -> None:
         """Forget the relays of all other states."""

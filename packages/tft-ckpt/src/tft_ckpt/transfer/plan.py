@@ -1,8 +1,8 @@
 """The choice of the sources to ask.
 
-A receive knows several sources and trusts none. One of them is the primary source (`lead`): its manifest is valid, and
-all data is checked against it. The other sources help in the meantime. So do peers (`fellows`), receivers of the same
-state that a source has named.
+A receive knows several sources and trusts none. One of them is the primary source: its manifest is valid, and all data
+is checked against it. The other sources help in the meantime. So do peers, which are receivers of the same state that a
+source has named.
 
 A lost connection or a damaged chunk counts as a failure of its source. A source with too many failures in a row is not
 asked again, and neither is a source that refuses the state. A source that sends nothing for a second is replaced, asked
@@ -35,19 +35,19 @@ from tft_ckpt.key import StateKey
 __all__ = ["FetchPlan"]
 
 HUNG_S: Final = 1.0
-"""How long a source may send nothing while there are others to ask; twice as long after each time."""
+"""How long a source may send nothing while there are others to ask. The time doubles after each failure."""
 BREAKS_MAX: Final = 3
-"""Connections in a row that may break without one good chunk between."""
+"""Maximum number of lost connections in a row without one good chunk between them."""
 DAMAGES_MAX: Final = 3
-"""Damaged manifests and chunks in all, of a lead."""
-SLIPS_MAX: Final = 2
-"""Under one lead, how often a helper may serve what does not match, or be too slow, before it is set aside."""
-FELLOWS_MAX: Final = 64
-"""Addresses of fellows that are kept."""
+"""Maximum number of damaged manifests and chunks from a primary."""
+HELPER_FAILURES_MAX: Final = 2
+"""Maximum number of wrong or late answers from a helper under one primary, before it is set aside."""
+PEERS_MAX: Final = 64
+"""Maximum number of known addresses of peers."""
 ABSENCES_MAX: Final = 10
-"""How often a fellow may have nothing of the state before it is forgotten."""
+"""Maximum number of answers of a peer that has nothing of the state, before it is forgotten."""
 PAUSE_S: Final = 0.05
-"""Before a source is asked again after the first break; twice as long after each further one."""
+"""The pause after the first lost connection to a source. The pause doubles after each further one."""
 
 
 @final
@@ -69,11 +69,11 @@ class FetchPlan:
         self._damages = dict.fromkeys(self._queue, 0)
         self._errors: dict[str, CheckpointError] = {}
         self._ready_s: dict[str, float] = {}
-        self._slips: Counter[str] = Counter()
+        self._helper_failures: Counter[str] = Counter()
         self._hangs: Counter[str] = Counter()
         self._poor: dict[str, str] = {}
-        self._fellows: dict[str, int] = {}  # and the number of requests to each without a result
-        self._lost_fellows: set[str] = set()
+        self._peers: dict[str, int] = {}  # and the number of requests to each without a result
+        self._removed_peers: set[str] = set()
 
     # ---- the primary source ----
 
@@ -86,18 +86,13 @@ class FetchPlan:
         """Return the next primary source, or None if no source is left."""
         return self._queue[0] if self._queue else None
 
-    @property
-    def preferred(self) -> str | None:
-        """Return the first given source that may still be asked."""
-        return next((source for source in self._breaks if source in self._queue), None)
-
     def candidates(self, now_s: float) -> list[str]:
         """Return the sources that may become the primary now, without those in a pause, the next one first."""
         return [source for source in self._queue if self._ready_s.get(source, now_s) <= now_s]
 
-    def led(self) -> None:
+    def primary_changed(self) -> None:
         """Clear the helpers' failures, which concerned the previous manifest."""
-        self._slips.clear()
+        self._helper_failures.clear()
 
     # ---- helpers and peers ----
 
@@ -106,20 +101,20 @@ class FetchPlan:
         return [
             source
             for source in self._queue
-            if self._slips[source] < SLIPS_MAX and self._ready_s.get(source, now_s) <= now_s
+            if self._helper_failures[source] < HELPER_FAILURES_MAX and self._ready_s.get(source, now_s) <= now_s
         ]
 
-    def met(self, fellows: Iterable[str]) -> None:
+    def add_peers(self, peers: Iterable[str]) -> None:
         """Record the peers that a source has named."""
-        for fellow in fellows:
-            known = fellow in self._fellows or fellow in self._lost_fellows or fellow in self._breaks
-            if not known and fellow != self._own and len(self._fellows) + len(self._lost_fellows) < FELLOWS_MAX:
-                self._fellows[fellow] = 0
+        for peer in peers:
+            known = peer in self._peers or peer in self._removed_peers or peer in self._breaks
+            if not known and peer != self._own and len(self._peers) + len(self._removed_peers) < PEERS_MAX:
+                self._peers[peer] = 0
 
-    def due_fellows(self, now_s: float) -> list[str]:
+    def due_peers(self, now_s: float) -> list[str]:
         """Return the peers to ask at this time, as a ring that begins after the own address."""
-        ring = sorted(self._fellows, key=lambda fellow: (fellow < self._own, fellow))
-        return [fellow for fellow in ring if self._ready_s.get(fellow, now_s) <= now_s]
+        ring = sorted(self._peers, key=lambda peer: (peer < self._own, peer))
+        return [peer for peer in ring if self._ready_s.get(peer, now_s) <= now_s]
 
     def is_source(self, source: str) -> bool:
         """Return whether the address is a given source of this receive, and not a peer."""
@@ -155,24 +150,24 @@ class FetchPlan:
         self._ready_s[source] = now_s + PAUSE_S
         if source in self._breaks:
             self._breaks[source] = 0
-            self._turn(source)
-        elif source in self._fellows:
-            self._fellows[source] += 1
-            if self._fellows[source] >= ABSENCES_MAX:
-                self.lost(source)
+            self._move_to_end(source)
+        elif source in self._peers:
+            self._peers[source] += 1
+            if self._peers[source] >= ABSENCES_MAX:
+                self.remove_peer(source)
 
     def refused(self, source: str, error: CheckpointError) -> None:
         """Record that the source will not give the state, and stop asking it."""
         if source not in self._breaks:
-            self.lost(source)
+            self.remove_peer(source)
         elif source in self._queue:
             self._errors[source] = error
             self._queue.remove(source)
 
-    def broke(self, source: str, error: CheckpointError, now_s: float) -> None:
+    def connection_lost(self, source: str, error: CheckpointError, now_s: float) -> None:
         """Record that the source's connection was lost or could not be made."""
         if source not in self._breaks:
-            self.lost(source)
+            self.remove_peer(source)
             return
         self._errors[source] = error
         if self.pause_s(source, now_s) > 0:
@@ -180,24 +175,24 @@ class FetchPlan:
             return
         self._breaks[source] += 1
         self._ready_s[source] = now_s + PAUSE_S * 2 ** (self._breaks[source] - 1)
-        self._turn(source, out=self._breaks[source] >= BREAKS_MAX)
+        self._move_to_end(source, remove=self._breaks[source] >= BREAKS_MAX)
 
     def hung(self, source: str, error: CheckpointError, now_s: float, most_s: float) -> None:
         """Record that the source sent nothing for longer than `silence_s(source, most_s)`, and ask the others first."""
         if source not in self._breaks:
-            self.lost(source)
+            self.remove_peer(source)
             return
         self._poor[source] = str(error)
         if self.silence_s(source, most_s) >= most_s:
             # The source had the longest time that a source may have.
-            self.broke(source, error, now_s)
+            self.connection_lost(source, error, now_s)
             return
         self._errors[source] = error
         if self.pause_s(source, now_s) > 0:
             return  # as for lost connections
         self._ready_s[source] = now_s + PAUSE_S * 2 ** self._hangs[source]
         self._hangs[source] += 1
-        self._turn(source)
+        self._move_to_end(source)
 
     def was_slow(self, source: str, sentence: str) -> None:
         """Record that the source's connection was ended because others were much faster."""
@@ -209,34 +204,29 @@ class FetchPlan:
         self._errors[source] = error
         self._poor[source] = str(error)
         self._damages[source] += 1
-        self._turn(source, out=self._damages[source] >= DAMAGES_MAX)
+        self._move_to_end(source, remove=self._damages[source] >= DAMAGES_MAX)
 
-    def slipped(self, source: str) -> None:
+    def helper_failed(self, source: str) -> None:
         """Record that a helper's data did not match the primary's checksums, or that the helper was too slow."""
         if source in self._breaks:
-            self._slips[source] += 1
-            self._turn(source)
+            self._helper_failures[source] += 1
+            self._move_to_end(source)
         else:
-            self.lost(source)
+            self.remove_peer(source)
 
-    def lost(self, fellow: str) -> None:
+    def remove_peer(self, peer: str) -> None:
         """Remove a peer that has disconnected or is unusable."""
-        self._fellows.pop(fellow, None)
-        self._lost_fellows.add(fellow)
+        self._peers.pop(peer, None)
+        self._removed_peers.add(peer)
 
-    def _turn(self, source: str, *, out: bool = False) -> None:
+    def _move_to_end(self, source: str, *, remove: bool = False) -> None:
         # Another connection to the same source may have removed it already.
         if source in self._queue:
             self._queue.remove(source)
-            if not out:
+            if not remove:
                 self._queue.append(source)
 
     # ---- the end ----
-
-    @property
-    def errors(self) -> dict[str, CheckpointError]:
-        """Return the last error of each source."""
-        return dict(self._errors)
 
     def verdict(self) -> CheckpointError:
         """Return the final error when no source is left."""
@@ -257,5 +247,5 @@ class FetchPlan:
         if errors and all(isinstance(error, StateMismatchError) for error in errors.values()):
             return StateMismatchError(sentence, wanted=self._key, source=names)
         return StateUnavailableError(
-            sentence or f"no source was named for state {self._key}", source=names, key=self._key
+            sentence or f"no source was given for state {self._key}", source=names, key=self._key
         )

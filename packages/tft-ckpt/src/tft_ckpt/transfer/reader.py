@@ -40,7 +40,7 @@ from tft_ckpt.transfer.routes import (
     parse_chunks,
 )
 
-__all__ = ["Chunks", "Reader", "RequestContext", "SharedPace", "SourceBrokenError", "SourceHungError"]
+__all__ = ["Chunks", "Reader", "RequestContext", "SharedRateLimiter", "SourceBrokenError", "SourceHungError"]
 
 # A source that answers "not yet" at once is about to end, so the next request waits for a moment.
 _PAUSE_S: Final = 0.05
@@ -56,7 +56,7 @@ class SourceHungError(SourceBrokenError):
 
 
 @final
-class SharedPace:
+class SharedRateLimiter:
     """A rate limit for all connections of a transport together.
 
     Args:
@@ -64,14 +64,14 @@ class SharedPace:
     """
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._pace = RateLimiter(bytes_per_s)
+        self._rate_limiter = RateLimiter(bytes_per_s)
         self._lock = threading.Lock()
-        self.piece_bytes = self._pace.piece_bytes
+        self.piece_bytes = self._rate_limiter.piece_bytes
 
     def wait(self, num_bytes: int, stop: StopSignal) -> None:
         """Wait as long as these received bytes should have taken. Raises: as `StopSignal.wait`."""
         with self._lock:
-            wait_s = self._pace.take(num_bytes, time.monotonic())
+            wait_s = self._rate_limiter.take(num_bytes, time.monotonic())
         if wait_s > 0:
             stop.wait(wait_s)
 
@@ -86,7 +86,7 @@ class RequestContext:
         own: this receiver's URL, where it relays its chunks; "" if it does not.
         limits: larger states are refused.
         tls: for sources whose URL says https.
-        pace: the rate limit, or None.
+        rate_limiter: the rate limit, or None.
     """
 
     key: StateKey
@@ -94,7 +94,7 @@ class RequestContext:
     own: str
     limits: Limits
     tls: ssl.SSLContext | None = None
-    pace: SharedPace | None = None
+    rate_limiter: SharedRateLimiter | None = None
 
     def headers(self) -> dict[str, str]:
         """Return the headers of data requests."""
@@ -111,11 +111,11 @@ class Chunks:
 
     Fields:
         have: bitmap, chunk 0 in the lowest bit.
-        fellows: URLs of peers that fetch the same state.
+        peers: URLs of peers that fetch the same state.
     """
 
     have: int
-    fellows: tuple[str, ...]
+    peers: tuple[str, ...]
 
 
 @final
@@ -124,10 +124,9 @@ class Reader:
 
     Args:
         source: its URL.
-        terms: of the receive.
+        context: of the receive.
         silence_s: how long it may be silent.
         stop: ends every wait.
-        until_s: its deadline on the monotonic clock. After it the connection counts as lost.
 
     Fields:
         read_bytes: payload bytes read so far, whatever happened to them.
@@ -138,16 +137,14 @@ class Reader:
         TransportClosedError, TransferTimeoutError. All methods raise these, too, when the connection is lost.
     """
 
-    def __init__(
-        self, source: str, terms: RequestContext, *, silence_s: float, stop: StopSignal, until_s: float = math.inf
-    ) -> None:
+    def __init__(self, source: str, context: RequestContext, *, silence_s: float, stop: StopSignal) -> None:
         self.read_bytes = 0
         self.has_written = False
         self._source = source
-        self._terms = terms
+        self._context = context
         self._silence_s = silence_s
         self._stop = stop
-        self._until_s = until_s
+        self._deadline_s = math.inf
         self._connection = self._connect()
         self._was_used = self._is_last = False
 
@@ -155,10 +152,10 @@ class Reader:
         """Close the connection."""
         self._connection.close()
 
-    def hand_over(self, stop: StopSignal, *, until_s: float) -> None:
-        """Continue with another stop signal and another deadline, for another thread."""
-        self._stop, self._until_s = stop, until_s
-        self._connection.hand_over(stop, until_s)
+    def hand_over(self, stop: StopSignal, *, deadline_s: float) -> None:
+        """Continue with another stop signal and another deadline on the monotonic clock, for another thread."""
+        self._stop, self._deadline_s = stop, deadline_s
+        self._connection.hand_over(stop, deadline_s)
 
     @property
     def addresses(self) -> tuple[str, str]:
@@ -166,23 +163,24 @@ class Reader:
 
     def _connect(self) -> Connection:
         host, port = parse_url(self._source)
-        tls = self._terms.tls
+        tls = self._context.tls
         if (tls is not None) != is_tls(self._source):
             # A plain connection is refused if TLS is required. Otherwise an unverified source would get the token and
             # be trusted.
             asks, has = ("TLS", "no certificates") if tls is None else ("plain HTTP", "certificates")
             raise StateUnavailableError(
-                f"{self._source} speaks {asks} and this process was given {has}; set tls on every transport or none",
+                f"{self._source} uses {asks}, but this process has {has}; set tls on every transport or none",
                 source=self._source,
-                key=self._terms.key,
+                key=self._context.key,
             )
-        with _breaking(f"no connection to {self._source}"):
-            return Connection(host, port, silence_s=self._silence_s, stop=self._stop, tls=tls, until_s=self._until_s)
+        with _converting_errors(f"can't connect to {self._source}"):
+            silence_s, deadline_s = self._silence_s, self._deadline_s
+            return Connection(host, port, silence_s=silence_s, stop=self._stop, tls=tls, deadline_s=deadline_s)
 
     def _get(self, path: str, headers: Mapping[str, str], *, patience_s: float = 0.0) -> http.client.HTTPResponse:
         if self._is_last:
             self._connect_again()
-        with _breaking(f"the connection to {self._source} broke"):
+        with _converting_errors(f"lost the connection to {self._source}"):
             try:
                 response = self._connection.get(path, headers, patience_s=patience_s)
             except ConnectionError:
@@ -210,14 +208,14 @@ class Reader:
         Raises: StateCorruptError, StateMismatchError, StateUnavailableError.
         """
         asked_s = time.monotonic()
-        headers = {**self._terms.named_headers(), WAIT_HEADER: str(int(wait_s * 1e3))}
-        response = self._get(manifest_path(self._terms.key), headers, patience_s=wait_s)
+        headers = {**self._context.named_headers(), WAIT_HEADER: str(int(wait_s * 1e3))}
+        response = self._get(manifest_path(self._context.key), headers, patience_s=wait_s)
         if response.status == 503:
             self._stop.wait(max(0.0, asked_s + min(wait_s, _PAUSE_S) - time.monotonic()))
             return None
         if response.status != 200:
             raise self._refusal(response)
-        data = self._read_body(response, self._terms.limits.manifest_bytes, "manifest")
+        data = self._read_body(response, self._context.limits.manifest_bytes, "manifest")
         return data, response.headers.get(PARTIAL_HEADER) == "1"
 
     def chunks(self, manifest: Manifest, *, wait_s: float, num_known: int) -> Chunks | None:
@@ -233,27 +231,27 @@ class Reader:
         """
         num_chunks = manifest.layout.num_chunks
         headers = {
-            **self._terms.named_headers(),
+            **self._context.named_headers(),
             WAIT_HEADER: str(int(wait_s * 1e3)),
             HAVE_COUNT_HEADER: str(num_known),
         }
-        response = self._get(chunks_path(self._terms.key), headers, patience_s=wait_s)
+        response = self._get(chunks_path(self._context.key), headers, patience_s=wait_s)
         if response.status == 503:
-            with _breaking(f"the connection to {self._source} broke"):
+            with _converting_errors(f"lost the connection to {self._source}"):
                 response.read(_SENTENCE_BYTES)
             return None
         if response.status != 200:
             raise self._refusal(response)
         data = self._read_body(response, chunks_bytes_max(num_chunks), "list of chunks")
         try:
-            have, fellows = parse_chunks(data, num_chunks)
+            have, peers = parse_chunks(data, num_chunks)
         except ValueError as error:
             raise StateCorruptError(
-                f"{self._source} sent a list of chunks that can't be read: {error}; find out what runs there",
+                f"{self._source} sent an unreadable list of chunks: {error}; check which process runs there",
                 part="list of chunks",
                 source=self._source,
             ) from error
-        return Chunks(int.from_bytes(have, "little"), fellows)
+        return Chunks(int.from_bytes(have, "little"), peers)
 
     def part(self, chunks: range, manifest: Manifest, target: Target, arrived: Callable[[int], None]) -> None:
         """Read consecutive chunks to their places.
@@ -269,54 +267,54 @@ class Reader:
         """
         layout = manifest.layout
         start, end = layout.chunk_span(chunks[0])[0], layout.chunk_span(chunks[-1])[1]
-        headers = {**self._terms.headers(), "range": f"bytes={start}-{end - 1}"}
-        response = self._get(data_path(self._terms.key), headers)
+        headers = {**self._context.headers(), "range": f"bytes={start}-{end - 1}"}
+        response = self._get(data_path(self._context.key), headers)
         if response.status not in (200, 206):
             raise self._refusal(response)
         expected = f"bytes {start}-{end - 1}/{layout.data_bytes}"
         if response.status != 206 or response.length != end - start or response.headers["content-range"] != expected:
             raise StateCorruptError(
-                f"{self._source} answers {expected!r} with {response.headers['content-range']!r}, {response.length} "
-                "bytes",
+                f"{self._source} answered the request for {expected!r} with {response.headers['content-range']!r} of "
+                f"{response.length} bytes",
                 part="data",
                 source=self._source,
             )
         for chunk in chunks:
             self._stop.check()
             low, high = layout.chunk_span(chunk)
-            for piece in target.pieces(low, high):
+            for piece in target.views(low, high):
                 self._read_exactly(response, piece)
-            if target.sum(low, high) != manifest.sums[chunk]:
+            if target.checksum(low, high) != manifest.checksums[chunk]:
                 raise StateCorruptError(
-                    f"{self._source} served chunk {chunk} of state {self._terms.key} damaged (bytes {low} to {high}); "
-                    "its checksum does not match, so suspect that host or the network to it",
+                    f"{self._source} sent chunk {chunk} of state {self._context.key} (bytes {low} to {high}) with a "
+                    "wrong checksum; check that host and the network to it",
                     part=f"chunk {chunk}",
                     source=self._source,
                 )
             arrived(chunk)
         # Otherwise the next request would find the answer unread.
-        with _breaking(f"the connection to {self._source} broke"):
+        with _converting_errors(f"lost the connection to {self._source}"):
             response.read()
 
     def _read_exactly(self, response: http.client.HTTPResponse, view: memoryview) -> None:
-        pace, at = self._terms.pace, 0
+        rate_limiter, at = self._context.rate_limiter, 0
         while at < len(view):
-            piece = view[at:] if pace is None else view[at : at + pace.piece_bytes]
+            piece = view[at:] if rate_limiter is None else view[at : at + rate_limiter.piece_bytes]
             self.has_written = True
             before_bytes = self._connection.read_bytes
             try:
-                with _breaking(f"the connection to {self._source} broke"):
+                with _converting_errors(f"lost the connection to {self._source}"):
                     count = response.readinto(piece)
             except BaseException:
                 # The error does not say how much of the piece was filled.
                 self.read_bytes += self._connection.read_bytes - before_bytes
                 raise
             if count == 0:
-                raise SourceBrokenError(f"{self._source} broke off within the data")
+                raise SourceBrokenError(f"{self._source} disconnected within the data")
             at += count
             self.read_bytes += count
-            if pace is not None:
-                pace.wait(count, self._stop)
+            if rate_limiter is not None:
+                rate_limiter.wait(count, self._stop)
 
     def _read_body(self, response: http.client.HTTPResponse, most_bytes: int, what: str) -> bytes:
         length = response.length
@@ -326,19 +324,19 @@ class Reader:
                 part=what,
                 source=self._source,
             )
-        with _breaking(f"the connection to {self._source} broke"):
+        with _converting_errors(f"lost the connection to {self._source}"):
             data = response.read(length)
         if len(data) != length:
-            raise SourceBrokenError(f"{self._source} broke off within the {what}")
+            raise SourceBrokenError(f"{self._source} disconnected within the {what}")
         return data
 
     def _refusal(self, response: http.client.HTTPResponse) -> CheckpointError | SourceBrokenError:
-        source, key = self._source, self._terms.key
-        with _breaking(f"the connection to {source} broke"):
+        source, key = self._source, self._context.key
+        with _converting_errors(f"lost the connection to {source}"):
             sentence = response.read(_SENTENCE_BYTES).decode("utf-8", "replace").strip()
-        message = f"{source} answers {response.status}: {sentence or response.reason}"
+        message = f"{source} answered {response.status}: {sentence or response.reason}"
         if response.status == 409:
-            return StateMismatchError(message, wanted=key, offered=_offered(response), source=source)
+            return StateMismatchError(message, wanted=key, offered=_offered_key(response), source=source)
         if 400 <= response.status < 500:
             return StateUnavailableError(message, source=source, key=key)
         # A new request may help. The source is about to end, or an intact source never gives this answer.
@@ -346,7 +344,7 @@ class Reader:
 
 
 @contextmanager
-def _breaking(what: str) -> Iterator[None]:
+def _converting_errors(what: str) -> Iterator[None]:
     """Convert the errors of sockets and http.client to SourceBrokenError."""
     try:
         yield
@@ -359,7 +357,7 @@ def _breaking(what: str) -> Iterator[None]:
         raise SourceBrokenError(f"{what}: {str(error) or type(error).__name__}") from error
 
 
-def _offered(response: http.client.HTTPResponse) -> StateKey | None:
+def _offered_key(response: http.client.HTTPResponse) -> StateKey | None:
     try:
         return StateKey.parse(response.headers.get(KEY_HEADER, ""))
     except ConfigError:

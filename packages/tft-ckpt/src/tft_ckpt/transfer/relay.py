@@ -48,7 +48,7 @@ class Relay:
         self._on_end = on_end
         self._have = bytearray(-(-manifest.layout.num_chunks // 8))
         self._num_have = 0
-        self._told = False
+        self._notified = False
         self._readers = 0
         self._ended = False
         self._abandoned = False
@@ -71,8 +71,8 @@ class Relay:
                 return
             self._have[chunk // 8] |= bit
             self._num_have += 1
-            tell, self._told = not self._told, True
-        if tell:
+            notify, self._notified = not self._notified, True
+        if notify:
             self._on_have()
 
     def end(self) -> None:
@@ -91,7 +91,7 @@ class Relay:
         `on_have` again.
         """
         with self._changed:
-            self._told = False
+            self._notified = False
             return bytes(self._have), self._num_have
 
     def lease(self, start: int, end: int) -> bool:
@@ -114,9 +114,9 @@ class Relay:
             self._readers -= 1
             self._changed.notify_all()
 
-    def pieces(self, start: int, end: int) -> list[memoryview]:
+    def views(self, start: int, end: int) -> list[memoryview]:
         """Return views of these bytes, in order. They are valid under a lease."""
-        return self._target.pieces(start, end)
+        return self._target.views(start, end)
 
     def abandon(self) -> None:
         """End the relay because the server, with all readers, has ended."""

@@ -36,10 +36,10 @@ from collections.abc import Sequence
 from tft_ckpt.key import StateKey
 
 __all__ = [
-    "FELLOWS_MAX",
     "HAVE_COUNT_HEADER",
     "KEY_HEADER",
     "PARTIAL_HEADER",
+    "PEERS_MAX",
     "RELAY_HEADER",
     "WAIT_HEADER",
     "WAIT_MS_MAX",
@@ -58,7 +58,7 @@ RELAY_HEADER = "x-tft-relay"
 PARTIAL_HEADER = "x-tft-partial"
 HAVE_COUNT_HEADER = "x-tft-have-count"
 WAIT_MS_MAX = 60_000
-FELLOWS_MAX = 32
+PEERS_MAX = 32
 URL_BYTES_MAX = 300
 
 MANIFEST_ROUTE = "/state/{key}/manifest"
@@ -81,9 +81,9 @@ def chunks_path(key: StateKey) -> str:
     return CHUNKS_ROUTE.format(key=key)
 
 
-def chunks_body(have: bytes | bytearray, fellows: Sequence[str]) -> bytes:
+def chunks_body(have: bytes | bytearray, peers: Sequence[str]) -> bytes:
     """Return the body of an answer on `chunks_path`, from a bitmap of the chunks and the URLs of peers."""
-    return json.dumps({"have": have.hex(), "fellows": list(fellows)}, separators=(",", ":")).encode("ascii")
+    return json.dumps({"have": have.hex(), "fellows": list(peers)}, separators=(",", ":")).encode("ascii")
 
 
 def parse_chunks(body: bytes, num_chunks: int) -> tuple[bytes, tuple[str, ...]]:
@@ -95,25 +95,25 @@ def parse_chunks(body: bytes, num_chunks: int) -> tuple[bytes, tuple[str, ...]]:
     try:
         fields = json.loads(body)
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
     if type(fields) is not dict or set(fields) != {"have", "fellows"}:
-        raise ValueError("its fields are not have and fellows")
-    text, fellows = fields["have"], fields["fellows"]
+        raise ValueError("its fields are not `have` and `fellows`")
+    text, peers = fields["have"], fields["fellows"]
     if type(text) is not str or len(text) != 2 * (-(-num_chunks // 8)):
-        raise ValueError("its bitmap is not one of this state's chunks")
-    if type(fellows) is not list or len(fellows) > FELLOWS_MAX:
-        raise ValueError("its fellows are no list, or too many")
-    if any(type(fellow) is not str or len(fellow) > URL_BYTES_MAX for fellow in fellows):
-        raise ValueError("a fellow is no address")
+        raise ValueError("its bitmap does not fit this state's chunks")
+    if type(peers) is not list or len(peers) > PEERS_MAX:
+        raise ValueError("`fellows` is not a list, or is too long")
+    if any(type(peer) is not str or len(peer) > URL_BYTES_MAX for peer in peers):
+        raise ValueError("`fellows` contains an invalid address")
     have = bytes.fromhex(text)
     if len(have) != -(-num_chunks // 8) or int.from_bytes(have, "little") >> num_chunks:
-        raise ValueError("its bitmap is not one of this state's chunks")
-    return have, tuple(fellows)
+        raise ValueError("its bitmap does not fit this state's chunks")
+    return have, tuple(peers)
 
 
 def chunks_bytes_max(num_chunks: int) -> int:
     """Return the maximum length of an answer on `chunks_path`."""
-    return 64 + 2 * (-(-num_chunks // 8)) + FELLOWS_MAX * (6 * URL_BYTES_MAX + 3)
+    return 64 + 2 * (-(-num_chunks // 8)) + PEERS_MAX * (6 * URL_BYTES_MAX + 3)
 
 
 def authorization(token: str) -> str:

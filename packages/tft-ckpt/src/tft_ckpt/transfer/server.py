@@ -6,7 +6,7 @@ Readers then get the trainer's own tensors, and the trainer waits. A reader that
 because in the asynchronous mode it asks before the source has taken its snapshot.
 
 The port is open from the start, but the import of the web server takes a tenth of a second of a core. A trainer that
-starts or heals may not have that time. Then the thread imports the web server at first use, or on request. If the
+starts or recovers may not have that time. Then the thread imports the web server at first use, or on request. If the
 import fails, for example without a free descriptor, it is retried every second, and readers wait.
 
 Law of this file: the trainer's side, and the thread. The app contains what the loop does.
@@ -30,11 +30,10 @@ from tft_ckpt.key import StateKey
 from tft_ckpt.state.buffers import Buffer
 from tft_ckpt.state.lending import Lending
 from tft_ckpt.state.manifest import Manifest
-from tft_ckpt.state.memory import free_memory, why_no_room
+from tft_ckpt.state.memory import describe_shortage, free_memory
 from tft_ckpt.state.snapshot import Snapshot
 from tft_ckpt.state.tree import Limits
 from tft_ckpt.threads import join_within
-from tft_ckpt.transfer.rate_limiter import check_rate
 from tft_ckpt.transfer.relay import Relay
 from tft_ckpt.transfer.snapshot_store import SnapshotStore
 
@@ -52,20 +51,20 @@ PREPARE_THREAD_NAME = "tft-ckpt-memory"
 _NO_KEY = StateKey(0, 0, 0, 0)  # the key of a staged snapshot
 
 _IMPORT_AGAIN_S: Final = 1.0
-_SAY_EVERY_S: Final = 60.0
-_ENDS_WITHIN_S: Final = 10.0
-_LOOK_S: Final = 0.01  # the interval of checks for the last reader of a live state
+_LOG_EVERY_S: Final = 60.0
+_END_TIMEOUT_S: Final = 10.0
+_POLL_S: Final = 0.01  # the interval of checks for the last reader of a live state
 
 _log = logging.getLogger("tft_ckpt.transfer")
 
 
-class NoRoomError(StateUnavailableError):
+class NotEnoughMemoryError(StateUnavailableError):
     """A second copy of a state does not fit into memory."""
 
 
 @final
 class StateServer:
-    """A server of one shelf, and of the states that this process receives, over HTTP, until `close`.
+    """A server of one snapshot store, and of the states that this process receives, over HTTP, until `close`.
 
     The server raises this process's limit of open files to the hard one, because each reader needs one.
 
@@ -82,8 +81,6 @@ class StateServer:
             requests.
         tls: the TLS context, or None for plain HTTP.
         import_later: whether to import the web server at first use or at `get_ready`, and not at once.
-
-    Raises: ConfigError: send_bytes_per_s is not a rate. The listener is closed then.
     """
 
     def __init__(
@@ -99,11 +96,6 @@ class StateServer:
         tls: ssl.SSLContext | None = None,
         import_later: bool = False,
     ) -> None:
-        try:
-            check_rate("send_bytes_per_s", send_bytes_per_s)
-        except BaseException:
-            listener.close()
-            raise
         raise_limit()
         self._listener = listener
         self._token = token
@@ -112,8 +104,8 @@ class StateServer:
         self._chunk_bytes = chunk_bytes
         self._limits = limits
         self._silence_s = silence_s
-        self._lock = threading.Lock()  # guards the shelf and the relays
-        self._shelf = SnapshotStore(keep_buffers=keep_buffers)
+        self._lock = threading.Lock()  # guards the store and the relays
+        self._store = SnapshotStore(keep_buffers=keep_buffers)
         self._relays: dict[Relay, None] = {}  # in order, because readers of one key get the last
         self._closed = False
         self._failure: BaseException | None = None
@@ -123,7 +115,7 @@ class StateServer:
             self._needed.set()
         # Only the loop's thread uses these two.
         self._app: App | None = None
-        self._untold: list[Callable[[App], object]] = []
+        self._pending: list[Callable[[App], object]] = []
         self._is_importing = False
         self._preparing: threading.Thread | None = None
         self._parent_pid = 0  # in a forked child: the process that owns the original of this server
@@ -151,33 +143,33 @@ class StateServer:
         """
         with self._lock:
             self._check_open()
-            overdue = self._shelf.begin(key)
+            overdue = self._store.begin(key)
         if overdue:
-            self._tell(lambda app: app.send_off(overdue))
+            self._post(lambda app: app.disconnect_readers(overdue))
         try:
             snapshot = Snapshot.take(
                 state, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits, allocate=self._allocate
             )
             check()
-        except NoRoomError as error:
+        except NotEnoughMemoryError as error:
             if expected:
                 self._lend(state, key=key, expected=expected, check=check, why=str(error))
                 return
-            self._failed(error)
+            self._publish_failure(error)
             raise
         except BaseException as error:
-            self._failed(error)
+            self._publish_failure(error)
             raise
         with self._lock:
             self._check_open()
-            self._shelf.publish(snapshot)
-        self._tell(lambda app: app.published(snapshot, expected > 0))
+            self._store.publish(snapshot)
+        self._post(lambda app: app.published(snapshot, expected > 0))
 
-    def _failed(self, error: BaseException) -> None:
+    def _publish_failure(self, error: BaseException) -> None:
         """Tell the readers that wait for the last announced state about its failure."""
         with self._lock:
-            self._shelf.fail(str(error) or type(error).__name__)
-        self._tell(lambda app: app.wake())
+            self._store.fail(str(error) or type(error).__name__)
+        self._post(lambda app: app.wake())
 
     def _lend(self, state: object, *, key: StateKey, expected: int, check: Callable[[], None], why: str) -> None:
         """Serve a state from its live tensors, and wait on the calling thread until its readers have it.
@@ -188,12 +180,12 @@ class StateServer:
         try:
             snapshot = Snapshot.live(state, key=key, chunk_bytes=self._chunk_bytes, limits=self._limits)
         except BaseException as error:
-            self._failed(error)
+            self._publish_failure(error)
             raise
         began_s = time.monotonic()
         _log.warning(
-            "state %s is served without a second copy, and this process's training waits until %d replicas have it: "
-            "%s; free memory, or raise the container's limit, to have training go on meanwhile",
+            "state %s is served without a second copy, so training waits until %d replicas have it: %s. To avoid the "
+            "wait, free memory or raise the container's limit",
             key,
             expected,
             why,
@@ -201,32 +193,32 @@ class StateServer:
         try:
             with self._lock:
                 self._check_open()
-                self._shelf.publish(snapshot)
-            self._tell(lambda app: app.published(snapshot, True))
+                self._store.publish(snapshot)
+            self._post(lambda app: app.published(snapshot, True))
             lending = Lending(expected, began_s)
             while not self._is_read(lending, snapshot):
                 check()
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         finally:
-            self._take_back(snapshot)
-        _log.info("training goes on after %.1f s, for which state %s was served", time.monotonic() - began_s, key)
+            self._end_lending(snapshot)
+        _log.info("training continues after %.1f s, in which state %s was served", time.monotonic() - began_s, key)
 
     def _is_read(self, lending: Lending, snapshot: Snapshot) -> bool:
         with self._lock:
             self._check_open()
-            num_come, num_holding = self._shelf.num_asked(snapshot.key), self._shelf.num_holding(snapshot)
-        return lending.is_over(num_come=num_come, num_holding=num_holding, now_s=time.monotonic())
+            num_seen, num_holding = self._store.num_requested(snapshot.key), self._store.num_holding(snapshot)
+        return lending.is_over(num_seen=num_seen, num_holding=num_holding, now_s=time.monotonic())
 
-    def _take_back(self, snapshot: Snapshot) -> None:
+    def _end_lending(self, snapshot: Snapshot) -> None:
         """Stop serving a live state, and wait until no reader gets a byte of it any more."""
         with self._lock:
-            self._shelf.retract(snapshot, "it was served while training waited, which is over; heal from the next one")
+            self._store.retract(snapshot, "it was served only while training waited; recover from the next state")
         over = threading.Event()
 
         def end() -> None:
             snapshot.end()
             if self._app is not None:
-                self._app.send_off([snapshot])
+                self._app.disconnect_readers([snapshot])
                 self._app.wake()
             over.set()
 
@@ -235,17 +227,17 @@ class StateServer:
         except RuntimeError:  # the loop is closed, with every connection
             snapshot.end()
             return
-        if not over.wait(_ENDS_WITHIN_S):
+        if not over.wait(_END_TIMEOUT_S):
             # Readers detect later changes by the checksums, and discard them.
             snapshot.end()
             _log.error(
-                "the server's thread was busy for %g s; readers of state %s may have to ask anew",
-                _ENDS_WITHIN_S,
+                "the server's thread did not respond for %g s; readers of state %s may have to request it again",
+                _END_TIMEOUT_S,
                 snapshot.key,
             )
 
     def stage(self, state: object, *, check: Callable[[], None]) -> Snapshot:
-        """Take a snapshot without a key on the calling thread. `put_up` or `put_by` must follow.
+        """Take a snapshot without a key on the calling thread. `publish` or `recycle` must follow.
 
         Args:
             state: the state.
@@ -255,7 +247,7 @@ class StateServer:
         """
         with self._lock:
             self._check_open()
-            self._shelf.make_room()
+            self._store.retire_unread()
         buffers: list[Buffer] = []
 
         def allocate(num_bytes: int) -> Buffer:
@@ -269,34 +261,34 @@ class StateServer:
             check()
         except BaseException:
             for buffer in buffers:
-                self.put_by(buffer)
+                self.recycle(buffer)
             raise
         return snapshot
 
-    def put_up(self, snapshot: Snapshot, *, key: StateKey, expected: bool) -> None:
+    def publish(self, snapshot: Snapshot, *, key: StateKey, expected: bool) -> None:
         """Publish a staged snapshot under its key, in place of the previous state. Raises: TransportClosedError."""
         named = snapshot.named(key, limits=self._limits)
         with self._lock:
             self._check_open()
-            overdue = self._shelf.begin(key)
-            self._shelf.publish(named)
+            overdue = self._store.begin(key)
+            self._store.publish(named)
         if overdue:
-            self._tell(lambda app: app.send_off(overdue))
-        self._tell(lambda app: app.published(named, expected))
+            self._post(lambda app: app.disconnect_readers(overdue))
+        self._post(lambda app: app.published(named, expected))
 
-    def put_by(self, buffer: Buffer | None) -> None:
+    def recycle(self, buffer: Buffer | None) -> None:
         """Take back the buffer of an unused staged snapshot."""
         with self._lock:
-            self._shelf.put_by(buffer)
+            self._store.recycle(buffer)
 
     def refuse(self, key: StateKey, sentence: str) -> None:
         """Publish a refusal in place of a state with that key. Raises: TransportClosedError."""
         with self._lock:
             self._check_open()
-            overdue = self._shelf.begin(key)
-            self._shelf.fail(sentence)
-        self._tell(lambda app: app.send_off(overdue))
-        self._tell(lambda app: app.wake())
+            overdue = self._store.begin(key)
+            self._store.fail(sentence)
+        self._post(lambda app: app.disconnect_readers(overdue))
+        self._post(lambda app: app.wake())
 
     def relay(self, manifest: Manifest, manifest_bytes: bytes, target: Target) -> Relay:
         """Let peers read the finished chunks of a state that this process receives.
@@ -314,24 +306,24 @@ class StateServer:
             manifest,
             manifest_bytes,
             target,
-            on_have=lambda: self._tell(lambda app: app.relay_has(), is_use=False),
+            on_have=lambda: self._post(lambda app: app.relay_has(), is_use=False),
             on_end=self._relay_ended,
         )
         with self._lock:
             self._check_open()
             self._relays[relay] = None
         # A reader's connection triggers the import, so a receiver need not import a web server.
-        self._tell(lambda app: app.relay_began(relay), is_use=False)
+        self._post(lambda app: app.relay_began(relay), is_use=False)
         return relay
 
     def _relay_ended(self, relay: Relay) -> None:
         with self._lock:
             self._relays.pop(relay, None)
-        self._tell(lambda app: app.relay_ended(relay), is_use=False)
+        self._post(lambda app: app.relay_ended(relay), is_use=False)
 
     def get_ready(self) -> None:
         """Import the web server in the background, before a reader waits for it."""
-        self._tell(lambda app: None)
+        self._post(lambda app: None)
 
     def prepare(self, num_bytes: int) -> None:
         """Prepare memory for a state of this size in the background, because the first touch of fresh pages is
@@ -341,7 +333,7 @@ class StateServer:
         keep_buffers the call does nothing.
         """
         with self._lock:
-            if self._closed or self._preparing is not None or not self._shelf.wants_memory(num_bytes):
+            if self._closed or self._preparing is not None or not self._store.wants_memory(num_bytes):
                 return
             self._preparing = threading.Thread(
                 target=self._prepare, args=(num_bytes,), name=PREPARE_THREAD_NAME, daemon=True
@@ -350,14 +342,14 @@ class StateServer:
 
     def _prepare(self, num_bytes: int) -> None:
         try:
-            self._check_room(num_bytes)
+            self._check_memory(num_bytes)
             buffer = Buffer(num_bytes)
         except StateUnavailableError as error:
-            _log.warning("no memory is kept for serving a state: %s", error)
+            _log.warning("no memory is reserved for serving a state: %s", error)
         else:
             buffer.touch(lambda: self._closed)
             with self._lock:
-                self._shelf.keep(buffer)
+                self._store.keep(buffer)
         with self._lock:
             self._preparing = None
 
@@ -367,11 +359,11 @@ class StateServer:
             first, self._closed = not self._closed, True
             preparing = self._preparing
         if first:
-            self._tell(lambda app: app.stop())
+            self._post(lambda app: app.stop())
         if wait:
             if self._is_importing:
                 # An import can't be interrupted, and takes long on a busy machine. No work follows it.
-                self._thread.join(_ENDS_WITHIN_S)
+                self._thread.join(_END_TIMEOUT_S)
             else:
                 join_within(self._thread)
             if preparing is not None:
@@ -393,34 +385,34 @@ class StateServer:
                 "use it there, or make a new one here"
             )
         if self._closed:
-            raise TransportClosedError("the transport was shut down, so it offers no state; make a new one")
+            raise TransportClosedError("the transport was shut down; make a new one")
         if self._failure is not None:
-            sentence = f"the transport's server has ended ({self._failure}); make a new one"
+            sentence = f"the transport's server has failed ({self._failure}); make a new transport"
             raise TransportClosedError(sentence) from self._failure
 
     def _allocate(self, num_bytes: int) -> Buffer:
         """Allocate memory for a copy. Raises: NoRoomError: there is no memory for a second copy."""
         with self._lock:
-            fresh_bytes = self._shelf.fresh_bytes(num_bytes)
-        self._check_room(fresh_bytes)
+            fresh_bytes = self._store.fresh_bytes(num_bytes)
+        self._check_memory(fresh_bytes)
         try:
             with self._lock:
-                return self._shelf.allocate(num_bytes)
+                return self._store.allocate(num_bytes)
         except StateUnavailableError as error:
-            raise NoRoomError(str(error)) from error
+            raise NotEnoughMemoryError(str(error)) from error
 
-    def _check_room(self, num_bytes: int) -> None:
+    def _check_memory(self, num_bytes: int) -> None:
         """Check that this many bytes are free. Raises: NoRoomError."""
-        why = why_no_room(num_bytes, free_memory()) if num_bytes else ""
+        why = describe_shortage(num_bytes, free_memory()) if num_bytes else ""
         if why:
-            raise NoRoomError(f"there is no memory for a second copy of the state: {why}")
+            raise NotEnoughMemoryError(f"there is no memory for a second copy of the state: {why}")
 
-    def _tell(self, callback: Callable[[App], object], *, is_use: bool = True) -> None:
+    def _post(self, callback: Callable[[App], object], *, is_use: bool = True) -> None:
         """Run a callback with the app on the loop. Without is_use it runs only if there is an app by then."""
         if self._parent_pid:
             return  # the loop belongs to the parent
         try:
-            self._loop.call_soon_threadsafe(self._told, callback, is_use)
+            self._loop.call_soon_threadsafe(self._run_callback, callback, is_use)
         except RuntimeError:
             # The loop is closed, so no receiver of the callback is left.
             if not self._closed and self._failure is None:
@@ -428,11 +420,11 @@ class StateServer:
 
     # ---- on the loop's thread ----
 
-    def _told(self, callback: Callable[[App], object], is_use: bool) -> None:
+    def _run_callback(self, callback: Callable[[App], object], is_use: bool) -> None:
         if self._app is not None:
             callback(self._app)
         elif is_use:
-            self._untold.append(callback)
+            self._pending.append(callback)
             self._needed.set()
 
     def _run(self) -> None:
@@ -446,11 +438,11 @@ class StateServer:
         except BaseException as error:
             self._listener.close()
             self._failure = error
-            _log.error("this process can't serve its state, so nobody heals from it: %s", error)
+            _log.error("this process can't serve its state, so no replica can recover from it: %s", error)
         finally:
             self._loop.close()
             with self._lock:
-                self._shelf.clear()
+                self._store.clear()
                 relays, self._relays = self._relays, {}
             for relay in relays:
                 relay.abandon()
@@ -463,18 +455,18 @@ class StateServer:
 
     def _import(self) -> type[App] | None:
         """Import the web server, with retries. Returns: the app's class, or None if the server was closed."""
-        said_s = -_SAY_EVERY_S
+        logged_s = -_LOG_EVERY_S
         while not self._closed:
             self._is_importing = True
             try:
                 from tft_ckpt.transfer.app import App
             except (OSError, ImportError) as error:
-                if self._loop.time() - said_s >= _SAY_EVERY_S:
-                    said_s = self._loop.time()
+                if self._loop.time() - logged_s >= _LOG_EVERY_S:
+                    logged_s = self._loop.time()
                     _log.error(
-                        "this process can't serve its state yet, and replicas that recover from it wait: its web "
-                        "server can't be imported (%s); it is tried again every %g s; look at the limit of open files "
-                        "(ulimit -n) and at the installation of aiohttp",
+                        "this process can't serve its state yet, because importing the web server failed (%s). "
+                        "Replicas that recover from it wait, and the import is retried every %g s. Check the limit of "
+                        "open files (ulimit -n) and the installation of aiohttp",
                         error,
                         _IMPORT_AGAIN_S,
                     )
@@ -482,9 +474,9 @@ class StateServer:
                 return None if self._closed else App
             finally:
                 self._is_importing = False
-            # The offered states are on the shelf, where readers will find them. These callbacks would only keep their
+            # The offered states are in the store, where readers will find them. These callbacks would only keep their
             # memory.
-            self._untold.clear()
+            self._pending.clear()
             self._loop.run_until_complete(asyncio.sleep(_IMPORT_AGAIN_S))
         return None
 
@@ -492,7 +484,7 @@ class StateServer:
         app = app_class(
             self._loop,
             self._listener,
-            shelf=self._shelf,
+            store=self._store,
             lock=self._lock,
             token=self._token,
             silence_s=self._silence_s,
@@ -507,7 +499,7 @@ class StateServer:
             relays = list(self._relays)
         for relay in relays:
             app.relay_began(relay)
-        for callback in self._untold:
+        for callback in self._pending:
             callback(app)
-        self._untold.clear()
+        self._pending.clear()
         self._app = app

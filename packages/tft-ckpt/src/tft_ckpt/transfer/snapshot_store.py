@@ -20,8 +20,8 @@ from tft_ckpt.state.snapshot import Snapshot
 __all__ = ["Found", "NotYet", "Refused", "SnapshotStore"]
 
 MAX_RETIRED = 2
-ASKERS_MAX = 1024  # names of readers of one state
-KEYS_ASKED_MAX = 4
+REQUESTERS_MAX = 1024  # names of readers of one state
+KEYS_REQUESTED_MAX = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class SnapshotStore:
         self._failure: str | None = None
         self._current: Snapshot | None = None
         self._readers: dict[Snapshot, int] = {}
-        self._askers: dict[StateKey, set[str]] = {}
+        self._requesters: dict[StateKey, set[str]] = {}
         self._cleared = False
 
     def begin(self, key: StateKey) -> list[Snapshot]:
@@ -73,51 +73,52 @@ class SnapshotStore:
         Returns: the oldest snapshots beyond two that still have readers; disconnect those readers.
         """
         self._latest, self._failure = key, None
-        for asked in [asked for asked in self._askers if key.comes_after(asked)]:
-            del self._askers[asked]
-        self._take_down()
+        for requested in [requested for requested in self._requesters if key.comes_after(requested)]:
+            del self._requesters[requested]
+        self._retire()
         return list(self._readers)[:-MAX_RETIRED]
 
-    def make_room(self) -> None:
+    def retire_unread(self) -> None:
         """Prepare for a new state with an unknown key, and remove the published one if it has no reader."""
         if self._current is not None and self._current not in self._readers:
-            self._failure = "its memory was needed for the next one; heal from that"
-            self._take_down()
+            self._failure = "its memory was needed for the next state; recover from that one"
+            self._retire()
 
-    def put_by(self, buffer: Buffer | None) -> None:
-        """Take back the buffer of a state that was never published."""
-        self._put_by(buffer)
+    def recycle(self, buffer: Buffer | None) -> None:
+        """Keep the buffer of a state that is no longer used, or was never published."""
+        if buffer is not None and self._keep_buffers and not self._cleared:
+            self._pool.give(buffer)
 
     def withdraw(self) -> None:
         """Release the published state after a long time without requests, unless it has readers or buffers are kept."""
         if self._current is not None and self._current not in self._readers and not self._keep_buffers:
-            self._failure = "nobody came for it for long, so its memory was given back; heal from the next one"
-            self._take_down()
+            self._failure = "no replica requested it for long, so its memory was freed; recover from the next state"
+            self._retire()
 
-    def _take_down(self) -> None:
+    def _retire(self) -> None:
         retired, self._current = self._current, None
         if retired is not None and retired not in self._readers:
-            self._put_by(retired.buffer)
+            self.recycle(retired.buffer)
 
     def retract(self, snapshot: Snapshot, sentence: str) -> None:
         """Withdraw a live state from new readers and from present ones."""
         if self._current is snapshot:
             self._failure = sentence
-            self._take_down()
+            self._retire()
 
-    def asked(self, key: StateKey, reader: str) -> None:
+    def record_request(self, key: StateKey, reader: str) -> None:
         """Record a named reader's request for this state, available or not. The number of records is bounded."""
         if self._latest is not None and self._latest.comes_after(key):
             return
-        readers = self._askers.setdefault(key, set())
-        if len(readers) < ASKERS_MAX:
+        readers = self._requesters.setdefault(key, set())
+        if len(readers) < REQUESTERS_MAX:
             readers.add(reader)
-        if len(self._askers) > KEYS_ASKED_MAX:
-            del self._askers[next(iter(self._askers))]
+        if len(self._requesters) > KEYS_REQUESTED_MAX:
+            del self._requesters[next(iter(self._requesters))]
 
-    def num_asked(self, key: StateKey) -> int:
+    def num_requested(self, key: StateKey) -> int:
         """Return how many readers have requested this state."""
-        return len(self._askers.get(key, ()))
+        return len(self._requesters.get(key, ()))
 
     def num_holding(self, snapshot: Snapshot) -> int:
         """Return the number of leases of this snapshot."""
@@ -172,14 +173,14 @@ class SnapshotStore:
             return NotYet()
         if wanted == latest:
             if self._failure is not None:
-                return Refused(latest, f"state {wanted} is not to be had here: {self._failure}")
+                return Refused(latest, f"state {wanted} is not available here: {self._failure}")
             return NotYet() if self._current is None else Found(self._current)
         for snapshot in self._readers:
             if snapshot.key == wanted:
                 return Found(snapshot)
         if latest.comes_after(wanted):
-            return Refused(latest, f"state {wanted} was replaced here by {latest}; ask for the newer one")
-        return Refused(latest, f"this is state {latest}, of another quorum or lineage than {wanted}")
+            return Refused(latest, f"state {wanted} was replaced here by {latest}; request the newer one")
+        return Refused(latest, f"this process has state {latest}, of another quorum or lineage than {wanted}")
 
     def is_wanted(self, snapshot: Snapshot) -> bool:
         """Return whether the snapshot is published, or leased more than once."""
@@ -201,8 +202,4 @@ class SnapshotStore:
         if self._readers[snapshot] == 0:
             del self._readers[snapshot]
             if snapshot is not self._current:
-                self._put_by(snapshot.buffer)
-
-    def _put_by(self, buffer: Buffer | None) -> None:
-        if buffer is not None and self._keep_buffers and not self._cleared:
-            self._pool.give(buffer)
+                self.recycle(snapshot.buffer)

@@ -34,7 +34,7 @@ from tft_ckpt.transfer.connection import StopSignal
 from tft_ckpt.transfer.failed_sources import SourceRecord
 from tft_ckpt.transfer.link import interface_of, link_bytes_per_s, slow_link_sentence
 from tft_ckpt.transfer.rate_limiter import check_rate
-from tft_ckpt.transfer.reader import RequestContext, SharedPace
+from tft_ckpt.transfer.reader import RequestContext, SharedRateLimiter
 from tft_ckpt.transfer.server import StateServer
 from tft_ckpt.transfer.tls import TLS
 from tft_ckpt.transport import CheckpointTransport, StagedCheckpoint
@@ -137,7 +137,7 @@ class HTTPTransport(CheckpointTransport[T]):
         )
         self._client_tls = None if tls is None else tls.client_context()
         server_tls = None if tls is None else tls.server_context()
-        self._pace = None if receive_bytes_per_s is None else SharedPace(receive_bytes_per_s)
+        self._rate_limiter = None if receive_bytes_per_s is None else SharedRateLimiter(receive_bytes_per_s)
         self._limits = Limits() if limits is None else limits
         self._kept = BufferPool() if reuse_buffers else None
         self._lock = threading.Lock()
@@ -175,8 +175,8 @@ class HTTPTransport(CheckpointTransport[T]):
             import_later=import_later,
         )
         if is_open:
-            who = "whoever reaches" if insecure else "only this machine is served: whoever on it reaches"
-            _log.warning("no token is set; %s %s can read this process's state", who, self._url)
+            served = "" if insecure else "only this machine is served: "
+            _log.warning("no token is set; %severy process that reaches %s can read its state", served, self._url)
 
     stages = True
 
@@ -224,7 +224,8 @@ class HTTPTransport(CheckpointTransport[T]):
             self._server.offer(state_dict, key=key, expected=len(dst_ranks), check=stop.check)
         except TransferTimeoutError as error:
             raise TransferTimeoutError(
-                f"offering state {key} took longer than {stop.timeout_s:g} s; give more time", timeout_s=stop.timeout_s
+                f"offering state {key} took longer than {stop.timeout_s:g} s; raise the timeout",
+                timeout_s=stop.timeout_s,
             ) from error
         finally:
             stop.close()
@@ -274,7 +275,7 @@ class HTTPTransport(CheckpointTransport[T]):
         key = key_of(key, step)
         _check_sources(metadata, sources)
         with self._receiving(positive_seconds(timeout), cancelled) as stop:
-            place = _Place(into, self._allocate, self._give)
+            memory = _ReceiveMemory(into, self._allocate, self._give)
             receive = Receive(
                 [metadata, *sources],
                 RequestContext(
@@ -283,11 +284,11 @@ class HTTPTransport(CheckpointTransport[T]):
                     own=self._url,
                     limits=self._limits,
                     tls=self._client_tls,
-                    pace=self._pace,
+                    rate_limiter=self._rate_limiter,
                 ),
                 num_connections=max(1, self._settings.num_chunks),
                 silence_s=self._settings.timeout_s,
-                make_target=place.target,
+                make_target=memory.target,
                 relay=self._server.relay,
                 stop=stop,
                 progress=progress,
@@ -297,13 +298,13 @@ class HTTPTransport(CheckpointTransport[T]):
                 target, report = receive.run()
             except CheckpointError as error:
                 if into is not None and receive.has_written:
-                    error.args = (f"{error}; the tensors that it was received into hold a mixture now",)
+                    error.args = (f"{error}; the receiving tensors now hold a mixture of two states",)
                 raise
             finally:
                 with self._lock:
-                    self._record.note(receive.poor, receive.gave, time.monotonic())
+                    self._record.note(receive.poor, receive.delivered, time.monotonic())
         state: T = target.finish()
-        place.done()
+        memory.done()
         self._last_receive = report
         self._log_receive(report, src_rank)
         return state
@@ -317,7 +318,7 @@ class HTTPTransport(CheckpointTransport[T]):
             report.state_bytes,
             report.wall_s,
         )
-        if self._pace is None and report.addresses is not None:
+        if self._rate_limiter is None and report.addresses is not None:
             sentence = slow_link_sentence(
                 report.fetched_bytes,
                 report.fetching_s,
@@ -399,7 +400,7 @@ class HTTPTransport(CheckpointTransport[T]):
                         "forked; use it there, or make a new one here"
                     )
                 if self._closed:
-                    raise TransportClosedError("the transport was shut down, so it receives no state; make a new one")
+                    raise TransportClosedError("the transport was shut down; make a new one")
                 self._running.add(stop)
             yield stop
         finally:
@@ -417,14 +418,14 @@ class _Staged(StagedCheckpoint):
         self._snapshot = snapshot
 
     def offer(self, dst_ranks: list[int], *, key: StateKey) -> None:
-        self._server.put_up(self._snapshot, key=key, expected=bool(dst_ranks))
+        self._server.publish(self._snapshot, key=key, expected=bool(dst_ranks))
 
     def drop(self) -> None:
-        self._server.put_by(self._snapshot.buffer)
+        self._server.recycle(self._snapshot.buffer)
 
 
 @final
-class _Place:
+class _ReceiveMemory:
     """The memory that receives a state: the given tensors, or a buffer.
 
     Args:

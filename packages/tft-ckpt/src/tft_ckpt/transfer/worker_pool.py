@@ -36,18 +36,18 @@ __all__ = ["Relay", "TransferStats", "WorkerPool"]
 
 THREAD_NAME: Final = "tft-ckpt-recv"
 SOURCES_MAX: Final = 8
-"""Sources asked at the same time."""
-FELLOWS_MAX: Final = 8
-"""Fellows asked at the same time."""
-_LOOK_S: Final = 0.1
+"""Maximum number of sources asked at the same time."""
+PEERS_MAX: Final = 8
+"""Maximum number of peers asked at the same time."""
+_POLL_S: Final = 0.1
 # The interval at which a complete source is asked for peers.
-_ASK_FELLOWS_S: Final = 0.25
+_ASK_PEERS_S: Final = 0.25
 # How long a request for chunks is kept open. A pause follows its answer. Otherwise every chunk of every peer would
 # cause a request.
 _WAIT_CHUNKS_S: Final = 1.0
 _BETWEEN_CHUNKS_S: Final = 0.15
 # A peer that is silent for this long is unusable, even if a source may be silent for longer.
-_FELLOW_SILENCE_S: Final = 5.0
+_PEER_SILENCE_S: Final = 5.0
 
 
 class Relay(Protocol):
@@ -87,7 +87,7 @@ class TransferStats:
 
 
 @dataclass(slots=True)
-class _Hand:
+class _Worker:
     """A thread and its stop signal."""
 
     source: str
@@ -101,11 +101,11 @@ class WorkerPool:
 
     Args:
         manifest: the present manifest.
-        lead: the manifest's source.
-        lead_is_partial: whether that source is a peer with only parts of the payload.
+        primary: the manifest's source.
+        primary_is_partial: whether that source is a peer with only parts of the payload.
         target: the memory that receives the payload.
-        plan, chunks, tally: of the receive. No other code changes them until `run` returns.
-        terms: of the receive.
+        plan, chunks, stats: of the receive. No other code changes them until `run` returns.
+        context: of the receive.
         relay: receives every good chunk, or None.
         stop: ends the whole receive.
         num_connections: to each source, at least 1. Each peer gets one.
@@ -116,14 +116,14 @@ class WorkerPool:
     def __init__(
         self,
         manifest: Manifest,
-        lead: str,
+        primary: str,
         *,
-        lead_is_partial: bool,
+        primary_is_partial: bool,
         target: Target,
         plan: FetchPlan,
         chunks: ChunkPlan,
-        tally: TransferStats,
-        terms: RequestContext,
+        stats: TransferStats,
+        context: RequestContext,
         relay: Relay | None,
         stop: StopSignal,
         num_connections: int,
@@ -131,13 +131,13 @@ class WorkerPool:
         progress: Callable[[], None],
     ) -> None:
         self._manifest = manifest
-        self._lead = lead
-        self._lead_is_partial = lead_is_partial
+        self._primary = primary
+        self._primary_is_partial = primary_is_partial
         self._target = target
         self._plan = plan
         self._chunks = chunks
-        self._tally = tally
-        self._terms = terms
+        self._stats = stats
+        self._context = context
         self._relay = relay
         self._stop = stop
         self._num_connections = num_connections
@@ -146,44 +146,44 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._ended = False
         self._failure: BaseException | None = None
-        self._hands: dict[int, _Hand] = {}
-        self._gone: list[int] = []
+        self._workers: dict[int, _Worker] = {}
+        self._finished: list[int] = []
         self._next_ask_s = 0.0
-        self._bell, self._rope = os.pipe()
-        os.set_blocking(self._bell, False)
-        os.set_blocking(self._rope, False)
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_reader, False)
+        os.set_blocking(self._wake_writer, False)
 
     def run(self) -> None:
         """Fetch until the payload is complete, or no connection is left. Raises: errors of `stop`, `progress`, or
         internal ones.
         """
-        told_bytes = -1
+        reported_bytes = -1
         try:
             while True:
                 with self._changed:
                     if self._failure is not None:
                         raise self._failure
-                    complete, here_bytes = self._chunks.complete, self._chunks.good_bytes
-                if here_bytes != told_bytes:
-                    told_bytes = here_bytes
+                    complete, good_bytes = self._chunks.complete, self._chunks.good_bytes
+                if good_bytes != reported_bytes:
+                    reported_bytes = good_bytes
                     self._progress()
                 if complete:
                     return
                 self._reap()
                 self._start_due()
-                if not self._hands or self._is_stuck():
+                if not self._workers or self._is_stuck():
                     return
-                self._break_off_the_slow()
-                self._stop.wait(_LOOK_S, readable=self._bell)
-                self._hush()
+                self._stop_slow()
+                self._stop.wait(_POLL_S, readable=self._wake_reader)
+                self._clear_wakes()
         finally:
             self._end()
 
     # ---- the calling thread ----
 
-    def _hush(self) -> None:
+    def _clear_wakes(self) -> None:
         try:
-            while os.read(self._bell, 4096):
+            while os.read(self._wake_reader, 4096):
                 pass
         except BlockingIOError:
             return
@@ -193,32 +193,32 @@ class WorkerPool:
             return self._chunks.is_stuck(time.monotonic())
 
     def _start_due(self) -> None:
-        at_work = Counter(hand.source for hand in self._hands.values())
+        num_connected = Counter(entry.source for entry in self._workers.values())
         now_s = time.monotonic()
         with self._changed:
             sources = self._plan.due(now_s)
-            fellows = self._plan.due_fellows(now_s)
+            peers = self._plan.due_peers(now_s)
         # The primary first, because its data fits its manifest.
-        sources.sort(key=lambda source: source != self._lead)
-        room = SOURCES_MAX - sum(self._plan.is_source(source) for source in at_work)
+        sources.sort(key=lambda source: source != self._primary)
+        num_free = SOURCES_MAX - sum(self._plan.is_source(source) for source in num_connected)
         for source in sources:
-            if at_work[source] == 0:
-                if room == 0:
+            if num_connected[source] == 0:
+                if num_free == 0:
                     continue
-                room -= 1
-            for _ in range(self._num_connections - at_work[source]):
+                num_free -= 1
+            for _ in range(self._num_connections - num_connected[source]):
                 self._start(source, now_s)
-        room = FELLOWS_MAX - sum(not self._plan.is_source(source) for source in at_work)
-        for fellow in [fellow for fellow in fellows if at_work[fellow] == 0][:room]:
-            self._start(fellow, now_s)
+        num_free = PEERS_MAX - sum(not self._plan.is_source(source) for source in num_connected)
+        for peer in [peer for peer in peers if num_connected[peer] == 0][:num_free]:
+            self._start(peer, now_s)
 
     def _start(self, source: str, now_s: float) -> None:
-        leads = source == self._lead and not self._lead_is_partial
+        is_primary = source == self._primary and not self._primary_is_partial
         with self._changed:
-            is_fellow = not self._plan.is_source(source) or (source == self._lead and self._lead_is_partial)
-            worker = self._chunks.join(source, now_s, has_all=leads, is_fellow=is_fellow)
+            is_peer = not self._plan.is_source(source) or (source == self._primary and self._primary_is_partial)
+            worker = self._chunks.join(source, now_s, has_all=is_primary, is_peer=is_peer)
             most_s = self._silence_s()
-            silence_s = min(most_s, _FELLOW_SILENCE_S) if is_fellow else self._plan.silence_s(source, most_s)
+            silence_s = min(most_s, _PEER_SILENCE_S) if is_peer else self._plan.silence_s(source, most_s)
         # Each connection has its own stop signal, so that it can be ended alone. The overall deadline is watched here.
         stop = StopSignal(self._stop.remaining_s() + 60.0, None)
         thread = threading.Thread(
@@ -227,76 +227,76 @@ class WorkerPool:
             name=f"{THREAD_NAME}-{worker}",
             daemon=True,
         )
-        self._hands[worker] = _Hand(source, thread, stop)
+        self._workers[worker] = _Worker(source, thread, stop)
         thread.start()
 
     def _reap(self) -> None:
         with self._changed:
-            gone, self._gone = self._gone, []
-        for worker in gone:
-            hand = self._hands.pop(worker)
-            hand.thread.join()
-            hand.stop.close()
+            finished, self._finished = self._finished, []
+        for worker in finished:
+            entry = self._workers.pop(worker)
+            entry.thread.join()
+            entry.stop.close()
 
-    def _break_off_the_slow(self) -> None:
+    def _stop_slow(self) -> None:
         with self._changed:
             slow = self._chunks.too_slow(time.monotonic())
         for worker in slow:
-            self._hands[worker].stop.stop("others are quicker")
+            self._workers[worker].stop.stop("other sources are faster")
 
     def _end(self) -> None:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        for hand in self._hands.values():
-            hand.stop.stop("the transfer has ended")
-        for hand in self._hands.values():
-            hand.thread.join()
-            hand.stop.close()
-        self._hands.clear()
-        os.close(self._bell)
-        os.close(self._rope)
+        for entry in self._workers.values():
+            entry.stop.stop("the transfer has ended")
+        for entry in self._workers.values():
+            entry.thread.join()
+            entry.stop.close()
+        self._workers.clear()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
 
     # ---- a connection's thread ----
 
-    def _ring(self) -> None:
+    def _wake(self) -> None:
         try:
-            os.write(self._rope, b"x")
+            os.write(self._wake_writer, b"x")
         except BlockingIOError:
             # The pipe is full, so the calling thread will wake.
             return
 
     def _work(self, worker: int, source: str, stop: StopSignal, silence_s: float) -> None:
-        came = False
+        has_data = False
 
         def arrived(chunk: int) -> None:
-            nonlocal came
-            came = True
+            nonlocal has_data
+            has_data = True
             self._arrived(worker, source, chunk)
 
         try:
-            reader = Reader(source, self._terms, silence_s=silence_s, stop=stop)
+            reader = Reader(source, self._context, silence_s=silence_s, stop=stop)
             try:
                 self._fetch(worker, source, reader, stop, arrived)
             finally:
                 with self._changed:
-                    self._tally.add(reader, is_source=self._plan.is_source(source))
+                    self._stats.add(reader, is_source=self._plan.is_source(source))
                 reader.close()
         except BaseException as error:
             # The error is handled under the lock. If no source caused it, the calling thread raises it again.
-            self._fault(source, error, came=came)
+            self._fault(source, error, has_data=has_data)
         finally:
             with self._changed:
                 self._chunks.leave(worker, time.monotonic())
-                self._gone.append(worker)
+                self._finished.append(worker)
                 self._changed.notify_all()
-            self._ring()
+            self._wake()
 
     def _fetch(
         self, worker: int, source: str, reader: Reader, stop: StopSignal, arrived: Callable[[int], None]
     ) -> None:
-        leads = source == self._lead and not self._lead_is_partial
-        if not leads and not self._ask_chunks(worker, source, reader, wait_s=_WAIT_CHUNKS_S):
+        is_primary = source == self._primary and not self._primary_is_partial
+        if not is_primary and not self._ask_chunks(worker, source, reader, wait_s=_WAIT_CHUNKS_S):
             return
         while True:
             stop.check()
@@ -304,9 +304,9 @@ class WorkerPool:
             with self._changed:
                 if self._ended or self._chunks.complete:
                     return
-                ask = self._plan.is_source(source) and bool(self._terms.own) and now_s >= self._next_ask_s
+                ask = self._plan.is_source(source) and bool(self._context.own) and now_s >= self._next_ask_s
                 if ask:
-                    self._next_ask_s = now_s + _ASK_FELLOWS_S
+                    self._next_ask_s = now_s + _ASK_PEERS_S
                 part = None if ask else self._chunks.claim(worker, now_s)
                 partial = not self._chunks.has_all(worker)
             if ask:
@@ -319,7 +319,7 @@ class WorkerPool:
                     return
                 self._idle(_BETWEEN_CHUNKS_S)
             else:
-                self._idle(_LOOK_S)
+                self._idle(_POLL_S)
 
     def _idle(self, seconds: float) -> None:
         with self._changed:
@@ -335,53 +335,51 @@ class WorkerPool:
         with self._changed:
             if answer is None:
                 if num_known and not self._plan.is_source(source):
-                    self._plan.lost(source)
+                    self._plan.remove_peer(source)
                 else:
                     self._plan.not_yet(source, now_s)
                 return False
-            self._chunks.told(worker, answer.have, now_s)
-            if self._terms.own:
-                self._plan.met(answer.fellows)
+            self._chunks.set_chunks(worker, answer.have, now_s)
+            if self._context.own:
+                self._plan.add_peers(answer.peers)
         return True
 
     def _arrived(self, worker: int, source: str, chunk: int) -> None:
         if self._relay is not None:
             self._relay.have(chunk)
         with self._changed:
-            before_bytes = self._chunks.good_bytes
-            self._chunks.arrived(worker, chunk, time.monotonic())
-            self._tally.good_bytes[source] += self._chunks.good_bytes - before_bytes
+            self._stats.good_bytes[source] += self._chunks.arrived(worker, chunk, time.monotonic())
             self._plan.delivered(source)
             if self._chunks.complete:
                 self._changed.notify_all()
-        self._ring()
+        self._wake()
 
-    def _fault(self, source: str, error: BaseException, *, came: bool) -> None:
+    def _fault(self, source: str, error: BaseException, *, has_data: bool) -> None:
         now_s = time.monotonic()
         with self._changed:
             if self._ended:
                 return
-            is_source, faults = self._plan.is_source(source), self._tally.faults
+            is_source, faults = self._plan.is_source(source), self._stats.faults
             match error:
                 case TransportClosedError() | TransferTimeoutError():
                     # Ended on purpose. A peer is not asked again. A source is asked again if it gave a chunk.
-                    self._plan.was_slow(source, f"{source} was broken off, because {error}")
-                    if not came:
-                        self._plan.slipped(source)
+                    self._plan.was_slow(source, f"{source} was disconnected because {error}")
+                    if not has_data:
+                        self._plan.helper_failed(source)
                 case SourceBrokenError():
                     if is_source:
                         faults.append(str(error))
-                    failure = StateUnavailableError(str(error), source=source, key=self._terms.key)
+                    failure = StateUnavailableError(str(error), source=source, key=self._context.key)
                     if isinstance(error, SourceHungError):
                         self._plan.hung(source, failure, now_s, self._silence_s())
                     else:
-                        self._plan.broke(source, failure, now_s)
+                        self._plan.connection_lost(source, failure, now_s)
                 case StateCorruptError():
                     faults.append(str(error))
-                    if source == self._lead:
+                    if source == self._primary:
                         self._plan.damaged(source, error)
                     else:
-                        self._plan.slipped(source)
+                        self._plan.helper_failed(source)
                 case StateMismatchError() | StateUnavailableError():
                     if is_source:
                         faults.append(str(error))

@@ -24,7 +24,7 @@ from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
-from tft_coord.transport.listener import look, no_peer, secret_refused
+from tft_coord.transport.diagnosis import diagnose, no_peer, secret_refused
 from tft_coord.transport.names import AGAIN_AFTER_S, names
 from tft_coord.transport.settings import channel_options, error_of
 from tft_coord.wire.limits import MAX_COUNT
@@ -45,7 +45,7 @@ def seconds(timeout: timedelta, name: str = "timeout") -> float:
     if not isinstance(timeout, timedelta):
         raise TypeError(f"{name} must be a datetime.timedelta, not {type(timeout).__name__}")
     if timeout <= timedelta(0):
-        raise ConfigError(f"{name} is {timeout}; give a time longer than nothing")
+        raise ConfigError(f"{name} is {timeout}; give a time above zero")
     if timeout > LONGEST:
         raise ConfigError(f"{name} is {timeout}; give at most {LONGEST.days} days")
     return timeout.total_seconds()
@@ -56,7 +56,7 @@ class Caller:
     """A channel to one server.
 
     Args:
-        peer: the kind of server, in words, for messages.
+        peer: the kind of server, for messages.
         address: `host:port` or `http://host:port`.
         connect_timeout: how long the constructor tries to reach the server.
         token: shared secret of the job, or None.
@@ -81,9 +81,9 @@ class Caller:
         waits: bool = True,
     ) -> None:
         self.target = target(address)
-        self._kind = peer
+        self._peer_kind = peer
         self.peer = f"the {peer} at {self.target}"
-        self._broken_at_most_s = timeouts.heartbeat_timeout_ms / 1000
+        self._retry_for_s = timeouts.heartbeat_timeout_ms / 1000
         self._metadata = call_metadata(token)
         within_s = seconds(connect_timeout, "connect_timeout")
         self._closed = False
@@ -110,7 +110,7 @@ class Caller:
             stub: of the method.
             request: the encoded request.
             timeout_s: time limit for the answer.
-            what: the caller's words for the call, for messages.
+            what: names the call in messages.
             again: the request is idempotent, so the client may resend it on a new connection.
         Raises: an error of tft_coord.errors, never one of grpc.
         """
@@ -124,7 +124,7 @@ class Caller:
             try:
                 return stub(request, timeout=give_up_at - tried_at, metadata=self._metadata)
             except grpc.RpcError as failure:
-                error = error_of(failure, f"{what}, asked of {self.peer}")
+                error = error_of(failure, f"{what}, sent to {self.peer}")
                 self._check_open(what)
                 if failure.code() is grpc.StatusCode.UNAUTHENTICATED:
                     refused = secret_refused(failure.details() or "no reason given", shown=bool(self._metadata))
@@ -135,7 +135,7 @@ class Caller:
                 # A call that waited before it failed had a connection until now.
                 if broken_since is None or now - tried_at > 1.0:
                     broken_since = now
-                if now - broken_since >= self._broken_at_most_s:
+                if now - broken_since >= self._retry_for_s:
                     raise error from None
             except ValueError as error:  # grpc raises ValueError when the channel closes between two lines
                 raise CoordinationClosedError(f"{what}: this client was closed; make a new one") from error
@@ -177,7 +177,7 @@ class Caller:
             failure = self._failure(left_s, wait_for_ready=again)
             if failure is None:
                 return
-            why = look(self.target)
+            why = diagnose(self.target)
             left_s = give_up_at - time.monotonic()
             if not waits or isinstance(why, ProtocolError) or left_s <= 0:
                 break
@@ -189,7 +189,7 @@ class Caller:
                 left_s = max(left_s - _AGAIN_S, _AGAIN_S)
             again = True
         within = f" within {within_s:g} s (connect_timeout)" if left_s <= 0 else ""
-        raise type(why)(f"{self.peer} {no_peer(self._kind, why, within=within)}") from None
+        raise type(why)(f"{self.peer} {no_peer(self._peer_kind, why, within=within)}") from None
 
     def _failure(self, within_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:
         """Return why no gRPC server has answered, or None if one has."""

@@ -23,7 +23,7 @@ from tft_coord.errors import (
     UnreachableError,
 )
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.listener import OF_ANOTHER_KIND
+from tft_coord.transport.diagnosis import OF_ANOTHER_KIND
 from tft_coord.wire import codec, services
 from tft_coord.wire.services import UnaryStub
 
@@ -111,7 +111,7 @@ class LighthouseClient:
         Raises: UnknownCallError: the lighthouse is torchft's. ProtocolError: the server is no lighthouse.
             RefusedError: the secret is wrong. RequestTimeoutError, UnreachableError.
         """
-        what = "what the lighthouse says of itself"
+        what = "a request for its description"
         answer = self._call_ours(self._describe_stub, b"", seconds(timeout), what, again=False)
         return codec.decode_description(answer)
 
@@ -129,7 +129,7 @@ class LighthouseClient:
 
         Args:
             job: of the replica.
-            replica_id: its id, or the name in it (before the colon) if exactly one living replica has that name.
+            replica_id: its id, or the name in it (before the colon) if exactly one live replica has that name.
             timeout: time limit for the lighthouse to accept the request.
             reason: why; the replica logs it, with the address of the caller.
             serve: for how long the replica may serve its state to healing replicas; None: the replica's default.
@@ -139,7 +139,7 @@ class LighthouseClient:
         """
         serve_ms = 0 if serve is None else int(1_000 * seconds(serve, "serve"))
         request = codec.encode_drain(DrainRequested(0, job, replica_id, reason, serve_ms))
-        self._call_ours(self._drain_stub, request, seconds(timeout), f"draining {replica_id}", again=True)
+        self._call_ours(self._drain_stub, request, seconds(timeout), f"a request to drain {replica_id}", again=True)
 
     def close(self) -> None:
         """Close the channel; calls in progress end with CoordinationClosedError. Idempotent."""
@@ -155,13 +155,13 @@ class LighthouseClient:
             # A request without a member changes nothing on the server; a lighthouse refuses it.
             self._caller.call(self._quorum_stub, b"", timeout_s, what, again=False)
         except UnknownCallError:
-            raise ProtocolError(f"{self._caller.peer} is no lighthouse: {OF_ANOTHER_KIND}") from None
+            raise ProtocolError(f"{self._caller.peer} is not a lighthouse: {OF_ANOTHER_KIND}") from None
         except (RequestTimeoutError, UnreachableError):
             raise
         except CoordinationError:
             pass  # the server knows the quorum call, so it is a lighthouse
         raise UnknownCallError(
-            f"{self._caller.peer} is torchft's, which does not know this call ({what}); start tft-lighthouse there"
+            f"{self._caller.peer} is torchft's, which does not support this call ({what}); start tft-lighthouse there"
         )
 
     def __enter__(self) -> LighthouseClient:

@@ -45,8 +45,8 @@ class ManagerClient:
         group_rank: opens this rank's session at once, as `open_session` does; None leaves it to the caller.
         token: shared secret of the job, or None.
         timeouts: of the job.
-        listener: receives news of the session: losses in a quorum or in this group, newcomers that ask for state, and
-            requests that this rank leave or end. A thread of this client calls it; it must return at once.
+        listener: receives the session's notifications: losses in a quorum or this group, newcomers that ask for state,
+            and requests that this rank leave or end. A thread of this client calls it; it must return at once.
         progress: returns where in its step this rank is. A thread of this client calls it ten times a second. None: the
             rank reports no progress and never counts as hung.
         beat_number: returns the number of the beat that is sent now. The answer is a `QuorumNews` for the listener,
@@ -122,7 +122,9 @@ class ManagerClient:
             case QuorumKey():
                 return Unchanged(answer)
             case _:
-                raise ProtocolError(f"{what}: the manager server answered with a verdict; it is broken")
+                raise ProtocolError(
+                    f"{what}: the manager server answered with a verdict, not a plan; check its version"
+                )
 
     def should_commit(
         self,
@@ -147,7 +149,7 @@ class ManagerClient:
             purpose: what the vote is about.
         Returns: True iff every rank of the group voted yes.
         Raises: RequestTimeoutError, ReplicaGroupLostError, UnreachableError: there is no verdict; the caller must
-        neither step nor go on.
+        neither step nor continue.
         """
         return self.vote(group_rank, step, should_commit, timeout, key=key, purpose=purpose).yes
 
@@ -183,7 +185,7 @@ class ManagerClient:
             )
         verdict = session.call(vote, timeout_s, what)
         if not isinstance(verdict, Verdict):
-            raise ProtocolError(f"{what}: the manager server answered with a plan; it is broken")
+            raise ProtocolError(f"{what}: the manager server answered with a plan, not a verdict; check its version")
         return verdict
 
     def leave(
@@ -195,7 +197,7 @@ class ManagerClient:
         *,
         finished_step: int | None = None,
     ) -> None:
-        """Leave the job with the whole group, after a verdict that says so or between two steps.
+        """Leave the job with the whole group, after a verdict to leave or between two steps.
 
         Args:
             group_rank: the rank that leaves; it has a session here.
@@ -210,17 +212,17 @@ class ManagerClient:
         if session is None:
             raise CoordinationError(f"rank {group_rank} has no session with this manager server; open one first")
         leave = rank_codec.Leave(group_rank, reason, serve_ms, finished_step)
-        session.call(leave, seconds(timeout), f"rank {group_rank}'s leaving")
+        session.call(leave, seconds(timeout), f"rank {group_rank}'s request to leave")
 
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """End the processes of the manager server's group at once, each with exit code 1.
 
         Args:
             msg: why; the processes log it, with the address of the caller.
-            timeout: time limit for the manager server to tell the processes.
-        Raises: RequestTimeoutError, UnreachableError, RefusedError: no process was told.
+            timeout: time limit for the manager server to notify the processes.
+        Raises: RequestTimeoutError, UnreachableError, RefusedError: no process was notified.
         """
-        self._caller.call(self._kill_stub, rank_codec.encode_kill(msg), seconds(timeout), "the kill", again=False)
+        self._caller.call(self._kill_stub, rank_codec.encode_kill(msg), seconds(timeout), "a kill request", again=False)
 
     def _session_of(self, group_rank: int) -> RankSession | None:
         """Return the session that carries that rank's calls; None: the rank makes unary calls."""
@@ -340,7 +342,7 @@ class ManagerClient:
             reconfigure_handle=reconfigure_handle,
         )
         answer = self.quorum(group_rank, request, timeout)
-        assert isinstance(answer, Plan), "a rank that says it holds nothing is told everything"
+        assert isinstance(answer, Plan), "a request without a quorum was answered without a plan"
         return result_view(answer)
 
     _checkpoint_metadata = checkpoint_metadata

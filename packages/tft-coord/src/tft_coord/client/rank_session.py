@@ -1,4 +1,4 @@
-"""A group rank's stream to its manager server: the rank lives as long as the stream is open.
+"""A group rank's stream to its manager server: the rank counts as alive as long as the stream is open.
 
 grpc's own threads keep the stream open, however long this process holds the interpreter lock. Calls travel on the
 stream too, because that takes a third of the time of a separate call. A broken stream redials at once, and resends all
@@ -47,7 +47,7 @@ from tft_coord.processes import this_process
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.dial import cancelled, dial
+from tft_coord.transport.dial import cancel_and_wait, dial
 from tft_coord.transport.loop import LoopShare
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.settings import error_of, error_of_code
@@ -59,7 +59,7 @@ ALIVE_LOOK_S = 0.2
 LOOK_EVERY_S = 0.1  # at the training thread, which reports nothing itself
 GOODBYE_WITHIN_S = 0.2
 # At the deadline the manager server answers with a verdict, or with a sentence that names the missing peers. A busy
-# machine delivers the answer a moment late, and a rank without a verdict can't go on.
+# machine delivers the answer a moment late, and a rank without a verdict can't continue.
 LATE_ANSWER_S = 0.25
 
 
@@ -105,17 +105,17 @@ class RankSession:
         self._metadata = call_metadata(token)
         self._timeouts = timeouts
         self._session = time.time_ns()
-        self._what = f"the stream of rank {group_rank} to its manager server at {address}"
+        self._name = f"the stream of rank {group_rank} to its manager server at {address}"
         self.group_rank = group_rank
         self.healed_bytes = 0
         self.is_welcome = False  # the manager server answers on the open stream
         self._outbox: Outbox | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, _Waiting] = {}  # only the loop reads and writes it
-        self._last_trouble = ""
-        self._over: CoordinationError | None = None  # the reason why no call gets an answer any more
+        self._last_error = ""
+        self._closed_by: CoordinationError | None = None  # the reason why no call gets an answer any more
         self._group_lost: ReplicaGroupLostError | None = None
-        self._share = LoopShare(self._what, at_exit=self.close)
+        self._share = LoopShare(self._name, at_exit=self.close)
         try:
             self._task = self._share.run(self._start(connect_within_s))
         except BaseException:
@@ -130,7 +130,7 @@ class RankSession:
         Args:
             asked: the question, of this rank.
             timeout_s: time limit for the answer.
-            what: the caller's words for the call, for messages.
+            what: names the call in messages.
         Raises: an error of tft_coord.errors.
         """
         waiting = _Waiting(asked, time.monotonic() + timeout_s)
@@ -140,7 +140,7 @@ class RankSession:
         try:
             if not waiting.answered.acquire(timeout=timeout_s + LATE_ANSWER_S):
                 raise RequestTimeoutError(
-                    f"{what}: no answer from the manager server at {self._address} in {timeout_s:g} s"
+                    f"{what}: no answer from the manager server at {self._address} within {timeout_s:g} s"
                 )
         except BaseException:
             with suppress(RuntimeError):  # the loop has ended, and with it every waiting call
@@ -151,10 +151,10 @@ class RankSession:
                 raise error_of_code(code, message, what)
             case CoordinationError() as error:
                 # The traceback of the loop adds nothing, and its text would appear twice.
-                told = type(error)(f"{what}: {error.args[0] if error.args else error}")
-                if isinstance(error, RefusedError) and isinstance(told, RefusedError):
-                    told.code = error.code
-                raise told from None
+                named = type(error)(f"{what}: {error.args[0] if error.args else error}")
+                if isinstance(error, RefusedError) and isinstance(named, RefusedError):
+                    named.code = error.code
+                raise named from None
             case answer:
                 return answer
 
@@ -163,7 +163,7 @@ class RankSession:
 
         def now() -> None:
             if self._outbox is not None:
-                self._say_where(self._outbox, self.healed_bytes)
+                self._send_beat(self._outbox, self.healed_bytes)
 
         self._share.loop.call_soon_threadsafe(now)
 
@@ -190,14 +190,14 @@ class RankSession:
     # --- on the loop ---------------------------------------------------------------------------------------------
 
     def _ask(self, number: int, waiting: _Waiting) -> None:
-        if self._over is not None:
-            waiting.release(self._over)
+        if self._closed_by is not None:
+            waiting.release(self._closed_by)
             return
         self._waiting[number] = waiting
         if self._outbox is not None:
-            self._say(number, waiting)
+            self._send_call(number, waiting)
 
-    def _say(self, number: int, waiting: _Waiting) -> None:
+    def _send_call(self, number: int, waiting: _Waiting) -> None:
         remaining_ms = max(0, int((waiting.deadline - time.monotonic()) * 1000))
         assert self._outbox is not None
         self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankCall(number, remaining_ms, waiting.asked)))
@@ -208,74 +208,74 @@ class RankSession:
 
     def _release_all(self, error: CoordinationError) -> None:
         waiting, self._waiting = self._waiting, {}
-        for one in waiting.values():
-            one.release(error)
+        for call in waiting.values():
+            call.release(error)
 
     async def _start(self, within_s: float) -> asyncio.Task[None]:
-        known: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(self._keep(known))
-        give_up_at = time.monotonic() + within_s
-        while not (known.done() or task.done()) and (left_s := give_up_at - time.monotonic()) > 0 and self._is_alive():
-            await asyncio.wait([known, task], timeout=min(left_s, ALIVE_LOOK_S), return_when=asyncio.FIRST_COMPLETED)
-        if known.done():
+        welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._run(welcomed))
+        end_s = time.monotonic() + within_s
+        while not (welcomed.done() or task.done()) and (left_s := end_s - time.monotonic()) > 0 and self._is_alive():
+            await asyncio.wait([welcomed, task], timeout=min(left_s, ALIVE_LOOK_S), return_when=asyncio.FIRST_COMPLETED)
+        if welcomed.done():
             return task
         if task.done():
             task.result()
         task.cancel()
         await asyncio.wait([task])
-        why = f" ({self._last_trouble})" if self._last_trouble else ""
+        why = f" ({self._last_error})" if self._last_error else ""
         if not self._is_alive():
-            raise UnreachableError(f"{self._what} was not taken: the manager server has ended{why}")
+            raise UnreachableError(f"{self._name} was not accepted: the manager server has ended{why}")
         raise UnreachableError(
-            f"{self._what} was not taken within {within_s:g} s{why}; check the address, which is the manager server's "
-            "hostname and port, or raise the time-out"
+            f"{self._name} was not accepted within {within_s:g} s{why}; check the address (hostname and port of the "
+            "manager server), or raise the timeout"
         )
 
     async def _end(self) -> None:
-        self._over = CoordinationClosedError("this manager client was closed; make a new one")
-        self._release_all(self._over)
+        self._closed_by = CoordinationClosedError("this manager client was closed; make a new one")
+        self._release_all(self._closed_by)
         if self._outbox is not None:
             self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankGoodbye()))
             self._outbox.close()
             # The manager server closes its side when this side is closed: then it has received the goodbye.
             await asyncio.wait([self._task], timeout=GOODBYE_WITHIN_S)
-        await cancelled(self._task)
+        await cancel_and_wait(self._task)
         with suppress(asyncio.CancelledError, CoordinationError):
             await self._task
 
-    async def _keep(self, known: asyncio.Future[None]) -> None:
+    async def _run(self, welcomed: asyncio.Future[None]) -> None:
         try:
-            await self._dial_for_ever(known)
+            await self._redial(welcomed)
         except CoordinationError as error:
-            self._over = error
+            self._closed_by = error
             self._release_all(error)
             raise
 
-    async def _dial_for_ever(self, known: asyncio.Future[None]) -> None:
+    async def _redial(self, welcomed: asyncio.Future[None]) -> None:
         """Redial whenever the stream breaks, fast at first, then more slowly. A goodbye or a refusal ends the loop."""
         broken_at = time.monotonic()
         while True:
             try:
-                await self._one_stream(known)
+                await self._run_stream(welcomed)
                 return
             except (grpc.aio.AioRpcError, UnreachableError) as failure:
                 if self._group_lost is not None:
                     # The manager server has ended, as it announced. Later calls fail at once.
-                    self._over = self._group_lost
-                    self._release_all(self._over)
+                    self._closed_by = self._group_lost
+                    self._release_all(self._closed_by)
                     return
-                error = error_of(failure, self._what) if isinstance(failure, grpc.aio.AioRpcError) else failure
+                error = error_of(failure, self._name) if isinstance(failure, grpc.aio.AioRpcError) else failure
                 if not isinstance(error, UnreachableError):
                     raise error from None
                 if self._outbox is not None:
-                    logger.info("%s broke: %s", self._what, error)
+                    logger.info("%s disconnected: %s", self._name, error)
                     broken_at = time.monotonic()
                 broken_s = time.monotonic() - broken_at
                 if broken_s >= self._timeouts.heartbeat_timeout_ms / 1000 or not self._is_alive():
                     self._release_all(
-                        UnreachableError(f"{self._what} is broken: {error}; the manager server has ended")
+                        UnreachableError(f"{self._name} disconnected: {error}; the manager server has ended")
                     )
-                self._last_trouble = str(error)
+                self._last_error = str(error)
                 # The traceback of the error holds this frame. A reference to the error from here would be a cycle that
                 # keeps the channel and grpc's thread alive.
                 del error
@@ -285,15 +285,15 @@ class RankSession:
             fast = time.monotonic() - broken_at < self._timeouts.redial_fast_for_ms / 1000
             await asyncio.sleep(random.uniform(0.05, 0.1) if fast else random.uniform(0.1, 0.25))
 
-    async def _one_stream(self, known: asyncio.Future[None]) -> None:
+    async def _run_stream(self, welcomed: asyncio.Future[None]) -> None:
         """Dial once and, if that succeeds, run one stream until it ends."""
         channel = await dial(self._address, self._timeouts)
         try:
-            await self._converse(channel, known)
+            await self._converse(channel, welcomed)
         finally:
             await channel.close()
 
-    async def _converse(self, channel: grpc.aio.Channel, known: asyncio.Future[None]) -> None:
+    async def _converse(self, channel: grpc.aio.Channel, welcomed: asyncio.Future[None]) -> None:
         """Run one stream. Return when a goodbye ended it; raise when it breaks."""
         call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=self._metadata)
         outbox = self._outbox = Outbox(call.cancel)
@@ -302,7 +302,7 @@ class RankSession:
         if process is not None:
             outbox.put(rank_codec.encode_from_rank(rank_codec.RankProcess(process)))
         for number, waiting in self._waiting.items():
-            self._say(number, waiting)
+            self._send_call(number, waiting)
         helpers = [asyncio.create_task(self._write(call, outbox)), asyncio.create_task(self._beat(outbox))]
         try:
             while isinstance(message := await call.read(), bytes):
@@ -321,31 +321,31 @@ class RankSession:
                         | StragglerNotice()
                         | QuorumNews()
                     ) as news:
-                        self._tell(news)
+                        self._notify(news)
                     case rank_codec.RanksLost(sentence, left):
                         self._group_lost = ReplicaGroupLostError(sentence)
                         if not left:  # after a goodbye this rank may end too; it learns of the loss if it asks
-                            self._tell(self._group_lost)
+                            self._notify(self._group_lost)
                     case rank_codec.RankWelcome():
                         self.is_welcome = True
-                        if not known.done():
-                            known.set_result(None)
+                        if not welcomed.done():
+                            welcomed.set_result(None)
                     case rank_codec.RankRefused(refusal, sentence):
-                        raise error_of_code(refusal.value, sentence, self._what)
+                        raise error_of_code(refusal.value, sentence, self._name)
             if not outbox.closed:
-                raise UnreachableError("the manager server ended the stream")
+                raise UnreachableError("the manager server closed the stream")
         finally:
             for helper in helpers:
                 helper.cancel()
             call.cancel()
             await asyncio.wait(helpers)
 
-    def _tell(self, what: Notification) -> None:
+    def _notify(self, news: Notification) -> None:
         try:
-            self._listener(what)
+            self._listener(news)
         except Exception:
-            # The stream shows that this rank lives; a fault of the listener must not end it.
-            logger.exception("%s: its listener raised at: %s", self._what, what)
+            # The stream shows that this rank is alive; a fault of the listener must not end it.
+            logger.exception("%s: the listener raised an error for: %s", self._name, news)
 
     async def _write(self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: Outbox) -> None:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the reader sees the same end
@@ -353,42 +353,41 @@ class RankSession:
             await call.done_writing()
 
     async def _beat(self, outbox: Outbox) -> None:
-        """Report this rank's progress and the received bytes of live state, if there is anything to report.
+        """Report this rank's progress and the received bytes of live state once a beat, if there is anything to report.
 
-        The method reports once a beat. It also reports once when a wait for other replicas has lasted for a moment,
-        because one of them may be gone.
+        A wait for other replicas that has lasted for a moment is reported once more, because one of them may be gone.
         """
-        told, wait, loop = 0, LongWait(), asyncio.get_running_loop()
+        sent_bytes, wait, loop = 0, LongWait(), asyncio.get_running_loop()
         while True:
-            told = self._say_where(outbox, told, self._number())
+            sent_bytes = self._send_beat(outbox, sent_bytes, self._next_number())
             next_beat_s = loop.time() + self._timeouts.beat_interval_ms / 1000
             while (left_s := next_beat_s - loop.time()) > 0:
                 await asyncio.sleep(min(left_s, LOOK_EVERY_S))
-                progress = self._where()
+                progress = self._current_progress()
                 if wait.look(progress.waits_ms if progress is not None else None):
                     outbox.put(rank_codec.encode_from_rank(rank_codec.RankBeat(self.healed_bytes, progress)))
 
-    def _say_where(self, outbox: Outbox, told: int, number: int = 0) -> int:
-        progress = self._where()
-        if progress is not None or number or self.healed_bytes > told:
-            told = self.healed_bytes
-            outbox.put(rank_codec.encode_from_rank(rank_codec.RankBeat(told, progress, number)))
-        return told
+    def _send_beat(self, outbox: Outbox, sent_bytes: int, number: int = 0) -> int:
+        progress = self._current_progress()
+        if progress is not None or number or self.healed_bytes > sent_bytes:
+            sent_bytes = self.healed_bytes
+            outbox.put(rank_codec.encode_from_rank(rank_codec.RankBeat(sent_bytes, progress, number)))
+        return sent_bytes
 
-    def _number(self) -> int:
+    def _next_number(self) -> int:
         try:
             return self._beat_number()
         except Exception:
             # As for a listener. Without answers the rank's lease expires, and the rank asks for a quorum.
-            logger.exception("%s: it can't number its beats", self._what)
+            logger.exception("%s: the next beat has no number, because beat_number raised an error", self._name)
             return 0
 
-    def _where(self) -> Progress | None:
+    def _current_progress(self) -> Progress | None:
         try:
             return self._progress()
         except Exception:
             # As for a listener: a rank that can't report its progress is alive all the same.
-            logger.exception("%s: it can't say where in its step it is", self._what)
+            logger.exception("%s: the next beat has no progress, because progress raised an error", self._name)
             return None
 
 

@@ -1,7 +1,7 @@
 """A channel to torchft's lighthouse: one unary call that waits for a quorum, and one that beats.
 
-`ForeignCore` decides which calls to make and what an answer means. A call that fails ends the channel, as a break ends
-a stream. The next channel sends the open request again.
+`TorchftGroupCore` decides which calls to make and what an answer means. A call that fails ends the channel, as a break
+ends a stream. The next channel sends the open request again.
 
 Law of this file: two calls and their time; no decision.
 """
@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, final
 
-from tft_coord.compat.replica_group import CallQuorum, CancelCall, ForeignCore, ForeignEffect, LeftOut, TellGroup
+from tft_coord.compat.replica_group import CallQuorum, CancelCall, LeftOut, TellGroup, TorchftEffect, TorchftGroupCore
 from tft_coord.core import events
 from tft_coord.core.session import SendRequest
 from tft_coord.core.types import Member, QuorumKey
@@ -27,7 +27,7 @@ LOOK_AGAIN_MS: Final = 50  # interval of checks whether a group has asked and mu
 
 
 @final
-class ForeignConversation:
+class TorchftConversation:
     """The life of one channel. It runs on one loop only.
 
     Args:
@@ -40,7 +40,7 @@ class ForeignConversation:
 
     def __init__(
         self,
-        core: ForeignCore,
+        core: TorchftGroupCore,
         channel: grpc.aio.Channel,
         timeouts: Timeouts,
         *,
@@ -91,7 +91,7 @@ class ForeignConversation:
         """Withdraw the request."""
         self._perform(self._core.withdraw(request))
 
-    def _perform(self, effects: Sequence[ForeignEffect]) -> None:
+    def _perform(self, effects: Sequence[TorchftEffect]) -> None:
         for effect in effects:
             match effect:
                 case CallQuorum(call, member):

@@ -48,7 +48,7 @@ _CARRIED: Final = carried_by(Member)
 
 
 @dataclass(frozen=True, slots=True)
-class Aside:
+class RequestExtras:
     """The fields that a member sends with its request and that do not describe the member.
 
     Args:
@@ -66,64 +66,65 @@ class Aside:
     seen: int = 0
 
 
-def with_ours(member: Member, aside: Aside) -> Member:
+def pack_member(member: Member, extras: RequestExtras) -> Member:
     """Return the member for a lighthouse that passes on only `data` of this project's fields.
 
     Raises: ProtocolError: the user's text leaves no room.
     """
-    ours: dict[str, Any] = {
-        "job": aside.job,
-        "word": aside.word,
-        "held": None if aside.held is None else [aside.held.quorum_id, aside.held.nonce],
-        "list": aside.list_digest,
-        "seen": aside.seen,
+    packed: dict[str, Any] = {
+        "job": extras.job,
+        "word": extras.word,
+        "held": None if extras.held is None else [extras.held.quorum_id, extras.held.nonce],
+        "list": extras.list_digest,
+        "seen": extras.seen,
         **{name: getattr(member, name) for name in _CARRIED},
     }
-    users = _object(member.data)
-    users.pop(KEY, None)  # the key is taken: such a text travels as a whole
-    if _without_ours(users) != member.data:
-        ours["data"] = member.data  # the text is no JSON object, or `json.dumps` spells it otherwise
-    data = json.dumps({**users, KEY: ours})
+    user_fields = _json_object(member.data)
+    user_fields.pop(KEY, None)  # the key is taken: such a text travels as a whole
+    if _user_text(user_fields) != member.data:
+        packed["data"] = member.data  # the text is no JSON object, or `json.dumps` spells it otherwise
+    data = json.dumps({**user_fields, KEY: packed})
     if len(data.encode()) > MAX_DATA_BYTES:
         raise ProtocolError(
-            f"data of replica {member.replica_id} has {len(member.data.encode())} bytes, which leaves no room on a "
-            f"lighthouse that hands on {MAX_DATA_BYTES} bytes in all; shorten it"
+            f"data of replica {member.replica_id} has {len(member.data.encode())} bytes, which is too long for "
+            f"a lighthouse that passes on {MAX_DATA_BYTES} bytes in total; shorten it"
         )
     return replace(member, data=data)
 
 
-def parted(member: Member) -> tuple[Member, Aside] | None:
-    """Return the member as it described itself and its `Aside`; None for a member without this project's fields.
+def unpack_member(member: Member) -> tuple[Member, RequestExtras] | None:
+    """Return the member as it described itself, and its extras; None for a member without this project's fields.
 
     Raises: ProtocolError: a field is invalid.
     """
-    users = _object(member.data)
-    ours = users.pop(KEY, None)
-    if ours is None:
+    user_fields = _json_object(member.data)
+    packed = user_fields.pop(KEY, None)
+    if packed is None:
         return None
-    if not isinstance(ours, dict):
-        raise ProtocolError(f"replica {member.replica_id} carries {KEY!r} in its data, and it is no object")
-    read = _Reader(member.replica_id, ours)
+    if not isinstance(packed, dict):
+        raise ProtocolError(f"the data of replica {member.replica_id} has a key {KEY!r} that is not an object")
+    read = _Reader(member.replica_id, packed)
     held = read.one("held", list, type(None))
     if held is not None and (len(held) != 2 or any(type(number) is not int for number in held)):
-        raise ProtocolError(f"replica {member.replica_id} holds {held!r}, which is no quorum; start it anew")
+        raise ProtocolError(f"replica {member.replica_id} reports {held!r}, which is not a quorum's key; restart it")
     key = None if held is None else QuorumKey(*held)
     if key is not None and key.quorum_id > HIGHEST_ID_BELIEVED:
-        raise ProtocolError(f"replica {member.replica_id} holds quorum {key}, an id that no lighthouse gives")
-    aside = Aside(
+        raise ProtocolError(f"replica {member.replica_id} reports quorum {key}, whose id is too high; restart it")
+    extras = RequestExtras(
         read.name("job"),
         read.number("word", MAX_UINT64),
         key,
         read.number("list", MAX_UINT64),
         read.number("seen", MAX_UINT64),
     )
+    # An older version leaves out a field that it does not know. The field keeps its default then, as on the wire.
     whole = replace(
         member,
-        **{name: read.of_kind(name, kind) for name, kind in _CARRIED.items()},
-        data=read.text("data", read.one("data", str) if "data" in ours else _without_ours(users)),
+        **{name: read.of_kind(name, kind) for name, kind in _CARRIED.items() if name in packed},
+        data=read.text("data", read.one("data", str) if "data" in packed else _user_text(user_fields)),
         lease_ms=None,  # this lighthouse recalls no member and answers no beat: all ask in every step
     )
-    return whole, aside
+    return whole, extras
 
 
 class _Reader:
@@ -148,8 +149,8 @@ class _Reader:
         value = self._fields.get(name)
         if type(value) not in kinds:
             raise ProtocolError(
-                f"replica {self._replica_id} says {name} {str(value)[:80]!r}; all replicas of a job need a tft-coord "
-                "of one version"
+                f"replica {self._replica_id} sent {name} {str(value)[:80]!r}; run the same version of tft-coord on all "
+                "replicas of the job"
             )
         return value
 
@@ -157,7 +158,7 @@ class _Reader:
         """Return a text that may stand in a log."""
         value = self.text(name, self.one(name, str), MAX_NAME_BYTES)
         if not value.isprintable():
-            raise ProtocolError(f"replica {self._replica_id} says {name} {value[:80]!r}; give printable characters")
+            raise ProtocolError(f"replica {self._replica_id} sent {name} {value[:80]!r}; give printable characters")
         return value
 
     def names(self, name: str, most: int) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ class _Reader:
         values = self.one(name, list)
         if len(values) > most or not all(type(value) is str and value.isprintable() for value in values):
             raise ProtocolError(
-                f"replica {self._replica_id} says {name} {str(values)[:80]!r}; give {most} names at most"
+                f"replica {self._replica_id} sent {name} {str(values)[:80]!r}; give at most {most} names"
             )
         return tuple(self.text(name, value, MAX_NAME_BYTES) for value in values)
 
@@ -175,19 +176,19 @@ class _Reader:
         try:
             size = len(value.encode())
         except UnicodeEncodeError:
-            raise ProtocolError(f"replica {self._replica_id} says a {name} that is no text: half a character") from None
+            raise ProtocolError(f"replica {self._replica_id} sent a {name} that is not valid text") from None
         if size > most_bytes:
-            raise ProtocolError(f"replica {self._replica_id} says a {name} of {size} bytes; at most {most_bytes}")
+            raise ProtocolError(f"replica {self._replica_id} sent a {name} of {size} bytes; give at most {most_bytes}")
         return value
 
     def number(self, name: str, most: int) -> int:
         value: int = self.one(name, int)
         if not 0 <= value <= most:
-            raise ProtocolError(f"replica {self._replica_id} says {name} {value}; it must be 0..{most}")
+            raise ProtocolError(f"replica {self._replica_id} sent {name} {value}; it must be 0..{most}")
         return value
 
 
-def _object(data: str) -> dict[str, Any]:
+def _json_object(data: str) -> dict[str, Any]:
     """Return the JSON object in the text; {} if there is none."""
     try:
         found = json.loads(data) if data else {}
@@ -196,6 +197,6 @@ def _object(data: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _without_ours(users: dict[str, Any]) -> str:
+def _user_text(user_fields: dict[str, Any]) -> str:
     """Return the user's text, from the fields that are left of it."""
-    return json.dumps(users) if users else ""
+    return json.dumps(user_fields) if user_fields else ""

@@ -36,30 +36,30 @@ class TorchftCore:
         self._last_id = started_ms
         self._beats: dict[str, int] = {}
         self._last_ms: int | None = None
-        self._away: tuple[int, int] | None = None  # start and end of this process's last pause
+        self._last_pause: tuple[int, int] | None = None  # start and end of this process's last pause
         self._waiting: dict[int, _Waiting] = {}
         self.previous: Quorum | None = None
         self._formed_ms = 0
-        self._more = 0  # the number of requests that must come before the rule can say yes
-        self.waiting_for = "nobody has asked"
+        self._missing_requests = 0  # the number of requests that must come before the rule can say yes
+        self.waiting_for = "no replica has asked"
 
-    def note_the_time(self, now_ms: int) -> None:
+    def note_time(self, now_ms: int) -> None:
         """Note the time of an event or tick, and with it a pause of this process for longer than a grace."""
         timeouts, last_ms = self._config.timeouts, self._last_ms
         if last_ms is not None and now_ms - last_ms >= timeouts.quorum_tick_ms + timeouts.reconnect_grace_ms:
-            self._away = last_ms, now_ms
+            self._last_pause = last_ms, now_ms
         self._last_ms = now_ms
 
-    def living(self, now_ms: int) -> str | None:
+    def any_alive(self, now_ms: int) -> str | None:
         """Return one member whose beats are young enough, or None.
 
-        Members that lived when this process paused have time to beat after the pause, so that no other kind takes their
-        job meanwhile. torchft's rule for its quorums knows no such time.
+        Members that were alive when this process paused have time to beat after the pause, so that no other kind takes
+        their job meanwhile. torchft's rule for its quorums has no such time.
         """
         timeout_ms = self._config.timeouts.heartbeat_timeout_ms
         oldest_ms = now_ms - timeout_ms
-        if self._away is not None and self._away[1] > oldest_ms:
-            oldest_ms = min(oldest_ms, self._away[0] - timeout_ms)
+        if self._last_pause is not None and self._last_pause[1] > oldest_ms:
+            oldest_ms = min(oldest_ms, self._last_pause[0] - timeout_ms)
         return next((name for name, at_ms in self._beats.items() if at_ms > oldest_ms), None)
 
     @property
@@ -67,7 +67,7 @@ class TorchftCore:
         """Return whether these members have a quorum, or one of them comes with steps of an earlier one."""
         return self.previous is not None or any(entry.member.step > 0 for entry in self._waiting.values())
 
-    def turn_out(self, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.UnaryEffect]:
+    def evict(self, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.UnaryEffect]:
         """Refuse all waiting members by name, and forget all members."""
         out: list[effects.UnaryEffect] = [
             effects.RefuseUnary(call, refusal, message_to(entry.member.replica_id))
@@ -75,7 +75,7 @@ class TorchftCore:
         ]
         self._waiting.clear()
         self._beats.clear()
-        self.previous = None  # a later member is as untrained as any stranger
+        self.previous = None  # a later member counts as untrained
         return out
 
     def handle(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
@@ -90,8 +90,8 @@ class TorchftCore:
             case events.UnaryQuorumRequested():
                 self._beats[event.member.replica_id] = now_ms
                 self._waiting[event.call] = _Waiting(event.member, now_ms)
-                self._more = 0 if event.member.shrink_only else self._more - 1
-                return self.tick(now_ms, wall_ms) if self._more <= 0 else []
+                self._missing_requests = 0 if event.member.shrink_only else self._missing_requests - 1
+                return self.tick(now_ms, wall_ms) if self._missing_requests <= 0 else []
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
         """Handle the passage of time; form a quorum when the rule says so."""
@@ -103,7 +103,7 @@ class TorchftCore:
         for entry in self._waiting.values():  # a replica's newest call counts
             if entry.member.replica_id in healthy:
                 waiting[entry.member.replica_id] = entry
-        self._more = self._least(waiting, healthy, now_ms)
+        self._missing_requests = self._least(waiting, healthy, now_ms)
         members = self._decide(waiting, healthy, now_ms)
         return [] if members is None else self._formed(members, now_ms, wall_ms)
 
@@ -120,14 +120,14 @@ class TorchftCore:
 
     def _decide(self, waiting: dict[str, _Waiting], healthy: set[str], now_ms: int) -> tuple[Member, ...] | None:
         if not waiting:
-            self.waiting_for = "nobody has asked"
+            self.waiting_for = "no replica has asked"
             return None
         previous_ids = set(self.previous.replica_ids) if self.previous is not None else set()
-        # A replica that may not be a member counts all the same: torchft asks all that have asked whether it is time.
+        # A replica that may not be a member counts too: torchft's rule looks at all replicas that have asked.
         shrinks = previous_ids and any(entry.member.shrink_only for entry in waiting.values())
         names = sorted(previous_ids & set(waiting) if shrinks else waiting)
         if not names:
-            self.waiting_for = "none of the last quorum has asked, and one that has asked wants no newcomers"
+            self.waiting_for = "no member of the last quorum has asked, and a replica that has asked set shrink_only"
             return None
         members = tuple(waiting[name].member for name in names)
         if previous_ids and previous_ids <= set(waiting):
@@ -164,11 +164,11 @@ class TorchftCore:
             for call, entry in self._waiting.items()
             if entry.member.replica_id in names
         ]
-        # A replica that was left out counts as asking anew now: the next quorum has not waited for it.
+        # A replica that was left out counts as asking now: the next quorum has not waited for it.
         self._waiting = {
             call: _Waiting(entry.member, now_ms)
             for call, entry in self._waiting.items()
             if entry.member.replica_id not in names
         }
-        self.waiting_for = "nobody has asked"
+        self.waiting_for = "no replica has asked"
         return out

@@ -65,7 +65,7 @@ class LighthouseDescription:
         min_replicas: smallest quorum.
         join_timeout_ms, heartbeat_timeout_ms, quorum_tick_ms: its timeouts.
         jobs: the known ones.
-        torchft: of torchft's members, while one of them lives.
+        torchft: of torchft's members, while one of them is alive.
         lost_state_timeout_ms: how long a job waits for a state whose holders fell silent; 0: an older version that does
             not say.
         stragglers: its policy, one phrase; "": an older version that does not say.
@@ -157,7 +157,7 @@ def _member_view(member: types.Member) -> QuorumMember:
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"the data of replica {member.replica_id} is not JSON: {error}") from error
     if data is not None and not isinstance(data, dict):
-        raise ProtocolError(f"the data of replica {member.replica_id} is no JSON object; give a dict")
+        raise ProtocolError(f"the data of replica {member.replica_id} is not a JSON object; give a dict")
     return QuorumMember(
         member.replica_id,
         member.address,

@@ -175,7 +175,7 @@ def _holders(key: QuorumKey, members: Sequence[Member]) -> tuple[int, ...]:
     whole = [rank for rank, member in enumerate(members) if not member.torn]
     if not whole:
         raise ProtocolError(
-            f"every member of quorum {key} is torn, so that nobody holds a whole state; "
+            f"the ranks of every member of quorum {key} are in different states, so no member has a whole state; "
             "restart the job from its last durable checkpoint"
         )
     highest = max(members[rank].step for rank in whole)

@@ -79,12 +79,12 @@ class BadLink:
 
     Args:
         pause: for how long they count.
-        said: the reporting end -> its words.
+        reports: the reporting end -> its reason.
         fresh: since when both ends are waited for, and in which round.
     """
 
     pause: Pause
-    said: dict[str, str] = field(default_factory=dict)
+    reports: dict[str, str] = field(default_factory=dict)
     fresh: tuple[int, int] = (0, -1)
 
 
@@ -117,7 +117,7 @@ class BadLinks:
         self._round += 1
         self._newest.clear()
 
-    def say(self, one: str, other: str, why: str, key: QuorumKey | None, now_ms: int) -> None:
+    def report(self, one: str, other: str, why: str, key: QuorumKey | None, now_ms: int) -> None:
         """Record a report that one can't reach the other."""
         pair = pair_of(one, other)
         link = self._links.get(pair)
@@ -126,11 +126,11 @@ class BadLinks:
             self._ends.setdefault(one, set()).add(other)
             self._ends.setdefault(other, set()).add(one)
         elif link.pause.again(key, now_ms):
-            link.said.clear()
+            link.reports.clear()
             link.fresh = (now_ms, self._round)
         if link.fresh == (now_ms, self._round):
             self._newest[one] = self._newest[other] = now_ms
-        link.said[one] = why
+        link.reports[one] = why
         self._remember(one, other, link.pause)
         self.version += 1
         if self._counted is not None and link.pause.lasts(now_ms):
@@ -172,7 +172,7 @@ class BadLinks:
             link.pause.is_over = True
             self.changed()
 
-    def works(self, one: str, others: Collection[str], key: QuorumKey) -> None:
+    def prove(self, one: str, others: Collection[str], key: QuorumKey) -> None:
         """Forget the reports about this replica and these others, because they have built the group of a quorum.
 
         `others` may contain the replica itself. Reports about that very quorum stay.
@@ -185,7 +185,7 @@ class BadLinks:
             if self.link(one, other) is None:
                 self._forget_pause(one, other)
 
-    def forget_the_gone(self, known: Collection[str], now_ms: int) -> None:
+    def forget_gone(self, known: Collection[str], now_ms: int) -> None:
         """Forget reports about replicas that are gone, and old ones."""
         for pair, link in list(self._links.items()):
             if pair[0] not in known or pair[1] not in known or link.pause.is_old(now_ms):

@@ -4,15 +4,16 @@ A round belongs to its quorum key, step and purpose, so a late vote can never me
 Every late or repeated vote of that round gets the same verdict, because a lost answer must not become another answer.
 The first deadline to pass, or the loss of a rank, seals an open round as no.
 
-A rank sends its wish that the group leaves with its vote. The wish changes no verdict. It is part of the verdict, so
-that all ranks leave after the same step: ranks whose round is decided already leave in the next one. The verdict also
-says whether the quorum stands: it does if the word of every rank says so.
+With its vote a rank can request that the group leaves. The request does not change the verdict. The verdict repeats
+it, so that all ranks leave after the same step. Ranks whose round is decided already leave in the next one. The verdict
+also tells whether the quorum stands. The quorum stands if the word of every rank agrees.
 
 Law of this file: rounds and verdicts; the caller keeps the waiting calls by their numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tft_coord.core.types import Purpose, QuorumKey, Verdict
@@ -32,7 +33,7 @@ class RoundName:
 @dataclass(slots=True)
 class _Round:
     votes: dict[int, bool] = field(default_factory=dict)
-    stands: bool = True  # every rank that has voted says so
+    stands: bool = True  # by every vote so far
     # rank -> its first deadline; stays when its call goes away
     deadlines_ms: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)  # call -> rank
@@ -51,7 +52,7 @@ class Votes:
         self._world_size = world_size
         self._rounds: dict[RoundName, _Round] = {}
         self._lost: str | None = None
-        self._wished = False  # some rank wishes that the group leaves
+        self._leave_requested = False  # by some rank, for the whole group
         self._sealed: QuorumKey | None = None  # no round of that quorum can be a yes
         # the key of the newest verdict, if that verdict says that the quorum stands
         self.stands_in: QuorumKey | None = None
@@ -72,12 +73,12 @@ class Votes:
         A rank that votes again gets the verdict, or replaces its old call; its first vote stands.
 
         Args:
-            leaving: the rank wishes that the group leaves; kept until a round is decided in which the ranks can agree
-                on it.
+            leaving: the rank requests that the group leaves; kept until a round is decided in which the ranks can
+                agree on it.
             stands: by the word of the round, no replica asked, left or recovered.
         Returns: (call, rank, verdict) for each call that is answered now.
         """
-        self._wished = self._wished or leaving
+        self._leave_requested = self._leave_requested or leaving
         current = self._rounds.get(name)
         if current is None or (name.key is None and rank in current.answered):
             # Some clients name no quorum: a rank that votes after its answer opens the next round.
@@ -104,12 +105,7 @@ class Votes:
     def seal(self, key: QuorumKey) -> list[tuple[int, int, Verdict]]:
         """Answer every open and every later round of that quorum with no: one of the ranks does not go on in it."""
         self._sealed = key
-        answers: list[tuple[int, int, Verdict]] = []
-        for name, current in self._rounds.items():
-            if current.verdict is None and name.key == key:
-                self._seal(name, current, yes=False)
-                answers += self._release(current)
-        return answers
+        return self._seal_open(lambda name, _: name.key == key)
 
     def unseal(self) -> None:
         """Begin another quorum, or the same one again: all ranks get it together."""
@@ -134,7 +130,7 @@ class Votes:
 
     def _seal(self, name: RoundName, current: _Round, *, yes: bool) -> None:
         # A healing's rounds do not end a step, and a client that names no quorum does not know about leaving.
-        leaves = self._wished and name.purpose is Purpose.COMMIT and name.key is not None
+        leaves = self._leave_requested and name.purpose is Purpose.COMMIT and name.key is not None
         is_commit = name.purpose is Purpose.COMMIT
         stands = yes and is_commit and current.stands
         current.verdict = Verdict(yes, leaves, stands)
@@ -155,12 +151,7 @@ class Votes:
 
     def tick(self, now_ms: int) -> list[tuple[int, int, Verdict]]:
         """Seal as no every open round of which a deadline has passed."""
-        answers: list[tuple[int, int, Verdict]] = []
-        for name, current in self._rounds.items():
-            if current.verdict is None and any(now_ms >= deadline_ms for deadline_ms in current.deadlines_ms.values()):
-                self._seal(name, current, yes=False)
-                answers += self._release(current)
-        return answers
+        return self._seal_open(lambda _, each: any(now_ms >= at_ms for at_ms in each.deadlines_ms.values()))
 
     def next_deadline_ms(self) -> int | None:
         """Return when `tick` has something to do next."""
@@ -174,17 +165,21 @@ class Votes:
 
     def leave(self) -> list[tuple[int, int, Verdict]]:
         """Seal all open rounds as no, because a rank has left; all ranks leave."""
-        self._wished = True
+        self._leave_requested = True
         return self.lose_rank("the group has left")
 
     def lose_rank(self, reason: str) -> list[tuple[int, int, Verdict]]:
         """Seal all open rounds as no, because a rank is lost; no later round can be a yes."""
         self._lost = reason
+        return self._seal_open(lambda *_: True)
+
+    def _seal_open(self, is_over: Callable[[RoundName, _Round], bool]) -> list[tuple[int, int, Verdict]]:
+        """Seal as no the open rounds that are over. Decided rounds have no waiting calls."""
         answers: list[tuple[int, int, Verdict]] = []
         for name, current in self._rounds.items():
-            if current.verdict is None:
+            if current.verdict is None and is_over(name, current):
                 self._seal(name, current, yes=False)
-            answers += self._release(current)
+                answers += self._release(current)
         return answers
 
     def forget_before(self, step: int) -> None:

@@ -316,7 +316,7 @@ class RankVoted:
     purpose: Purpose
     yes: bool
     deadline_ms: int
-    leaving: bool = False  # this rank wishes that the group leaves after this step
+    leaving: bool = False  # this rank requests that the group leaves after this step
     stands: bool = False  # by the word of the round, no replica asked, left or recovered
 
 

@@ -20,9 +20,10 @@ PROTOCOL_VERSION: Final = 1
 
 MAX_PART_NAME_BYTES: Final = 256
 MAX_PART_VALUE_BYTES: Final = 1024
+LONGEST_PART: Final = f"give at most {MAX_PART_NAME_BYTES} bytes of name and {MAX_PART_VALUE_BYTES} of value"
 MAX_PARTS: Final = 16_384
 MAX_FINGERPRINT_BYTES: Final = 1024 * 1024
-SAID_MOST: Final = 3
+MAX_NAMED: Final = 3
 
 # Parts with such names may differ between the ranks of a group, because each rank meets only the same rank of other
 # groups. For example, the stages of a pipeline have different parameters. All other parts are the same on every rank.
@@ -100,10 +101,10 @@ def differences(there: Mapping[str, str], here: Fingerprint) -> list[str]:
     ]
 
 
-def said(found: list[str]) -> str:
+def list_differences(found: list[str]) -> str:
     """Return the differences in one phrase: the first three, and the number of the others."""
-    more = len(found) - SAID_MOST
-    return "; ".join(found[:SAID_MOST]) + (f"; and {more} more" if more > 0 else "")
+    more = len(found) - MAX_NAMED
+    return "; ".join(found[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def check(fingerprint: Fingerprint) -> Fingerprint:
@@ -112,17 +113,17 @@ def check(fingerprint: Fingerprint) -> Fingerprint:
     Raises: ProtocolError: it breaks a bound, or a part would break a line of a log.
     """
     if len(fingerprint) > MAX_PARTS:
-        raise ProtocolError(f"a fingerprint has {len(fingerprint)} parts; at most {MAX_PARTS} are taken")
+        raise ProtocolError(f"a fingerprint has {len(fingerprint)} parts; give at most {MAX_PARTS}")
     total = 0
     for name, value in fingerprint:
         if not name or not (name.isprintable() and value.isprintable()):
-            raise ProtocolError(f"a fingerprint's part is {name[:80]!r}; give printable names and values")
+            raise ProtocolError(f"fingerprint part {name[:80]!r} is not printable; give printable names and values")
         size = len(name.encode()), len(value.encode())
         if size[0] > MAX_PART_NAME_BYTES or size[1] > MAX_PART_VALUE_BYTES:
-            raise ProtocolError(f"a fingerprint's part {name[:80]!r} is longer than a name or value may be; shorten it")
+            raise ProtocolError(f"fingerprint part {name[:80]!r} is too long; {LONGEST_PART}")
         total += sum(size)
     if total > MAX_FINGERPRINT_BYTES:
-        raise ProtocolError(f"a fingerprint has {total} bytes; at most {MAX_FINGERPRINT_BYTES} are taken")
+        raise ProtocolError(f"a fingerprint has {total} bytes; give at most {MAX_FINGERPRINT_BYTES}")
     return fingerprint
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tft_coord.core.fingerprint import Fingerprint, differences, said
+from tft_coord.core.fingerprint import Fingerprint, differences, list_differences
 
 ROOM_BYTES: Final = 256 * 1024 * 1024
 PART_BYTES: Final = 250  # memory for a part besides its texts
@@ -68,22 +68,22 @@ class Handshake:
 
     Args:
         job: its name.
-        standing: returns the weight of a replica now.
+        precedence_of: returns the weight of a replica now.
         room: the memory limit, shared with other jobs.
     """
 
-    def __init__(self, job: str, standing: Callable[[str], Precedence], room: MemoryBudget | None = None) -> None:
+    def __init__(self, job: str, precedence_of: Callable[[str], Precedence], room: MemoryBudget | None = None) -> None:
         self._job = job
-        self._room = room if room is not None else MemoryBudget()
-        self._standing = standing
+        self._budget = room if room is not None else MemoryBudget()
+        self._precedence_of = precedence_of
         # Nearly all replicas send the same fingerprint, so each is kept once, and compared once.
-        self._by: dict[Fingerprint, dict[str, None]] = {}
-        self._said: dict[str, Fingerprint] = {}
+        self._senders: dict[Fingerprint, dict[str, None]] = {}
+        self._sent: dict[str, Fingerprint] = {}
         self._refused: dict[str, Fingerprint] = {}  # () for a replica whose fingerprint had no room
 
     def __len__(self) -> int:
         """Return how many replicas are remembered."""
-        return len(self._said) + len(self._refused)
+        return len(self._sent) + len(self._refused)
 
     def asks(self, replica_id: str, fingerprint: Fingerprint) -> list[Differs]:
         """Handle a replica's request, which may carry a fingerprint; a new one replaces the earlier one.
@@ -97,17 +97,17 @@ class Handshake:
         if not fingerprint:
             return []
         self.forget(replica_id)
-        out = self._compare(replica_id, fingerprint) if fingerprint not in self._by else []
+        out = self._compare(replica_id, fingerprint) if fingerprint not in self._senders else []
         for differs in out:
             self._refuse(differs.replica_id, fingerprint)
-        if replica_id not in self._refused and fingerprint not in self._by and not self._room.take(fingerprint):
+        if replica_id not in self._refused and fingerprint not in self._senders and not self._budget.take(fingerprint):
             self._refused[replica_id] = ()
             return [*out, Differs(replica_id, self._no_room(replica_id))]
         if replica_id not in self._refused:
-            sayers = self._by.setdefault(fingerprint, {})
+            senders = self._senders.setdefault(fingerprint, {})
             # A thousand replicas share one object.
-            self._said[replica_id] = self._said[next(iter(sayers))] if sayers else fingerprint
-            sayers[replica_id] = None
+            self._sent[replica_id] = self._sent[next(iter(senders))] if senders else fingerprint
+            senders[replica_id] = None
         return out
 
     def has_refused(self, replica_id: str) -> bool:
@@ -118,59 +118,58 @@ class Handshake:
         """Drop that replica's fingerprint."""
         refused = self._refused.pop(replica_id, None)
         if refused is not None:
-            self._room.give_back(refused)
-        fingerprint = self._said.pop(replica_id, None)
+            self._budget.give_back(refused)
+        fingerprint = self._sent.pop(replica_id, None)
         if fingerprint is not None:
-            sayers = self._by[fingerprint]
-            del sayers[replica_id]
-            if not sayers:
-                del self._by[fingerprint]
-                self._room.give_back(fingerprint)
+            senders = self._senders[fingerprint]
+            del senders[replica_id]
+            if not senders:
+                del self._senders[fingerprint]
+                self._budget.give_back(fingerprint)
 
     def forget_all(self) -> None:
         """Drop all fingerprints, because the job is gone."""
-        for replica_id in [*self._said, *self._refused]:
+        for replica_id in [*self._sent, *self._refused]:
             self.forget(replica_id)
 
-    def forget_the_gone(self) -> None:
+    def forget_gone(self) -> None:
         """Drop the fingerprints of replicas that are gone."""
-        for replica_id in [*self._said, *self._refused]:
-            if self._standing(replica_id) is Precedence.GONE:
+        for replica_id in [*self._sent, *self._refused]:
+            if self._precedence_of(replica_id) is Precedence.GONE:
                 self.forget(replica_id)
 
     def _compare(self, replica_id: str, fingerprint: Fingerprint) -> list[Differs]:
         """Return the replicas to refuse: all that differ from the newcomer, if each has less weight; else the newcomer
         alone."""
-        self.forget_the_gone()
+        self.forget_gone()
         out: list[Differs] = []
-        own = self._standing(replica_id)
-        for known, sayers in self._by.items():
+        own = self._precedence_of(replica_id)
+        for known, senders in self._senders.items():
             found = differences(dict(known), fingerprint)
             if not found:
                 continue
-            chief = max(sorted(sayers), key=self._standing)
-            if self._standing(chief) >= own:
-                return [Differs(replica_id, self._message(replica_id, chief, found))]
+            strongest = max(sorted(senders), key=self._precedence_of)
+            if self._precedence_of(strongest) >= own:
+                return [Differs(replica_id, self._message(replica_id, strongest, found))]
             found = differences(dict(fingerprint), known)
-            out += [Differs(sayer, self._message(sayer, replica_id, found)) for sayer in sorted(sayers)]
+            out += [Differs(sender, self._message(sender, replica_id, found)) for sender in sorted(senders)]
         return out
 
     def _refuse(self, replica_id: str, of_newcomer: Fingerprint) -> None:
-        fingerprint = self._said.get(replica_id, of_newcomer)
+        fingerprint = self._sent.get(replica_id, of_newcomer)
         self.forget(replica_id)
-        self._refused[replica_id] = fingerprint if self._room.take(fingerprint) else ()
+        self._refused[replica_id] = fingerprint if self._budget.take(fingerprint) else ()
 
     def _no_room(self, replica_id: str) -> str:
         return (
-            f"replica {replica_id} of job {self._job!r} says of itself what no other does, and replicas have said so "
-            "much already that the lighthouse can't keep it; give all replicas of the job the same fingerprint, and "
-            "start this one anew"
+            f"replica {replica_id} of job {self._job!r} sent a fingerprint that no other replica has, and the "
+            "lighthouse has no memory left for it; give all replicas of the job the same settings, and restart this one"
         )
 
     def _message(self, replica_id: str, other: str, found: list[str]) -> str:
         return (
-            f"replica {replica_id} differs from {other} of job {self._job!r}: {said(found)}; give all replicas of the "
-            "job the same, or start this one under another job (TFT_JOB_ID)"
+            f"replica {replica_id} differs from {other} of job {self._job!r}: {list_differences(found)}; give all "
+            "replicas of the job the same settings, or start this one under another job (TFT_JOB_ID)"
         )
 
 

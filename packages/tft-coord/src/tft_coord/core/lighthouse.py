@@ -12,24 +12,24 @@ ids and logs) and random nonces, and performs the effects in order.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tft_coord.core import effects, events
-from tft_coord.core.assignment import all_at, assign
+from tft_coord.core.assignment import Assignment, all_at, assign
 from tft_coord.core.handshake import Handshake, MemoryBudget, Precedence
 from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
-from tft_coord.core.living_quorum import LivingQuorum
-from tft_coord.core.names import base_name, shorten
+from tft_coord.core.living_quorum import UNKNOWN_MEMBERS, LivingQuorum
+from tft_coord.core.names import base_name, listed, shorten
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
-from tft_coord.core.reach import Kept, Reach, peers_of
-from tft_coord.core.stragglers import Company, StragglerPolicy, StragglerWatch, left_out_reason
+from tft_coord.core.reach import Exclusions, Reach, peers_of
+from tft_coord.core.stragglers import QuorumContext, StragglerPolicy, StragglerWatch, left_out_reason
 from tft_coord.core.suspicion import (
-    STOP_IS_SAID_FOR_MS,
-    WAIT_IS_SAID_FOR_MS,
+    STOP_VALID_MS,
+    WAIT_VALID_MS,
     WAITS_MS,
     Sighting,
     Suspicion,
@@ -43,8 +43,6 @@ from tft_coord.timeouts import LONGEST_MS, Timeouts
 
 INELIGIBLE_FIRST_MS = 1_000
 INELIGIBLE_MOST_MS = 60_000
-# Ids are milliseconds since 1970 plus a count. An id near the end of the number range was not given by a lighthouse,
-# and a higher one would leave no ids.
 # Sessions and start times are milliseconds since 1970. The clocks of hosts differ, but not by more than this.
 CLOCKS_DIFFER_MOST_MS = 365 * 24 * 3_600_000
 # Quorum ids rise by one from the start time of a lighthouse in milliseconds. An id far ahead of the clock would leave
@@ -54,10 +52,10 @@ HIGHEST_ID_AHEAD = CLOCKS_DIFFER_MOST_MS + 2**32
 BROKEN_QUORUMS_KEPT = 16
 NAMES_SHOWN_MOST = 20
 MEMBERS_IN_A_MS = 10  # a look at n members that a beat or the clock causes happens at most once in n/10 ms
-TOLD_OF_LINKS_MOST = 3  # warnings about other replicas that one replica gets at once
-LOOK_AT_LINKS = "Look at the addresses, the interfaces and the firewalls of both sides"
-NOBODY_ASKS = "nobody has asked"
-ALL_TRAIN = "no replica; the job trains"  # `wait_sentence` says this of a quorum that stands
+LINK_WARNINGS_MOST = 3  # warnings about other replicas that one replica gets at once
+CHECK_LINKS = "Check the addresses, the interfaces and the firewalls on both sides"
+NO_REQUEST = "a replica to ask for a quorum"
+TRAINING = "nothing; the job is training"  # `wait_sentence` says this of a quorum that stands
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +92,7 @@ class LighthouseConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Birth:
+class _Incarnation:
     """The identity of this lighthouse: its start time and its cluster.
 
     `listens_ms`: since when it has listened to all replicas without a break, that is since its start or its last pause.
@@ -131,16 +129,16 @@ class LighthouseCore:
         had_earlier_life: bool = False,
     ) -> None:
         self._config = config
-        self._birth = _Birth(started_ms, cluster_id, now_ms, now_ms, had_earlier_life)
+        self._incarnation = _Incarnation(started_ms, cluster_id, now_ms, now_ms, had_earlier_life)
         self._nonces = nonces
         self._jobs: dict[str, Job] = {}
-        self._room = MemoryBudget()
+        self._budget = MemoryBudget()
         self._job_of_stream: dict[int, Job] = {}
         self._last_tick_ms = now_ms
         self._forgotten_id = started_ms
-        self._succeeded_by_ms = 0
+        self._superseded_by_ms = 0
         # the times of the first and the last replica that was sent to a newer lighthouse
-        self._sent_away: tuple[int, int] | None = None
+        self._redirected_ms: tuple[int, int] | None = None
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -150,19 +148,19 @@ class LighthouseCore:
     @property
     def cluster_id(self) -> str:
         """Return the id of the lighthouses that share one memory."""
-        return self._birth.cluster_id
+        return self._incarnation.cluster_id
 
     @property
     def started_ms(self) -> int:
         """Return the wall-clock milliseconds since 1970 at the start, or when this lighthouse began to replace a newer
         one."""
-        return self._birth.started_ms
+        return self._incarnation.started_ms
 
     def quorum(self, job: str) -> Quorum | None:
         """Return the newest quorum of that job."""
         return self._jobs[job].previous if job in self._jobs else None
 
-    def living(self, job: str, now_ms: int) -> str | None:
+    def any_alive(self, job: str, now_ms: int) -> str | None:
         """Return one healthy replica of that job, or None.
 
         A replica whose stream has just broken counts for heartbeat_timeout after its last sign of life, because it may
@@ -183,7 +181,7 @@ class LighthouseCore:
             known.previous is not None or any(each.held is not None for each in known.liveness.replicas.values())
         )
 
-    def turn_out(self, job: str, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.LighthouseEffect]:
+    def evict(self, job: str, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.LighthouseEffect]:
         """Refuse all replicas of a job, each with its own message, and forget the job."""
         known = self._jobs.pop(job, None)
         if known is None:
@@ -211,7 +209,7 @@ class LighthouseCore:
 
     def waiting_for(self, job: str) -> str:
         """Return a phrase that says what the job's next quorum waits for."""
-        return self._jobs[job].waiting_for if job in self._jobs else "nobody of this job has been heard of"
+        return self._jobs[job].waiting_for if job in self._jobs else "no replica of this job has connected"
 
     def wait_sentence(self, job: str, now_ms: int) -> str:
         """Return the sentence of `waiting_for`, with the missing replicas and where each was last seen."""
@@ -219,7 +217,7 @@ class LighthouseCore:
         if wait is not None:
             return wait.sentence
         waiting_for = self.waiting_for(job)
-        return ALL_TRAIN if waiting_for == NOBODY_ASKS and self._jobs[job].trains else waiting_for
+        return TRAINING if waiting_for == NO_REQUEST and self._jobs[job].trains else waiting_for
 
     def warnings(self, job: str) -> tuple[str, ...]:
         """Return what is wrong with the job now, one sentence for each problem.
@@ -233,9 +231,9 @@ class LighthouseCore:
         """Return which replicas to tell now about their wait, and what to log. Call it once a second."""
         out: list[effects.TellWait | effects.WaitNoticed | effects.Warned] = []
         for job in self._jobs.values():
-            told, notice, sentence = job.board.look(job.wait(now_ms), now_ms)
-            if told is not None:
-                out += [effects.TellWait(stream, told.sentence) for stream in told.streams]
+            due, notice, sentence = job.board.look(job.wait(now_ms), now_ms)
+            if due is not None:
+                out += [effects.TellWait(stream, due.sentence) for stream in due.streams]
             if notice is not None:
                 out.append(effects.WaitNoticed(job.name, notice.seconds, notice.is_over, sentence))
             job.look_at_troubles(now_ms)
@@ -248,7 +246,7 @@ class LighthouseCore:
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Handle one event; return the effects, in order."""
-        self._note_the_time(now_ms)
+        self._note_time(now_ms)
         if isinstance(event, events.StreamClosed):
             job = self._job_of_stream.pop(event.stream, None)
         elif isinstance(event, events.HelloReceived):
@@ -270,13 +268,13 @@ class LighthouseCore:
         job = self._jobs.get(event.job)
         if job is None:
             known = _listed(self._jobs) or "none so far"
-            message = f"this lighthouse knows no job {event.job!r}; it knows {known}"
+            message = f"this lighthouse knows no job {event.job!r}; known jobs: {known}"
             return [effects.RefuseUnary(event.call, Refusal.UNKNOWN, message)]
         return job.drain(event)
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Handle the passage of time; call it every quorum_tick_ms."""
-        self._note_the_time(now_ms)
+        self._note_time(now_ms)
         out: list[effects.LighthouseEffect] = []
         for job in self._jobs.values():
             try:
@@ -292,49 +290,49 @@ class LighthouseCore:
         self._forgotten_id = max(self._forgotten_id, job.last_id)
         job.forget_fingerprints()
 
-    def _note_the_time(self, now_ms: int) -> None:
+    def _note_time(self, now_ms: int) -> None:
         """Note the time. A pause of this process for longer than a grace must not make replicas lost."""
         timeouts = self._config.timeouts
         if now_ms - self._last_tick_ms >= timeouts.quorum_tick_ms + timeouts.reconnect_grace_ms:
-            self._birth = replace(self._birth, listens_ms=now_ms)
+            self._incarnation = replace(self._incarnation, listens_ms=now_ms)
             for job in self._jobs.values():
-                job.was_away(now_ms, now_ms - self._last_tick_ms)
+                job.excuse_pause(now_ms, now_ms - self._last_tick_ms)
         self._last_tick_ms = now_ms
 
-    def _is_succeeded_by(self, hello: Hello) -> bool:
+    def _is_superseded(self, hello: Hello) -> bool:
         """Return whether a newer lighthouse of this cluster is in use, as this replica or an earlier one has
         reported."""
-        if hello.cluster_id == self._birth.cluster_id:
-            self._succeeded_by_ms = max(self._succeeded_by_ms, hello.lighthouse_started_ms)
-        return self._succeeded_by_ms > self._birth.started_ms
+        if hello.cluster_id == self._incarnation.cluster_id:
+            self._superseded_by_ms = max(self._superseded_by_ms, hello.lighthouse_started_ms)
+        return self._superseded_by_ms > self._incarnation.started_ms
 
-    def _stands_in(self, now_ms: int, wall_ms: int) -> bool:
+    def _resumes_service(self, now_ms: int, wall_ms: int) -> bool:
         """Return whether the newer lighthouse is presumed gone, because replicas have been coming here for
         heartbeat_timeout.
 
         In that case this lighthouse behaves from now on as if it had just started, without memory. Replicas that come
-        here for only a moment, because their way to the newer lighthouse is cut, are no reason: the rest of the job
+        here for only a moment, because they can't reach the newer lighthouse, are no reason: the rest of the job
         would have to follow them.
         """
         patience_ms = self._config.timeouts.heartbeat_timeout_ms
-        since_ms, last_ms = self._sent_away or (now_ms, now_ms)
+        since_ms, last_ms = self._redirected_ms or (now_ms, now_ms)
         if now_ms - last_ms > patience_ms:
             since_ms = now_ms
         if now_ms - since_ms < patience_ms:
-            self._sent_away = since_ms, now_ms
+            self._redirected_ms = since_ms, now_ms
             return False
-        self._sent_away = None
-        started_ms = max(wall_ms, self._succeeded_by_ms + 1)
-        self._birth = replace(self._birth, started_ms=started_ms, now_ms=now_ms, listens_ms=now_ms)
-        self._forgotten_id = max(self._forgotten_id, self._birth.started_ms)
+        self._redirected_ms = None
+        started_ms = max(wall_ms, self._superseded_by_ms + 1)
+        self._incarnation = replace(self._incarnation, started_ms=started_ms, now_ms=now_ms, listens_ms=now_ms)
+        self._forgotten_id = max(self._forgotten_id, self._incarnation.started_ms)
         return True
 
     def _retire(self, stream: int) -> list[effects.LighthouseEffect]:
         """Refuse and forget all replicas, because a newer lighthouse serves them."""
         message = (
-            f"this lighthouse started at {self._birth.started_ms} ms and one that started at "
-            f"{self._succeeded_by_ms} ms has taken over; that one is to be used, and this one stands in when replicas "
-            f"have come here for {self._config.timeouts.heartbeat_timeout_ms} ms"
+            f"a lighthouse that started at {self._superseded_by_ms} ms has replaced this one, which started at "
+            f"{self._incarnation.started_ms} ms; use the newer one. This one resumes if replicas keep dialing it for "
+            f"{self._config.timeouts.heartbeat_timeout_ms} ms"
         )
         streams = {stream, *self._job_of_stream}
         self._job_of_stream.clear()
@@ -345,10 +343,10 @@ class LighthouseCore:
 
     def _hello(self, event: events.HelloReceived, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         hello = event.hello
-        behind = _clock_behind(hello, wall_ms, self._birth.cluster_id)
+        behind = _clock_behind(hello, wall_ms, self._incarnation.cluster_id)
         if behind is not None:
             return [effects.RefuseSession(event.stream, Refusal.CLOCK, behind)]
-        if self._is_succeeded_by(hello) and not self._stands_in(now_ms, wall_ms):
+        if self._is_superseded(hello) and not self._resumes_service(now_ms, wall_ms):
             return self._retire(event.stream)
         current = self._job_of_stream.get(event.stream)
         if current is not None and current.name != hello.job:
@@ -359,9 +357,9 @@ class LighthouseCore:
             job = self._jobs[hello.job] = Job(
                 hello.job,
                 self._config,
-                self._birth,
+                self._incarnation,
                 self._nonces,
-                self._room,
+                self._budget,
                 now_ms=now_ms,
                 last_id=self._forgotten_id,
             )
@@ -378,6 +376,14 @@ def _takes_early(member: Member) -> bool:
     return member.use_async_quorum and not member.torn
 
 
+def _assignment_of(quorum: Quorum) -> Assignment | None:
+    """Return the common part of the plan; None if every member is torn, which each learns from its own plan."""
+    try:
+        return assign(quorum)
+    except ProtocolError:
+        return None
+
+
 def _holders_of(quorum: Quorum, step: int) -> list[str]:
     """Return the members of the quorum that were at that step.
 
@@ -387,13 +393,11 @@ def _holders_of(quorum: Quorum, step: int) -> list[str]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    shown = sorted(names)
-    more = len(shown) - NAMES_SHOWN_MOST
-    return ", ".join(shown[:NAMES_SHOWN_MOST]) + (f" and {more} more" if more > 0 else "")
+    return listed(names, NAMES_SHOWN_MOST)
 
 
-def _end_of(replica: Replica) -> str:
-    how = f"left the job ({replica.left})" if replica.left is not None else f"is lost ({replica.lost}): end it"
+def _describe_end(replica: Replica) -> str:
+    how = f"left the job ({replica.left})" if replica.left is not None else f"is lost ({replica.lost}): end its process"
     return f"{replica.replica_id} {how}"
 
 
@@ -404,17 +408,17 @@ def _clock_behind(hello: Hello, wall_ms: int, cluster_id: str) -> str | None:
     newer. The start time of another cluster is not used.
     """
     latest_ms = wall_ms + CLOCKS_DIFFER_MOST_MS
-    said = {"session": hello.session}
+    reported = {"session": hello.session}
     if hello.held is not None:
-        said["quorum id"] = hello.held.quorum_id  # ids rise by one from the start time of a lighthouse
+        reported["quorum id"] = hello.held.quorum_id  # ids rise by one from the start time of a lighthouse
     if hello.cluster_id == cluster_id:
-        said["lighthouse_started_ms"] = hello.lighthouse_started_ms
-    for what, at_ms in said.items():
+        reported["lighthouse_started_ms"] = hello.lighthouse_started_ms
+    for what, at_ms in reported.items():
         if at_ms > latest_ms:
             days = (at_ms - wall_ms) // 86_400_000
             return (
-                f"replica {hello.replica_id} says {what} {at_ms}, {days} days ahead of the lighthouse's clock; set the "
-                "clock right on the lighthouse's host, or on that of the replica"
+                f"replica {hello.replica_id} reports {what} {at_ms}, {days} days ahead of the lighthouse's clock; "
+                "correct the clock on the lighthouse's host or on the replica's host"
             )
     return None
 
@@ -428,7 +432,7 @@ class Job:
 
     Args:
         name: job id.
-        config, birth, nonces, room: of the lighthouse.
+        config, incarnation, nonces, room: of the lighthouse.
         now_ms: the time of the first hello.
         last_id: the first quorum's id is above it.
     """
@@ -437,7 +441,7 @@ class Job:
         self,
         name: str,
         config: LighthouseConfig,
-        birth: _Birth,
+        incarnation: _Incarnation,
         nonces: Callable[[], int],
         room: MemoryBudget,
         *,
@@ -449,21 +453,21 @@ class Job:
         self.hangs = HangWatch(config.timeouts)
         self.stragglers = StragglerWatch(config.stragglers)
         self.suspicion = Suspicion(config.timeouts)
-        self._looked_ms = now_ms  # the last look for silent replicas
-        self._looked_at_all_ms = now_ms  # the same, in a tick
-        self._say_wait: set[str] = set()  # members whose newest beat says that they wait
+        self._checked_ms = now_ms  # the last look for silent replicas
+        self._checked_all_ms = now_ms  # the same, in a tick
+        self._waiting_members: set[str] = set()  # members whose newest beat says that they wait
         self.previous: Quorum | None = None
-        self.waiting_for = NOBODY_ASKS
+        self.waiting_for = NO_REQUEST
         self.board, self.names, self.troubles = WaitBoard(), NameWatch(), Troubles(config.timeouts.heartbeat_timeout_ms)
         self._config = config
         self._timeouts = config.timeouts
-        self._birth = birth
+        self._incarnation = incarnation
         self._nonces = nonces
         self.last_id = last_id
         # A presumed replica has a heartbeat_timeout to show that it lives. The time counts from the start of a
         # restarted lighthouse, or from now if the lighthouse has forgotten the job since.
-        late = now_ms - birth.listens_ms >= config.timeouts.heartbeat_timeout_ms
-        self._presumed_from_ms = now_ms if late else birth.listens_ms
+        late = now_ms - incarnation.listens_ms >= config.timeouts.heartbeat_timeout_ms
+        self._presumed_from_ms = now_ms if late else incarnation.listens_ms
         self._unnamed_until_ms = self._presumed_from_ms + config.timeouts.heartbeat_timeout_ms
         self._members: dict[str, Member] = {}  # of the newest quorum
         self._broken: str | None = None
@@ -471,40 +475,45 @@ class Job:
         self._losses_before: dict[QuorumKey, tuple[LossNotice, ...]] = {}  # of the last few quorums before it
         self._formed_here = False
         self._healthy_before: int | None = None
-        self._formed_ms = birth.now_ms  # the time of the newest answer, unchanged ones included
-        self._key_formed_ms = birth.now_ms  # the time of the newest key
+        self._formed_ms = incarnation.now_ms  # the time of the newest answer, unchanged ones included
+        self._key_formed_ms = incarnation.now_ms  # the time of the newest key
         # Members of the newest quorum that have asked for the next one. Once a member has asked, the quorum has begun
         # to end, so a lost answer is not given again.
         self._asked_since: set[str] = set()
         self._newest_step = 0  # the highest step that a member of the newest quorum has reported
         self._announced = False  # a newcomer was announced since the newest quorum formed
         self._askers: dict[str, Replica] = {}  # replicas that have asked; some of them may not wait any more
-        self._more = 0  # the number of requests that must come before the rule can say yes
+        self._requests_needed = 0  # the number of requests that must come before the rule can say yes
         self._asking: tuple[int, _Answer, int] | None = None  # (stream, last answer on that stream, since_ms)
         self._reported_last: _Answer | None = None  # set if another lighthouse formed the newest quorum
         self._now_ms = now_ms
-        self._handshake = Handshake(name, self._standing, room)
-        self._held: QuorumKey | None = None  # the newest quorum that any replica said to hold
-        self._asked_in_vain: set[int] = set()  # streams that could not name the members of the quorum they hold
+        self._handshake = Handshake(name, self._precedence_of, room)
+        self._newest_held: QuorumKey | None = None  # the newest quorum that any replica has reported
+        self._unanswered: set[int] = set()  # streams that could not name the members of the quorum they hold
         self._poor_sources: dict[str, tuple[str, ...]] = {}  # replica id -> the sources it reported as poor
         self._serving: set[str] = set()  # replicas that have left and may still be healed from
-        self._asker = ""  # the replica that asks just now, if it has trained
+        self._asking_replica = ""  # the replica that asks just now, if it has trained
         self._end = JobEnd()
-        self._living = LivingQuorum(config.timeouts, birth.now_ms, had_earlier_life=birth.had_earlier_life)
-        self._held_lease_ms = 0  # of `_held`, as hellos say
+        self._living = LivingQuorum(config.timeouts, incarnation.now_ms, had_earlier_life=incarnation.had_earlier_life)
+        self._newest_held_lease_ms = 0  # of `_newest_held`, as hellos say
         self._reach = Reach(config.min_replicas)
-        self._kept = Kept()  # the replicas that the last run of the rule kept out
-        self._heals_last = ""  # the replica that the last look found healing
+        self._exclusions = Exclusions()  # the replicas that the last run of the rule kept out
+        self._healing = ""  # the replica that the last look found healing
         self._healed_at: tuple[Quorum | None, int] | None = None  # of that quorum, see `_step_after_healing`
 
-    def was_away(self, now_ms: int, away_ms: int) -> None:
+    def excuse_pause(self, now_ms: int, away_ms: int) -> None:
         """Note that the lighthouse was away for that long; no replica is lost by it, nor members that get named only
         now."""
         self._presumed_from_ms = now_ms
         self._unnamed_until_ms += away_ms  # a wait for a quorum that no replica names must stay bounded
         self.liveness.excuse_all(now_ms)
-        self.suspicion.begin_anew()
+        self.suspicion.restart()
         self.hangs.forget()
+
+    def _known(self, names: Iterable[str]) -> Iterator[Replica]:
+        """Return the replicas of these names that this lighthouse knows."""
+        replicas = self.liveness.replicas
+        return (replicas[name] for name in names if name in replicas)
 
     def forget_fingerprints(self) -> None:
         """Free the fingerprints, because the job is forgotten."""
@@ -530,18 +539,18 @@ class Job:
             result.replica.ready = False
         replica = result.replica
         if replica.left is not None:
-            out += self._leaves(replica, 0, now_ms, told=had_left)
+            out += self._leaves(replica, 0, now_ms, again=had_left)
         elif replica.asked_to_leave is not None:
             out.append(effects.AskToLeave(stream, *replica.asked_to_leave))
         if hello.session > session_before and not had_left:
             # The manager server was restarted before the lighthouse noticed its end; the old session's quorum can't go
             # on.
-            out += self._break_quorum(hello.replica_id, session_before, f"session {hello.session} has taken its place")
-        out += self._dead_for_ever(hello.replaces)
+            out += self._break_quorum(hello.replica_id, session_before, f"replaced by session {hello.session}")
+        out += self._break_for_dead(hello.replaces)
         if hello.held is not None:
-            self._has_heard_of(hello.held)
-            if hello.held == self._held:
-                self._held_lease_ms = max(self._held_lease_ms, hello.lease_ms)
+            self._note_reported_key(hello.held)
+            if hello.held == self._newest_held:
+                self._newest_held_lease_ms = max(self._newest_held_lease_ms, hello.lease_ms)
             if all((hello.held, hello.num_answers) > known for known in self._known_answers()):
                 out += self._ask_for_newest(now_ms)
         # A replica that has only connected makes no quorum possible; thousands connect together.
@@ -554,16 +563,16 @@ class Job:
             case events.StreamClosed():
                 if (gone := self.liveness.of_stream(event.stream)) is not None:
                     self.suspicion.forget(gone.replica_id)
-                self.liveness.stream_closed(event.stream, now_ms, told=event.told)
-                out += self._asked_nobody(event.stream, now_ms)
-                self._asked_in_vain.discard(event.stream)
+                self.liveness.stream_closed(event.stream, now_ms, by_peer=event.told)
+                out += self._ask_next_holder(event.stream, now_ms)
+                self._unanswered.discard(event.stream)
                 return out
             case events.DeathReported():
                 lost = self.liveness.death(event.stream, event.reason, now_ms)
                 if lost is not None:
-                    out += self._told_lost(lost)
+                    out += self._note_loss(lost)
                 elif (replica := self.liveness.sign(event.stream, now_ms)) is not None:
-                    out += self._dead_for_ever(replica.replica_id)
+                    out += self._break_for_dead(replica.replica_id)
                 return out + self._form(now_ms, wall_ms)
         replica = self.liveness.sign(event.stream, now_ms)
         if replica is None:
@@ -577,7 +586,7 @@ class Job:
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
             # The replica lives after all, and must learn that the others went on without it.
-            return out + self._answer_the_lost(replica, event)
+            return out + self._answer_lost(replica, event)
         match event:
             case events.BeatReceived():
                 self._progress(replica, event.healed_bytes, now_ms)
@@ -586,16 +595,16 @@ class Job:
                 progress = event.progress if replica.left is None else None
                 self.hangs.heard(replica.replica_id, progress, now_ms, keeps_pace=self._keeps_pace(replica))
                 self.stragglers.heard(replica.replica_id, progress)
-                self._hear_of_wait(replica, event.waits, now_ms)
+                self._note_wait(replica, event.waits, now_ms)
                 out += self._answer_beat(replica, event)
                 # Thousands report a wait together, and each look is at all members: the next look waits for the tick.
-                if event.waits and now_ms - self._looked_ms >= len(self._members) // MEMBERS_IN_A_MS:
-                    out += self._look_for_silence(now_ms, wall_ms)
+                if event.waits and now_ms - self._checked_ms >= len(self._members) // MEMBERS_IN_A_MS:
+                    out += self._check_silence(now_ms, wall_ms)
             case events.ProbeAnswered():
                 self.suspicion.answered(replica.replica_id, event.number, now_ms)
-                out += self._hear_of_stop(replica, event, now_ms)
+                out += self._note_stop(replica, event, now_ms)
                 if replica.stopped is not None:
-                    out += self._look_for_silence(now_ms, wall_ms)
+                    out += self._check_silence(now_ms, wall_ms)
             case events.QuorumReported():
                 out += self._reported(event, now_ms)
                 out += self._form(now_ms, wall_ms)
@@ -604,17 +613,17 @@ class Job:
                     self._living.late(replica.replica_id, step)
             case events.PeersTried():
                 if self._reach.trials.answered(replica.replica_id, event.number, event.unreached, now_ms):
-                    self._more = 0
+                    self._requests_needed = 0
                     # Thousands answer together, and each answer may matter: the rule runs once, after the last, or at
                     # the next tick.
                     if not self._reach.trials.is_any_open:
                         out += self._form(now_ms, wall_ms)
             case events.LeaveReceived():
-                told = replica.left is not None
+                had_left = replica.left is not None
                 self.liveness.leave(replica, event.reason, now_ms, finished=event.finished_step is not None)
                 if event.finished_step is not None:
                     self._end.finished(replica.replica_id, event.finished_step, now_ms)
-                out += self._leaves(replica, event.serve_ms, now_ms, told=told)
+                out += self._leaves(replica, event.serve_ms, now_ms, again=had_left)
                 out += self._form(now_ms, wall_ms)
             case events.QuorumRequested() if replica.left is not None:
                 message = f"replica {replica.replica_id} has left the job ({replica.left}); end this process"
@@ -623,8 +632,8 @@ class Job:
                 self._withdrawn(replica, event.request, now_ms)
             case events.QuorumRequested():
                 out += self._requested(replica, event, now_ms, wall_ms)
-                self._more = 0 if event.member.shrink_only else self._more - 1
-                if (self._more <= 0 and self._may_form(now_ms)) or self._is_first_newcomer(replica):
+                self._requests_needed = 0 if event.member.shrink_only else self._requests_needed - 1
+                if (self._requests_needed <= 0 and self._may_form(now_ms)) or self._is_first_newcomer(replica):
                     out += self._form(now_ms, wall_ms)
         return out
 
@@ -641,18 +650,18 @@ class Job:
         """Handle the passage of time."""
         out: list[effects.LighthouseEffect] = []
         if self._asking is not None and now_ms - self._asking[2] >= self._timeouts.heartbeat_timeout_ms:
-            out += self._asked_nobody(self._asking[0], now_ms)
-        out += self._judge_hung(now_ms) + self._look_at_paces(now_ms)
+            out += self._ask_next_holder(self._asking[0], now_ms)
+        out += self._judge_hung(now_ms) + self._check_paces(now_ms)
         # A look at thousands of replicas takes long while they ask, and it delays their messages.
-        is_due = now_ms - self._looked_at_all_ms >= len(self.liveness.replicas) // MEMBERS_IN_A_MS
+        is_due = now_ms - self._checked_all_ms >= len(self.liveness.replicas) // MEMBERS_IN_A_MS
         if is_due:
-            self._looked_at_all_ms = now_ms
-            out += self._look_for_silence(now_ms)
-            out += self._look_who_does_not_come(now_ms) if self._living.has_begun_to_end else []
+            self._checked_all_ms = now_ms
+            out += self._check_silence(now_ms)
+            out += self._check_missing_members(now_ms) if self._living.has_begun_to_end else []
         out += self._judge(now_ms)
-        if is_due or self._more <= 0:
+        if is_due or self._requests_needed <= 0:
             out += self._form(now_ms, wall_ms)
-        return out + self._release_those_who_left(now_ms)
+        return out + self._release_left(now_ms)
 
     def wait(self, now_ms: int) -> JobWait | None:
         """Return which replicas wait for which: for the next quorum, or inside the step of the newest one."""
@@ -664,10 +673,10 @@ class Job:
                 replica
                 for replica in self.liveness.replicas.values()
                 if replica.replica_id not in asked and replica.left is None
-                if replica.replica_id not in self._kept.out
+                if replica.replica_id not in self._exclusions.out
                 if (replica.healthy and replica.ready) or replica.replica_id in self._members
             ]
-            if asked <= self._kept.out and self.waiting_for != NOBODY_ASKS:
+            if asked <= self._exclusions.out and self.waiting_for != NO_REQUEST:
                 return JobWait(
                     min(request.asked_ms for _, request in waiting),
                     left_out_wait(self.waiting_for),
@@ -675,15 +684,15 @@ class Job:
                 )
             below_least = len(waiting) < self._config.min_replicas
             reason = self.waiting_for
-            if reason == NOBODY_ASKS:  # the waiting replicas have asked since the rule ran last
+            if reason == NO_REQUEST:  # the waiting replicas have asked since the rule ran last
                 decision = decide(self._situation(waiting, now_ms))
-                reason = decision.reason if isinstance(decision, Wait) else "the lighthouse's next look"
+                reason = decision.reason if isinstance(decision, Wait) else "the lighthouse's next check"
             return JobWait(
                 min(request.asked_ms for _, request in waiting),
                 quorum_wait(reason, missing, below_least=below_least, now_ms=now_ms),
                 tuple(replica.stream for replica, _ in waiting if replica.stream is not None),
             )
-        members = [known for name in self._members if (known := self.liveness.replicas.get(name)) is not None]
+        members = list(self._known(self._members))
         waits = {replica.replica_id: waits_since(replica, self._formed_ms) for replica in members}
         begun = [since_ms for since_ms in waits.values() if since_ms is not None]
         if len(members) < 2 or not begun:
@@ -694,42 +703,42 @@ class Job:
 
     def look_at_troubles(self, now_ms: int) -> None:
         """Find what is wrong now, for later calls of `warnings`."""
-        replicas, out = self.liveness.replicas, self._kept.out
+        replicas, out = self.liveness.replicas, self._exclusions.out
         out = frozenset(name for name in out if name in replicas and replicas[name].healthy) if out else out
         self.troubles.look(
             replicas.values(),
             self._members,
             self.waiting_for,
             out,
-            lambda name: self._reach.said([name], now_ms),
+            lambda name: self._reach.describe([name], now_ms),
             now_ms,
         )
 
     # --- leaving ------------------------------------------------------------------------------------------------
 
-    def _leaves(self, replica: Replica, serve_ms: int, now_ms: int, *, told: bool) -> list[effects.LighthouseEffect]:
+    def _leaves(self, replica: Replica, serve_ms: int, now_ms: int, *, again: bool) -> list[effects.LighthouseEffect]:
         """Handle a replica that has left: no replica waits for it. Its quorum goes on to its end, and so does a healing
         from it."""
         self._healthy_before = None
-        self._more = 0
+        self._requests_needed = 0
         replica.serves = True
         self._serving.add(replica.replica_id)
         # No replica waits for it in a step. If it counted as hung later, the others would get its hang time as well.
         self.hangs.heard(replica.replica_id, None, now_ms)
         self.stragglers.gone(replica.replica_id)
-        out = self._release_those_who_left(now_ms)
-        if told:
+        out = self._release_left(now_ms)
+        if again:
             return out
         if replica.replica_id in self._members:
-            self._living.asked(replica.replica_id, now_ms)  # its word has told the others, or they wait for it
+            self._living.asked(replica.replica_id, now_ms)  # the others know it by its word, or wait for it
         assert replica.left is not None
         left = effects.ReplicaLeft(self.name, replica.replica_id, replica.session, replica.left, serve_ms)
         return [left, *out]
 
-    def _release_those_who_left(self, now_ms: int) -> list[effects.LighthouseEffect]:
+    def _release_left(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Release those that have left and from which no replica heals any more."""
         out: list[effects.LighthouseEffect] = []
-        heals = self._somebody_heals() if self._serving else False
+        heals = self._is_any_healing() if self._serving else False
         for replica_id in sorted(self._serving):
             replica = self.liveness.replicas.get(replica_id)
             # A lighthouse without memory does not know yet which replica heals from which.
@@ -765,24 +774,23 @@ class Job:
             self._healed_at = self.previous, max(step, 1)
         return self._healed_at[1]
 
-    def _somebody_heals(self) -> bool:
+    def _is_any_healing(self) -> bool:
         """Return whether a member of the newest quorum heals.
 
         A job whose replicas all leave together calls this for each of them, so the last found member is checked first.
         """
-        for replica_id in (self._heals_last, *self._members) if self._heals_last in self._members else self._members:
+        for replica_id in (self._healing, *self._members) if self._healing in self._members else self._members:
             replica = self.liveness.replicas.get(replica_id)
             heals = replica is not None and replica.healing_since_ms is not None and not replica.has_healed
             if replica is not None and heals and replica.healthy:
-                self._heals_last = replica_id
+                self._healing = replica_id
                 return True
         return False
 
     @property
     def trains(self) -> bool:
         """Return whether the newest quorum has a member that lives and has not left."""
-        members = (self.liveness.replicas.get(name) for name in self._members)
-        return any(member is not None and member.healthy and member.left is None for member in members)
+        return any(member.healthy for member in self._known(self._members))
 
     def drain(
         self, event: events.DrainRequested
@@ -798,13 +806,13 @@ class Job:
         found = [replica for replica in found if replica.healthy]
         if len(found) != 1:
             if found:
-                what = f"has {len(found)} replicas of the name {event.replica!r}; give the id of one of them:"
+                what = f"has {len(found)} replicas named {event.replica!r}; give the id of one of them:"
             elif gone:
-                what = f"has no living replica {event.replica!r}: {_end_of(gone[-1])}; there is"
+                what = f"has no running replica {event.replica!r}: {_describe_end(gone[-1])}; running replicas:"
             else:
-                what = f"has no living replica {event.replica!r}; there is"
+                what = f"has no running replica {event.replica!r}; running replicas:"
             there = found or [replica for replica in known if replica.healthy]
-            message = f"job {self.name} {what} {_listed(replica.replica_id for replica in there) or 'nobody'}"
+            message = f"job {self.name} {what} {_listed(replica.replica_id for replica in there) or 'none'}"
             return [effects.RefuseUnary(event.call, Refusal.UNKNOWN, message)]
         replica = found[0]
         replica.asked_to_leave = event.reason, event.serve_ms
@@ -818,12 +826,8 @@ class Job:
         if not self._living.recall():
             return []
         news = self._living.news(self._previous_key, 0, broken=self._broken is not None)
-        members = (self.liveness.replicas.get(name) for name in self._members)
-        return [
-            effects.TellNewest(each.stream, news)
-            for each in members
-            if each is not None and each.stream is not None and each.healthy
-        ]
+        members = self._known(self._members)
+        return [effects.TellNewest(each.stream, news) for each in members if each.stream is not None and each.healthy]
 
     def _answer_beat(self, replica: Replica, beat: events.BeatReceived) -> list[effects.TellNewest]:
         """Name the newest quorum to a replica that trains on without asking; this renews its lease and repairs what it
@@ -835,23 +839,23 @@ class Job:
         news = self._living.news(self._previous_key, beat.number, broken=self._broken is not None)
         return [effects.TellNewest(beat.stream, news)]
 
-    def _look_who_does_not_come(self, now_ms: int) -> list[effects.LighthouseEffect]:
+    def _check_missing_members(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Break the newest quorum where members wait in it for others that have asked, or that are late."""
         if self._broken is not None:
             return []
-        known = (self.liveness.replicas.get(name) for name in self._members if name not in self._asked_since)
-        members = [each for each in known if each is not None and each.healthy]
+        known = self._known(name for name in self._members if name not in self._asked_since)
+        members = [each for each in known if each.healthy]
         overdue = self._living.overdue(members, now_ms)
         if overdue is not None:
             who, waiting = overdue
-            why = f"asked for the next quorum, and {_listed(waiting)} waits in this one"
+            why = f"asked for the next quorum, and {_listed(waiting)} still waits in this one"
             return self._break_quorum(who, self._members[who].session, why, lives=True)
         late = self._living.breaks_for(members)
         if late is None:
             return []
-        self._living.goes_on_without_the_late(now_ms)
-        self._more = 0
-        return self._break_for_all(f"waits for {_listed(late[1])} for longer than join_timeout", late[0])
+        self._living.break_for_late()
+        self._requests_needed = 0
+        return self._break_for_all(f"has waited for {_listed(late[1])} for longer than join_timeout", late[0])
 
     def _has_moved_on(self) -> bool:
         """Return whether the members have committed steps since the newest quorum was given, which only beats
@@ -865,26 +869,26 @@ class Job:
 
     def _accepted(self, stream: int, hello: Hello, result: Accepted, now_ms: int) -> list[effects.LighthouseEffect]:
         self._healthy_before = None
-        self._more = 0
+        self._requests_needed = 0
         out: list[effects.LighthouseEffect] = []
         if result.replaced_stream is not None:
             out.append(effects.CloseStream(result.replaced_stream))
-        birth, timeouts = self._birth, self._timeouts
+        incarnation, timeouts = self._incarnation, self._timeouts
         out.append(
             effects.Welcome(
                 stream,
                 hello.session,
-                birth.started_ms,
-                birth.cluster_id,
+                incarnation.started_ms,
+                incarnation.cluster_id,
                 timeouts.heartbeat_timeout_ms,
                 timeouts.join_timeout_ms,
             )
         )
-        self._say_wait.discard(hello.replica_id)
+        self._waiting_members.discard(hello.replica_id)
         if hello.answers_probes:
-            out.append(effects.Probe(stream, self.suspicion.met(hello.replica_id, now_ms)))
+            out.append(effects.Probe(stream, self.suspicion.begin(hello.replica_id, now_ms)))
         if result.lost is not None:
-            out += self._told_lost(result.lost)
+            out += self._note_loss(result.lost)
         share = self.stragglers.share_of(hello.replica_id)
         if share is not None:
             out.append(effects.TellStraggler(stream, share))
@@ -892,7 +896,7 @@ class Job:
         return out + [effects.NotifyLoss(stream, notice) for notice in self._losses_in(hello.held)]
 
     def _judge(self, now_ms: int) -> list[effects.LighthouseEffect]:
-        return [order for lost in self.liveness.judge(now_ms) for order in self._told_lost(lost)]
+        return [order for lost in self.liveness.judge(now_ms) for order in self._note_loss(lost)]
 
     def _keeps_pace(self, replica: Replica) -> bool:
         return replica.replica_id in self._members and replica.healing_since_ms is None
@@ -903,35 +907,34 @@ class Job:
         hung = self.hangs.hung(now_ms, self._last_holder)
         if hung is not None:
             replica_id, progress = hung
-            lost = self.liveness.hang(replica_id, hang_reason(progress), now_ms)
-            return self._told_lost(lost) if lost is not None else []
+            lost = self.liveness.silence(replica_id, hang_reason(progress), now_ms)
+            return self._note_loss(lost) if lost is not None else []
         step = self.hangs.stuck(self._members) if self._broken is None else None
         return [] if step is None else self._break_for_all(stuck_reason(step))
 
-    def _hear_of_wait(self, replica: Replica, waits: bool, now_ms: int) -> None:
-        replica.said_wait_ms = now_ms if waits else None
+    def _note_wait(self, replica: Replica, waits: bool, now_ms: int) -> None:
+        replica.wait_reported_ms = now_ms if waits else None
         if waits:
-            self._say_wait.add(replica.replica_id)
+            self._waiting_members.add(replica.replica_id)
         else:
-            self._say_wait.discard(replica.replica_id)
+            self._waiting_members.discard(replica.replica_id)
 
     def _waits_long(self, replica: Replica, now_ms: int) -> bool:
         """Return whether a member has waited for others for a while, for the next quorum or inside the newest one."""
         if replica.request is not None:
             return now_ms - replica.request.asked_ms >= WAITS_MS
-        said_ms = replica.said_wait_ms
-        return said_ms is not None and said_ms > self._formed_ms and now_ms - said_ms < WAIT_IS_SAID_FOR_MS
+        said_ms = replica.wait_reported_ms
+        return said_ms is not None and said_ms > self._formed_ms and now_ms - said_ms < WAIT_VALID_MS
 
-    def _look_for_silence(self, now_ms: int, wall_ms: int | None = None) -> list[effects.LighthouseEffect]:
+    def _check_silence(self, now_ms: int, wall_ms: int | None = None) -> list[effects.LighthouseEffect]:
         """Probe the members that do not wait where most members do, and declare silent or stopped ones lost.
 
         The call is cheap while no member waits. With `wall_ms`, a loss also runs the rule for the next quorum.
         """
-        if now_ms - self._formed_ms < WAITS_MS or not (self._say_wait or self._askers):
+        if now_ms - self._formed_ms < WAITS_MS or not (self._waiting_members or self._askers):
             return []
-        self._looked_ms = now_ms
-        known = (self.liveness.replicas.get(name) for name in self._members)
-        members = [each for each in known if each is not None and each.healthy]
+        self._checked_ms = now_ms
+        members = [each for each in self._known(self._members) if each.healthy]
         num_waiting = sum(1 for each in members if self._waits_long(each, now_ms))
         if not most_wait(num_waiting, len(members)) and not any(each.stopped for each in members):
             return []
@@ -944,10 +947,10 @@ class Job:
             out.append(effects.Probe(stream, number))
         for name, reason in found.lost:
             lost = self.liveness.silence(name, reason, now_ms)
-            out += self._told_lost(lost) if lost is not None else []
+            out += self._note_loss(lost) if lost is not None else []
         return out + self._form(now_ms, wall_ms) if found.lost and wall_ms is not None else out
 
-    def _hear_of_stop(self, replica: Replica, event: events.ProbeAnswered, now_ms: int) -> list[effects.Probe]:
+    def _note_stop(self, replica: Replica, event: events.ProbeAnswered, now_ms: int) -> list[effects.Probe]:
         """Record a stop that was seen just now; probe again where the time of the sighting is unknown."""
         replica.stopped = None
         if not event.stopped or replica.left is not None or replica.replica_id not in self._members:
@@ -961,7 +964,7 @@ class Job:
     def _sighting(self, replica: Replica, now_ms: int) -> Sighting:
         reached = replica.stream is not None and replica.answers_probes
         stopped, stopped_ms, said_ms = replica.stopped or ("", 0, 0)
-        is_stopped = stopped != "" and now_ms - said_ms < STOP_IS_SAID_FOR_MS
+        is_stopped = stopped != "" and now_ms - said_ms < STOP_VALID_MS
         return Sighting(
             replica.replica_id,
             replica.last_sign_ms,
@@ -978,9 +981,9 @@ class Job:
         `without`: replicas that are about to be lost.
         """
         held = [self.previous.replica_ids[rank] for rank in self._up_to_date()] if self.previous is not None else []
-        known = (self.liveness.replicas.get(name) for name in held if name not in without)
-        living = [each.replica_id for each in known if each is not None and each.healthy]
-        return living if len(living) == 1 else []
+        known = self._known(name for name in held if name not in without)
+        alive = [each.replica_id for each in known if each.healthy]
+        return alive if len(alive) == 1 else []
 
     def _up_to_date(self) -> tuple[int, ...]:
         """Return the replica ranks that hold the newest quorum's state; () before the first step, and where all are
@@ -988,20 +991,17 @@ class Job:
         assert self.previous is not None
         if self._has_moved_on():
             return tuple(range(len(self.previous.members)))
-        try:
-            common = assign(self.previous)
-        except ProtocolError:
-            return ()
-        return tuple(common.up_to_date) if common.step > 0 else ()
+        common = _assignment_of(self.previous)
+        return common.up_to_date if common is not None and common.step > 0 else ()
 
-    def _told_lost(self, lost: Lost) -> list[effects.LighthouseEffect]:
+    def _note_loss(self, lost: Lost) -> list[effects.LighthouseEffect]:
         replica = lost.replica
-        self._say_wait.discard(replica.replica_id)
+        self._waiting_members.discard(replica.replica_id)
         self.suspicion.forget(replica.replica_id)
         self.hangs.heard(replica.replica_id, None, lost.replica.lost_ms)
         self.stragglers.gone(replica.replica_id)
         self._healthy_before = None
-        self._more = 0
+        self._requests_needed = 0
         out: list[effects.LighthouseEffect] = [
             effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason),
             *self._break_quorum(replica.replica_id, replica.session, lost.reason),
@@ -1034,14 +1034,10 @@ class Job:
         # A member that has lost the answer must not enter a broken quorum.
         self._broken = self._broken or f"{replica_id} {reason if lives else 'was lost'}"
         notice = self._losses[replica_id] = LossNotice(self.previous.key, replica_id, session, reason, lives)
-        others = (self.liveness.replicas.get(other) for other in self._members if other != replica_id)
-        return [
-            effects.NotifyLoss(other.stream, notice)
-            for other in others
-            if other is not None and other.stream is not None
-        ]
+        others = self._known(other for other in self._members if other != replica_id)
+        return [effects.NotifyLoss(other.stream, notice) for other in others if other.stream is not None]
 
-    def _dead_for_ever(self, replica_id: str) -> list[effects.LighthouseEffect]:
+    def _break_for_dead(self, replica_id: str) -> list[effects.LighthouseEffect]:
         """Break the quorum for a replica that was lost before, in another session than the quorum's, and is now
         dead."""
         known = self.liveness.replicas.get(replica_id)
@@ -1073,7 +1069,7 @@ class Job:
                 del self._losses_before[next(iter(self._losses_before))]
         self._losses = {}
 
-    def _answer_the_lost(self, replica: Replica, event: events.LighthouseEvent) -> list[effects.LighthouseEffect]:
+    def _answer_lost(self, replica: Replica, event: events.LighthouseEvent) -> list[effects.LighthouseEffect]:
         message = f"replica {replica.replica_id}, session {replica.session}, was lost: {replica.lost}"
         if replica.dead:
             return [effects.RefuseSession(event.stream, Refusal.DEAD, message)]
@@ -1086,12 +1082,12 @@ class Job:
 
     # --- stragglers -------------------------------------------------------------------------------------------------
 
-    def _look_at_paces(self, now_ms: int) -> list[effects.LighthouseEffect]:
+    def _check_paces(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Carry out the policy for the replicas that slow the others down."""
         out: list[effects.LighthouseEffect] = []
-        for change in self.stragglers.look(self._members, now_ms, self._company):
+        for change in self.stragglers.look(self._members, now_ms, self._quorum_context):
             self._healthy_before = None
-            self._more = 0
+            self._requests_needed = 0
             news = change.news
             out.append(effects.PaceChanged(self.name, news))
             replica = self.liveness.replicas.get(news.replica_id)
@@ -1109,19 +1105,19 @@ class Job:
     def _left_out(self) -> frozenset[str]:
         """Return the stragglers that are left out; none if no other living member can go on from the job's state."""
         out = self.stragglers.left_out
-        others = (self.liveness.replicas.get(name) for name in self._members if name not in out) if out else ()
-        return out if any(other is not None and other.healthy for other in others) else frozenset()
+        others = self._known(name for name in self._members if name not in out) if out else ()
+        return out if any(other.healthy for other in others) else frozenset()
 
-    def _company(self) -> Company:
+    def _quorum_context(self) -> QuorumContext:
         replicas = self.liveness.replicas
-        return Company(
+        return QuorumContext(
             # A replica that is unreachable replaces no other.
             healthy=[
                 replica.replica_id
                 for replica in replicas.values()
-                if replica.healthy and replica.ready and replica.replica_id not in self._kept.out
+                if replica.healthy and replica.ready and replica.replica_id not in self._exclusions.out
             ],
-            members=[name for name in self._members if (known := replicas.get(name)) is not None and known.healthy],
+            members=[each.replica_id for each in self._known(self._members) if each.healthy],
             waiting=[replica.replica_id for replica, _ in self._waiting()],
             holders=[self.previous.replica_ids[rank] for rank in self._up_to_date()] if self.previous else [],
             # With fewer participants than any member needs, no step commits.
@@ -1143,7 +1139,7 @@ class Job:
         for replica in self.liveness.replicas.values():
             if replica.stream is None or replica.held is None or replica.lost is not None:
                 continue
-            if replica.stream in self._asked_in_vain:
+            if replica.stream in self._unanswered:
                 continue
             answer = (replica.held, replica.num_answers)
             if all(answer > each for each in known) and (best is None or answer > best[0]):
@@ -1153,11 +1149,11 @@ class Job:
         self._asking = (best[1], best[0], now_ms)
         return [effects.AskForQuorum(best[1], best[0][0])]
 
-    def _has_heard_of(self, held: QuorumKey) -> None:
+    def _note_reported_key(self, held: QuorumKey) -> None:
         self.last_id = max(self.last_id, held.quorum_id)
-        if self._held is None or held > self._held:
-            self._held_lease_ms = 0
-        self._held = max(held, self._held or held)
+        if self._newest_held is None or held > self._newest_held:
+            self._newest_held_lease_ms = 0
+        self._newest_held = max(held, self._newest_held or held)
 
     @property
     def _previous_key(self) -> QuorumKey | None:
@@ -1172,13 +1168,13 @@ class Job:
         known = [] if self.previous is None else [self._reported_last or (self.previous.key, MAX_INT64)]
         return known if self._asking is None else [*known, self._asking[1]]
 
-    def _asked_nobody(self, stream: int, now_ms: int) -> list[effects.LighthouseEffect]:
+    def _ask_next_holder(self, stream: int, now_ms: int) -> list[effects.LighthouseEffect]:
         """Handle a stream that will not answer: ask the next best replica, which may hold the same quorum or an earlier
         one."""
         if self._asking is None or self._asking[0] != stream:
             return []
         self._asking = None
-        self._asked_in_vain.add(stream)
+        self._unanswered.add(stream)
         return self._ask_for_newest(now_ms)
 
     def _reported(self, event: events.QuorumReported, now_ms: int) -> list[effects.LighthouseEffect]:
@@ -1187,7 +1183,7 @@ class Job:
             return []
         quorum, answer = event.quorum, self._asking[1]
         if quorum is None or quorum.key != answer[0]:
-            return self._asked_nobody(event.stream, now_ms)
+            return self._ask_next_holder(event.stream, now_ms)
         self._asking = None
         if quorum.key == self._previous_key:
             return self._answered_later(quorum, answer, now_ms)
@@ -1205,25 +1201,25 @@ class Job:
                     why = f"replaced by {successors[member.replica_id]}"
                     out += self._break_quorum(member.replica_id, member.session, why)
             elif known.session > member.session:
-                why = f"session {known.session} has taken its place"
+                why = f"replaced by session {known.session}"
                 out += self._break_quorum(member.replica_id, member.session, why)
             elif known.lost is not None:
                 out += self._break_quorum(member.replica_id, known.session, known.lost)
         self.liveness.presume(quorum.members, self._presumed_from_ms)
-        return out + self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
+        return out + self._ask_for_newest(now_ms) + self._sort_waiting(now_ms)
 
     def _answered_later(self, quorum: Quorum, answer: _Answer, now_ms: int) -> list[effects.LighthouseEffect]:
         """Take over a later answer in the newest quorum than the one that was asked first."""
         self.previous, self._reported_last = quorum, answer
         self._members = {member.replica_id: member for member in quorum.members}
         self._newest_step = max(self._newest_step, *(member.step for member in quorum.members))
-        return self._ask_for_newest(now_ms) + self._sort_the_waiting(now_ms)
+        return self._ask_for_newest(now_ms) + self._sort_waiting(now_ms)
 
-    def _sort_the_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:
+    def _sort_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Sort the members that asked before this lighthouse knew their quorum: some have gone on from it, others never
         got it."""
         members = [replica for replica, _ in self._waiting() if replica.replica_id in self._members]
-        without = [replica for replica in members if self._lost_the_answer(replica, replica.request)]
+        without = [replica for replica in members if self._lost_answer(replica, replica.request)]
         self._asked_since = {replica.replica_id for replica in members if replica not in without}
         out: list[effects.LighthouseEffect] = []
         for replica in members:
@@ -1233,12 +1229,12 @@ class Job:
         for replica in without:
             request = replica.request
             assert request is not None
-            if self._runs(replica, request):
+            if self._can_still_run(replica, request):
                 replica.request = None
                 out += self._answer_again(replica, request, now_ms)
             else:
                 self._asked_since.add(replica.replica_id)
-                out += self._break_quorum(replica.replica_id, replica.session, "does not hold it", lives=True)
+                out += self._break_quorum(replica.replica_id, replica.session, "did not receive it", lives=True)
         return out
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -1249,34 +1245,34 @@ class Job:
         member = replace(event.member, session=replica.session)
         stream = event.stream
         if member.replica_id != replica.replica_id:
-            message = f"the stream of replica {replica.replica_id} asks as {member.replica_id}; ask for itself only"
+            message = f"replica {replica.replica_id} asked on behalf of {member.replica_id}; send only its own requests"
             return [effects.RefuseRequest(stream, event.request, Refusal.MALFORMED, message)]
         if event.held is not None and event.held.quorum_id > wall_ms + HIGHEST_ID_AHEAD:
-            message = f"replica {replica.replica_id} holds quorum {event.held}, an id that no lighthouse gives"
-            return [effects.RefuseRequest(stream, event.request, Refusal.MALFORMED, message + "; start it anew")]
+            message = f"replica {replica.replica_id} reports quorum {event.held}, an id that no lighthouse issues"
+            return [effects.RefuseRequest(stream, event.request, Refusal.MALFORMED, message + "; restart it")]
         out = self._compare(replica, event, now_ms)
         if any(isinstance(order, effects.RefuseRequest) and order.stream == stream for order in out):
             return out
         replica.ready = True
-        self._hear_of_wait(replica, False, now_ms)
+        self._note_wait(replica, False, now_ms)
         replica.stopped = None
-        out += self._hear_of_sources(member)
+        out += self._note_sources(member)
         after_loss = False
         if member.unreached:
-            self._more = 0
+            self._requests_needed = 0
             after_loss = any(not notice.lives for notice in self._losses_in(event.held))
         known = self.liveness.replicas
         member = self._reach.heard(replica, member, event.held, self.previous, known, now_ms, after_loss=after_loss)
         self.hangs.heard(replica.replica_id, None, now_ms)  # a replica that asks has moved
         self.stragglers.heard(replica.replica_id, None)
         if event.held is not None:
-            self._has_heard_of(event.held)
+            self._note_reported_key(event.held)
         patience_ms = self._timeouts.heartbeat_timeout_ms
         request = OpenRequest(event.request, member, event.held, replica.asked_ms(now_ms, patience_ms))
-        if self._lost_the_answer(replica, request):
-            if self._runs(replica, request):
+        if self._lost_answer(replica, request):
+            if self._can_still_run(replica, request):
                 return out + self._answer_again(replica, request, now_ms)
-            out += self._break_quorum(replica.replica_id, replica.session, "does not hold it", lives=True)
+            out += self._break_quorum(replica.replica_id, replica.session, "did not receive it", lives=True)
         elif event.held == self._previous_key and (
             member.needs_configure or (self._living.stands and member.commit_failures > 0)
         ):
@@ -1298,19 +1294,20 @@ class Job:
             replica.ineligible_until_ms = 0
         return out + self._announce(replica, member, now_ms)
 
-    def _hear_of_sources(self, member: Member) -> list[effects.Warned]:
+    def _note_sources(self, member: Member) -> list[effects.Warned]:
         """Log which sources the replica could not heal from. They stay in the quorum, whose plan names them last."""
         before = self._poor_sources.get(member.replica_id, ())
         if member.poor_sources == before:
             return []
         known = self.liveness.replicas
-        self._poor_sources = {name: said for name, said in self._poor_sources.items() if name in known}
+        self._poor_sources = {name: sources for name, sources in self._poor_sources.items() if name in known}
         self._poor_sources[member.replica_id] = member.poor_sources
         return [
             effects.Warned(
                 self.name,
-                f"replica {member.replica_id} found source {name} silent, wrong or slow when it healed; every replica "
-                f"asks it last. Look at its state server at {self._address_of(name)}, and at the network to it",
+                f"replica {member.replica_id} could not heal well from source {name}, which was silent, slow or sent "
+                f"wrong data; every replica now asks it last. Check its state server on {self._address_of(name)}, and "
+                "the network to it",
             )
             for name in member.poor_sources
             if name not in before and name in known
@@ -1335,13 +1332,11 @@ class Job:
         if replica.replica_id in self._left_out():
             return []
         self._announced = True
-        takers = (member.replica_id for member in self._members.values() if _takes_early(member))
-        others = (self.liveness.replicas.get(replica_id) for replica_id in takers)
+        takers = self._known(member.replica_id for member in self._members.values() if _takes_early(member))
         return [
             effects.AnnounceNewcomer(other.stream, replica.replica_id)
-            for other in others
-            if other is not None and other is not replica and other.healthy
-            if other.stream is not None and other.request is None
+            for other in takers
+            if other is not replica and other.healthy and other.stream is not None and other.request is None
         ]
 
     def _compare(self, replica: Replica, event: events.QuorumRequested, now_ms: int) -> list[effects.LighthouseEffect]:
@@ -1349,13 +1344,13 @@ class Job:
         asks."""
         self._now_ms = now_ms
         if len(self._handshake) > 2 * len(self.liveness.replicas) + 16:
-            self._handshake.forget_the_gone()
+            self._handshake.forget_gone()
         out: list[effects.LighthouseEffect] = []
         # The request counts already: a restarted manager server has said hello without a quorum.
         has_trained = event.held is not None or event.member.live
-        self._asker = replica.replica_id if has_trained else ""
+        self._asking_replica = replica.replica_id if has_trained else ""
         differing = self._handshake.asks(replica.replica_id, event.fingerprint)
-        self._asker = ""
+        self._asking_replica = ""
         for differs in differing:
             other = self.liveness.replicas[differs.replica_id]
             request = event.request if other is replica else None
@@ -1366,7 +1361,7 @@ class Job:
                 out.append(effects.RefuseRequest(other.stream, request, Refusal.DIFFERS, differs.message))
         return out
 
-    def _standing(self, replica_id: str) -> Precedence:
+    def _precedence_of(self, replica_id: str) -> Precedence:
         """Return how much that replica's word counts. A lost replica may come back with its state; a dead one can't."""
         replica = self.liveness.replicas.get(replica_id)
         if replica is None or replica.dead or (replica.left is not None and not replica.serves):
@@ -1375,7 +1370,7 @@ class Job:
             return Precedence.GONE
         if replica_id in self._members:
             return Precedence.MEMBER
-        has_trained = replica.held is not None or replica_id == self._asker
+        has_trained = replica.held is not None or replica_id == self._asking_replica
         return Precedence.HOLDS if has_trained else Precedence.NEW
 
     def _withdrawn(self, replica: Replica, request: int, now_ms: int) -> None:
@@ -1385,7 +1380,7 @@ class Job:
         elif replica.answered == request:
             replica.answer_void = True
 
-    def _lost_the_answer(self, replica: Replica, request: OpenRequest | None) -> bool:
+    def _lost_answer(self, replica: Replica, request: OpenRequest | None) -> bool:
         """Return whether a member of the newest quorum, in this very session, has not received that quorum's answer.
 
         The replica does not hold the quorum, or it asks again for what the quorum has answered. The answer was lost
@@ -1405,7 +1400,7 @@ class Job:
         held = [key for key in (replica.held, request.held) if key is not None]
         return self.previous is not None and any(key > self.previous.key for key in held)
 
-    def _runs(self, replica: Replica, request: OpenRequest) -> bool:
+    def _can_still_run(self, replica: Replica, request: OpenRequest) -> bool:
         """Return whether the newest quorum can still run with a member that has not received it; if not, all members
         leave it."""
         if self._holds_newer(replica, request):
@@ -1435,11 +1430,8 @@ class Job:
 
     @staticmethod
     def _recovers(quorum: Quorum, replica_id: str) -> bool:
-        try:
-            recovering = assign(quorum).recovering
-        except ProtocolError:
-            return False  # every member is torn; each learns it from its own plan
-        return quorum.replica_ids.index(replica_id) in recovering
+        common = _assignment_of(quorum)
+        return common is not None and quorum.replica_ids.index(replica_id) in common.recovering
 
     # --- forming -----------------------------------------------------------------------------------------------------
 
@@ -1449,11 +1441,9 @@ class Job:
         if self.previous is None:
             return True
         if self._healthy_before is None:
-            members = (self.liveness.replicas.get(replica_id) for replica_id in self._members)
             out = self._left_out()
-            self._healthy_before = sum(
-                1 for replica in members if replica is not None and replica.healthy and replica.replica_id not in out
-            )
+            healthy = (each.replica_id for each in self._known(self._members) if each.healthy)
+            self._healthy_before = sum(name not in out for name in healthy)
         return (
             len(self._asked_since) >= self._healthy_before or now_ms - self._formed_ms >= self._timeouts.join_timeout_ms
         )
@@ -1465,49 +1455,49 @@ class Job:
 
     def _form(self, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Form the next quorum if the rule allows it, and answer every waiting member."""
-        out = [*self._note_the_end(now_ms), *self._refuse_the_late(), *self._refuse_the_ahead()]
+        out = [*self._note_job_end(now_ms), *self._refuse_late(), *self._refuse_ahead()]
         waiting = self._waiting()
-        self._more = 0
+        self._requests_needed = 0
         if not waiting:
-            self.waiting_for = NOBODY_ASKS
+            self.waiting_for = NO_REQUEST
             return out
         if self._asking is not None:
-            self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica holds"
+            self.waiting_for = f"the members of quorum {self._asking[1][0]}, which a replica reports"
             return out
         if self.previous is not None:
             replicas, bad_links = self.liveness.replicas, self._reach.bad_links(now_ms)
             out += self._reach.trials.look((each for each, _ in waiting), self._members, replicas, now_ms, bad_links)
-        kept = self._look_at_links(now_ms)
+        kept = self._check_links(now_ms)
         if kept.waits:
             # until the next decision, the replicas that are kept out replace no others
-            self._kept = replace(kept, out=self._kept.out)
+            self._exclusions = replace(kept, out=self._exclusions.out)
             self.waiting_for = kept.waits
             return out
-        self._kept = kept
-        self._note_the_barred(waiting, now_ms)
+        self._exclusions = kept
+        self._note_barred(waiting, now_ms)
         situation = self._situation(waiting, now_ms)
         decision = decide(situation)
         if isinstance(decision, Form) and decision.kept_out:
             decision = self._fit(decision, situation)
         if not isinstance(decision, Form):
             out += self._recall_for(waiting, now_ms) if self._living.stands else []
-            self.waiting_for = self._with_the_kept_out(decision.reason, waiting, now_ms)
-            self._more = decision.more
+            self.waiting_for = self._with_kept_out(decision.reason, waiting, now_ms)
+            self._requests_needed = decision.more
             return out
         if self._starts_over(decision.members, now_ms):
             left_ms = self._unnamed_until_ms - now_ms
-            self.waiting_for = f"who was in quorum {self._held}, whom nobody here can name; {left_ms} ms are left"
+            self.waiting_for = f"{UNKNOWN_MEMBERS} {self._newest_held}, for {left_ms} ms more"
             return out
-        lives = self._who_may_still_train(waiting, now_ms)
+        lives = self._unreachable_trainers(waiting, now_ms)
         if lives is not None:
             self.waiting_for = lives
             return out
         if len(decision.members) < len(waiting):
             # The holder of the job's own newest state may be among those that are left out.
-            ahead = self._refuse_the_ahead({member.replica_id for member in decision.members})
+            ahead = self._refuse_ahead({member.replica_id for member in decision.members})
             if ahead:
                 return [*out, *ahead, *self._form(now_ms, wall_ms)]
-        out += self._tell_of_the_kept_out(decision.kept_out, now_ms)
+        out += self._warn_kept_out(decision.kept_out, now_ms)
         return out + self._formed(decision.members, now_ms, wall_ms)
 
     def _recall_for(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> list[effects.TellNewest]:
@@ -1515,28 +1505,29 @@ class Job:
         out = self._left_out()
         for replica, _ in waiting:
             name = replica.replica_id
-            able = name not in out and name not in self._kept.out and replica.ineligible_until_ms <= now_ms
+            able = name not in out and name not in self._exclusions.out and replica.ineligible_until_ms <= now_ms
             if name not in self._members and able:
                 return self._recall()
         return []
 
-    def _who_may_still_train(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str | None:
+    def _unreachable_trainers(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str | None:
         """Return what to wait for, or None, so that no replica starts over beside a quorum that may train out
         of reach."""
         names = {replica.replica_id for replica, _ in waiting}
         lives = self._living.waits_for(names, self._members, self.liveness.replicas, now_ms)
         if lives is not None or self._formed_here:
             return lives
-        holds = any(replica.held == self._held for replica, _ in waiting)
-        return self._living.waits_for_unnamed(self._held, self._held_lease_ms, holds, self._previous_key, now_ms)
+        holds = any(replica.held == self._newest_held for replica, _ in waiting)
+        newest, lease_ms = self._newest_held, self._newest_held_lease_ms
+        return self._living.waits_for_unnamed(newest, lease_ms, holds, self._previous_key, now_ms)
 
     # --- links -------------------------------------------------------------------------------------------------------
 
-    def _look_at_links(self, now_ms: int) -> Kept:
+    def _check_links(self, now_ms: int) -> Exclusions:
         """Return which replicas are kept out of the next quorum, because others can't reach them. Cheap while no link
         is bad."""
         if not self._reach.counts(now_ms):
-            return Kept()
+            return Exclusions()
         peers = peers_of(self.liveness.replicas.values(), self._members, now_ms)
         slow = self._left_out()
         if slow:
@@ -1557,40 +1548,40 @@ class Job:
         able = {*form.kept_out, *(member.replica_id for member in form.members)}
         kept_out = self._reach.fit({name: peer for name, peer in peers.items() if name in able}, situation.now_ms)
         if kept_out is None:
-            return Wait("a replica that all others reach and that holds the newest state of those that have asked")
+            return Wait("a replica that all others can reach and that has the newest state of those that have asked")
         return form if kept_out == set(form.kept_out) else decide(replace(situation, kept_out=kept_out))
 
-    def _with_the_kept_out(self, reason: str, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str:
+    def _with_kept_out(self, reason: str, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> str:
         """Return why there is no quorum; for replicas that wait in vain, name the replicas that can't reach them."""
-        kept_out = [replica.replica_id for replica, _ in waiting if replica.replica_id in self._kept.out]
+        kept_out = [replica.replica_id for replica, _ in waiting if replica.replica_id in self._exclusions.out]
         if not kept_out:
             return reason
-        said = self._reach.said(kept_out, now_ms)
-        return said if len(kept_out) == len(waiting) else f"{reason}; left out: {said}"
+        why = self._reach.describe(kept_out, now_ms)
+        return why if len(kept_out) == len(waiting) else f"{reason}; left out: {why}"
 
-    def _tell_of_the_kept_out(self, kept_out: tuple[str, ...], now_ms: int) -> list[effects.LighthouseEffect]:
+    def _warn_kept_out(self, kept_out: tuple[str, ...], now_ms: int) -> list[effects.LighthouseEffect]:
         """Warn once about each replica that is left out: in the log, at the replica, and at the ends of its bad
         links."""
         new = sorted(self._reach.formed(frozenset(kept_out)))
         out: list[effects.LighthouseEffect] = []
-        told: Counter[str] = Counter()
+        warned: Counter[str] = Counter()
         for name in new[:NAMES_SHOWN_MOST]:
-            warning = f"{self._reach.left_out(name, now_ms)}. {LOOK_AT_LINKS}"
+            warning = f"{self._reach.left_out(name, now_ms)}. {CHECK_LINKS}"
             out.append(effects.Warned(self.name, warning))
-            ends = [name, *(each for each in self._reach.ends_of(name) if told[each] < TOLD_OF_LINKS_MOST)]
-            told.update(ends)
+            ends = [name, *(each for each in self._reach.ends_of(name) if warned[each] < LINK_WARNINGS_MOST)]
+            warned.update(ends)
             out += self._tell(ends, warning)
         more = new[NAMES_SHOWN_MOST:]  # half a thousand replicas need not all be named to each other
         if more:
             are = "is" if len(more) == 1 else "are"
-            why = "links between them and others are bad"
-            warning = f"{_listed(more)} {are} left out of the next quorum as well: {why}. {LOOK_AT_LINKS}"
+            why = "their links to other replicas fail"
+            warning = f"{_listed(more)} {are} left out of the next quorum too: {why}. {CHECK_LINKS}"
             out += [effects.Warned(self.name, warning), *self._tell(more, warning)]
         return out
 
     def _tell(self, names: Iterable[str], warning: str) -> list[effects.TellWait]:
-        known = (self.liveness.replicas.get(name) for name in names)
-        return [effects.TellWait(each.stream, warning, True) for each in known if each and each.stream is not None]
+        known = self._known(names)
+        return [effects.TellWait(each.stream, warning, True) for each in known if each.stream is not None]
 
     def _starts_over(self, members: tuple[Member, ...], now_ms: int) -> bool:
         """Return whether this quorum would start the job over while members of an earlier quorum may still come.
@@ -1599,21 +1590,22 @@ class Job:
         This holds even if that replica went before it could name them: a fresh replica would start the job over without
         them.
         """
-        if self._held is None or self._formed_here or (self.previous is not None and self.previous.key >= self._held):
+        newest = self._newest_held
+        if newest is None or self._formed_here or (self.previous is not None and self.previous.key >= newest):
             return False
         if any(member.live and not member.torn for member in members):
             return False
         return now_ms < self._unnamed_until_ms
 
-    def _note_the_barred(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> None:
+    def _note_barred(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> None:
         """Record that these can't be in a quorum now. They may have asked long ago, and hurry no other replica."""
-        out = self._kept.out.union(self._left_out())
+        out = self._exclusions.out.union(self._left_out())
         for replica in [each for each, _ in waiting if each.replica_id in out or each.ineligible_until_ms > now_ms]:
             replica.barred_ms = now_ms
 
     def _situation(self, waiting: list[tuple[Replica, OpenRequest]], now_ms: int) -> Situation:
         replicas, from_ms = self.liveness.replicas.values(), self._living.joins_from_ms
-        asked_ms = {each.replica_id: max(said.asked_ms, each.barred_ms, from_ms) for each, said in waiting}
+        asked_ms = {each.replica_id: max(request.asked_ms, each.barred_ms, from_ms) for each, request in waiting}
         first_asked_ms = min(asked_ms.values(), default=now_ms)
         reference_step, lost_sources = self._lost_sources(now_ms)
         return Situation(
@@ -1625,14 +1617,14 @@ class Job:
             left_out=self._left_out(),
             previous=self.previous,
             min_replicas=self._config.min_replicas,
-            join_timeout_ms=self._living.join_timeout_ms(now_ms),
+            join_timeout_ms=self._living.join_timeout_ms(),
             asked_ms=asked_ms,
-            fast_only=now_ms - self._birth.now_ms < self._timeouts.reconnect_grace_ms,
+            fast_only=now_ms - self._incarnation.now_ms < self._timeouts.reconnect_grace_ms,
             reference_step=reference_step,
             lost_sources=lost_sources,
             lost_state_ms=max((self._patience_ms(self.liveness.replicas[name]) for name in lost_sources), default=0),
             left={replica.replica_id for replica in replicas if replica.left is not None},
-            kept_out=self._kept.out,
+            kept_out=self._exclusions.out,
             now_ms=now_ms,
         )
 
@@ -1643,8 +1635,8 @@ class Job:
         """
         lost_ms = {
             replica.replica_id: replica.lost_ms
-            for replica in (self.liveness.replicas.get(replica_id) for replica_id in self._members)
-            if replica is not None and replica.lost is not None and replica.left is None and not replica.dead
+            for replica in self._known(self._members)
+            if replica.lost is not None and replica.left is None and not replica.dead
             if now_ms - replica.lost_ms < self._patience_ms(replica)
         }
         step = self._reference_step() if lost_ms else 0
@@ -1667,28 +1659,26 @@ class Job:
         """Return the step that the newest quorum started from; 0: no state is worth waiting for."""
         if self._has_moved_on():
             return self._newest_step
-        try:
-            return assign(self.previous).step if self.previous is not None else 0
-        except ProtocolError:
-            return 0  # every member was torn
+        common = _assignment_of(self.previous) if self.previous is not None else None
+        return common.step if common is not None else 0
 
-    def _note_lost_state(self, members: Collection[Member], now_ms: int) -> list[effects.Warned]:
+    def _note_lost_state(self, members: Collection[Member]) -> list[effects.Warned]:
         """Warn that the job goes on from an older state than the newest quorum's, and name the holders of that
         state."""
         step = self._reference_step()
         if self.previous is None or any(member.step >= step and not member.torn for member in members):
             return []
-        known = [(name, self.liveness.replicas.get(name)) for name in self._holders(step)]
-        silent = [name for name, each in known if each is not None and each.lost and each.fell_silent and not each.dead]
+        known = self._known(self._holders(step))
+        silent = [each.replica_id for each in known if each.lost and each.fell_silent and not each.dead]
         if not silent:
             return []
         newest = max((member.step for member in members if not member.torn), default=None)
         if newest is None:
             return []  # the job does not go on: no member holds a whole state, as the members are told
-        patience = f"after {self._config.lost_state_ms} ms of waiting (--lost-state-timeout-ms)"
+        patience = f"after a wait of {self._config.lost_state_ms} ms (--lost-state-timeout-ms)"
         sentence = (
-            f"the job goes on from step {newest}, {patience}: step {step} was held by {_listed(silent)}, which fell "
-            "silent; if it comes back, the state with more steps counts and the others recover from it"
+            f"the job resumes from step {newest}, {patience}: only {_listed(silent)} had step {step}, and fell silent. "
+            "If it returns, the state with more steps counts and the others recover from it"
         )
         return [effects.Warned(self.name, sentence)]
 
@@ -1712,7 +1702,7 @@ class Job:
         waits = replica.where[0].phase is Phase.WAITING
         return waits and now_ms - max(since, first_asked_ms) >= self._timeouts.first_byte_ms
 
-    def _note_the_end(self, now_ms: int) -> list[effects.LighthouseEffect]:
+    def _note_job_end(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Note the end of the job: the last member has finished, or one has and the others can't come back."""
         if self.previous is None:
             return []
@@ -1733,8 +1723,8 @@ class Job:
             return False
         return replica.lost is None or now_ms - replica.lost_ms < self._timeouts.heartbeat_timeout_ms
 
-    def _refuse_the_late(self) -> list[effects.LighthouseEffect]:
-        """Refuse the replicas of a run that has ended, so that they do not train another end of it."""
+    def _refuse_late(self) -> list[effects.LighthouseEffect]:
+        """Refuse the replicas of a run that has ended, so that the job does not get a second result."""
         ended = self._end.ended
         if ended is None:
             return []
@@ -1746,15 +1736,14 @@ class Job:
             replica.ready = False  # it counts nowhere, and no replica waits for it
             if replica.stream is not None:
                 message = (
-                    f"job {self.name} has ended at step {ended.step}, where {_listed(ended.replica_ids)} finished; "
-                    f"replica {replica.replica_id} of that run is at step {request.member.step}, and nobody of it is "
-                    f"left to heal from; use the result of step {ended.step}; to train a new run, start the whole job "
-                    "again"
+                    f"job {self.name} ended at step {ended.step}, finished by {_listed(ended.replica_ids)}; "
+                    f"replica {replica.replica_id} of that run is at step {request.member.step}, and no replica is "
+                    f"left to heal from. Use the result of step {ended.step}, or restart the whole job for a new run"
                 )
                 out.append(effects.RefuseRequest(replica.stream, request.request, Refusal.OVER, message))
         return out
 
-    def _refuse_the_ahead(self, within: Collection[str] | None = None) -> list[effects.LighthouseEffect]:
+    def _refuse_ahead(self, within: Collection[str] | None = None) -> list[effects.LighthouseEffect]:
         """Refuse replicas whose state, loaded from outside, is ahead of the job's own.
 
         `within`: only these replicas; None: all that wait.
@@ -1781,17 +1770,17 @@ class Job:
         previous = self.previous
         left = [replica.replica_id for replica in self.liveness.replicas.values() if replica.left is not None]
         slow = self.stragglers.left_out
-        reason = reason_for_new_id(previous, members, self._broken, left, kept_out=self._kept.out, left_out=slow)
+        reason = reason_for_new_id(previous, members, self._broken, left, kept_out=self._exclusions.out, left_out=slow)
         failed = self._reach.stores_failed(now_ms)
         if failed:
             members = tuple(replace(each, store_failed=each.replica_id in failed) for each in members)
-        out: list[effects.LighthouseEffect] = [*self._note_lost_state(members, now_ms)] if reason is not None else []
+        out: list[effects.LighthouseEffect] = [*self._note_lost_state(members)] if reason is not None else []
         key = previous.key if previous is not None and reason is None else QuorumKey(self.last_id + 1, self._nonces())
         if reason is not None:
             self._forget_losses()
             self.liveness.drop_presumed()
         quorum = Quorum(key, members, wall_ms)
-        out += self._note_a_new_run(quorum, now_ms)
+        out += self._note_new_run(quorum, now_ms)
         self.last_id = max(self.last_id, key.quorum_id)
         self.previous = quorum
         self._members = {member.replica_id: member for member in members}
@@ -1802,10 +1791,10 @@ class Job:
             self._key_formed_ms = now_ms
         self._formed_ms = now_ms
         self._asked_since = set()
-        self.waiting_for = NOBODY_ASKS
+        self.waiting_for = NO_REQUEST
         return out + self._answers(quorum, previous, now_ms)
 
-    def _note_a_new_run(self, quorum: Quorum, now_ms: int) -> list[effects.LighthouseEffect]:
+    def _note_new_run(self, quorum: Quorum, now_ms: int) -> list[effects.LighthouseEffect]:
         """Start a new run, and warn if it trains from before the end of the last one, because that may be unwanted."""
         ended, step = self._end.ended, max(member.step for member in quorum.members)
         if ended is None or step >= ended.step:
@@ -1816,12 +1805,12 @@ class Job:
         if self._previous_key != ended.key:
             return []
         warning = (
-            f"job {self.name} has ended at step {ended.step}, where {_listed(ended.replica_ids)} finished; this is a "
-            f"new run of it, from step {step}; if that is not wanted, end it and load the result of step {ended.step}"
+            f"job {self.name} ended at step {ended.step}, finished by {_listed(ended.replica_ids)}; a new run starts "
+            f"from step {step}. If you do not want it, end it and load the result of step {ended.step}"
         )
         streams = [self.liveness.replicas[member.replica_id].stream for member in quorum.members]
-        told = [effects.TellWait(stream, warning, True) for stream in streams if stream is not None]
-        return [effects.Warned(self.name, warning), *told]
+        warnings = [effects.TellWait(stream, warning, True) for stream in streams if stream is not None]
+        return [effects.Warned(self.name, warning), *warnings]
 
     def _begin_round(self, before: Quorum | None) -> None:
         """Begin a round: the newest quorum is another one than before, or was given again."""
@@ -1837,10 +1826,8 @@ class Job:
 
     def _answers(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> list[effects.LighthouseEffect]:
         unchanged = self._unchanged(quorum, previous)
-        try:
-            recovering = set() if unchanged else set(assign(quorum).recovering)
-        except ProtocolError:
-            recovering = set()  # every member is torn; each learns it from its own plan
+        common = None if unchanged else _assignment_of(quorum)
+        recovering = set(common.recovering) if common is not None else set()
         out: list[effects.LighthouseEffect] = []
         for rank, member in enumerate(quorum.members):
             replica = self.liveness.replicas[member.replica_id]

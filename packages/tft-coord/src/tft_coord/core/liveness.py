@@ -1,14 +1,14 @@
 """Liveness: the sessions of one job's replica groups, and what counts as a loss.
 
-A broken stream is most often a death, sometimes a hiccup, and now and then a sick network or a sick lighthouse. Three
-rules follow:
+A stream breaks most often because a process died, and sometimes because of a short interruption. Now and then the
+fault is in the network or in the lighthouse. Three rules follow:
 
 - A break is judged after a short grace.
 - When most streams break together, no replica is judged by its break.
 - A replica whose link flaps is judged by its silence instead.
 
 A reported death needs no judging and is final. A break that the replica's own host has reported is judged by itself,
-however many there are: twenty killed processes are no sickness.
+however many there are: twenty killed processes are no fault of the network.
 
 Law of this file: one job's sessions; no quorum arithmetic.
 """
@@ -23,7 +23,7 @@ from tft_coord.core.progress import Progress
 from tft_coord.core.types import Hello, Member, QuorumKey, Refusal
 from tft_coord.timeouts import Timeouts
 
-SICK_STREAMS_LEAST = 4
+OUTAGE_STREAMS_LEAST = 4
 FLAPS_MOST = 3
 UNFINISHED_MOST = 10_000  # the number of names that are kept
 
@@ -87,7 +87,7 @@ class Replica:
     pid: int = 0  # of its trainer
     tries_peers: bool = False  # it dials its peers on request
     where: tuple[Progress, int] | None = None  # its progress in the newest beat, and when that came
-    said_wait_ms: int | None = None  # when its newest beat came, if that reports a wait
+    wait_reported_ms: int | None = None  # when its newest beat came, if that reports a wait
     stopped: tuple[str, int, int] | None = None  # its stopped ranks, for how long, and when it said so
     answers_probes: bool = False
     asked_to_leave: tuple[str, int] | None = None  # (reason, serve_ms) of the drain request
@@ -159,9 +159,9 @@ class Liveness:
         self.replicas: dict[str, Replica] = {}
         self._by_stream: dict[int, Replica] = {}
         # Replicas whose stream broke without a report, in that order; breaks of more than a grace ago are dropped.
-        self._broke: dict[str, Replica] = {}
+        self._broken: dict[str, Replica] = {}
         self._unfinished: dict[str, int] = {}  # user's name -> since when; its replica ended unfinished
-        self._sick_ms: int | None = None  # since when silence counts anew; `judge` passes it on to the replicas
+        self._outage_ms: int | None = None  # since when silence counts anew; `judge` passes it on to the replicas
 
     def remember(self, for_ms: int) -> None:
         """Remember lost replicas for at least that long."""
@@ -179,7 +179,7 @@ class Liveness:
         known = self.replicas.get(hello.replica_id)
         other = self._by_stream.get(stream)
         if other is not None and other is not known:
-            message = f"the stream of replica {other.replica_id} says hello as {hello.replica_id}; open another stream"
+            message = f"the stream of replica {other.replica_id} says hello for {hello.replica_id}; open another stream"
             return Rejected(Refusal.MALFORMED, message)
         if known is not None:
             rejected = self._reject(known, stream, hello, now_ms)
@@ -205,18 +205,18 @@ class Liveness:
             self._by_stream.pop(known.stream, None)
         known.address, known.pid = hello.address, hello.pid
         known.answers_probes = hello.answers_probes
-        known.said_wait_ms, known.stopped = None, None
+        known.wait_reported_ms, known.stopped = None, None
         known.replaces = hello.replaces
         known.tries_peers = hello.tries_peers
         known.presumed = False
         known.stream = stream
-        self._breaks_no_more(known)
+        self._clear_break(known)
         known.excused = False
         known.last_sign_ms = known.heard_ms = now_ms
         known.ready = known.ready or hello.ready
         known.held, known.num_answers = hello.held, hello.num_answers
         if hello.left and known.left is None:
-            self.leave(known, "it says that it has", now_ms)
+            self.leave(known, "reported in its hello", now_ms)
         self._by_stream[stream] = known
         lost: Lost | None = None
         predecessor = self.replicas.get(hello.replaces) if hello.replaces != hello.replica_id else None
@@ -273,13 +273,13 @@ class Liveness:
         """Release a replica that has left: no replica heals from it any more, so its end will be no loss."""
         replica.serves = False
         replica.lost_ms = now_ms
-        self._breaks_no_more(replica)
+        self._clear_break(replica)
 
-    def stream_closed(self, stream: int, now_ms: int, *, told: bool = False) -> None:
+    def stream_closed(self, stream: int, now_ms: int, *, by_peer: bool = False) -> None:
         """Handle a closed connection; `judge` judges it after the grace. Closings of older streams are ignored.
 
         Args:
-            told: the host at the other end has closed it, so it is no sign of sickness.
+            by_peer: the host at the other end has closed it, so the network and the lighthouse work.
         """
         replica = self._by_stream.pop(stream, None)
         if replica is None:
@@ -289,9 +289,9 @@ class Liveness:
         replica.withdraw(now_ms)
         if replica.watched:
             replica.broken_ms = now_ms
-            if not told:
-                self._broke[replica.replica_id] = replica
-                self._excuse_if_sick(now_ms)
+            if not by_peer:
+                self._broken[replica.replica_id] = replica
+                self._excuse_outage(now_ms)
 
     def death(self, stream: int, reason: str, now_ms: int) -> Lost | None:
         """Handle the reported end of a trainer: the replica is lost at once and for good."""
@@ -303,16 +303,8 @@ class Liveness:
             return None
         return self._lose(replica, f"its manager server reports: {reason}", now_ms, dead=True)
 
-    def hang(self, replica_id: str, reason: str, now_ms: int) -> Lost | None:
-        """Declare the replica of a hung trainer lost, until its manager server opens a newer session when the trainer
-        goes on."""
-        replica = self.replicas.get(replica_id)
-        if replica is None or not replica.healthy:
-            return None
-        return self._lose(replica, reason, now_ms, fell_silent=True)
-
     def silence(self, replica_id: str, reason: str, now_ms: int) -> Lost | None:
-        """Declare a replica lost that is silent or stopped while others wait for it, until it opens a newer session.
+        """Declare a replica lost that is silent, stopped or hung, until it opens a newer session.
 
         The loss does not count as a sign of a bad link.
         """
@@ -329,14 +321,14 @@ class Liveness:
 
     def judge(self, now_ms: int) -> list[Lost]:
         """Declare replicas lost whose grace or heartbeat_timeout has passed; drop old entries."""
-        self._hear_of_sickness()
+        self._apply_outage()
         losses = []
         for replica in self.replicas.values():
             if not replica.watched:
                 continue
             if self._break_counts(replica, now_ms):
                 replica.stream_losses_ms.append(now_ms)
-                reason = f"its stream broke and was not back within {self._timeouts.reconnect_grace_ms} ms"
+                reason = f"its stream disconnected and did not return within {self._timeouts.reconnect_grace_ms} ms"
                 losses.append(self._lose(replica, reason, now_ms))
             elif now_ms - replica.last_sign_ms >= self._timeouts.heartbeat_timeout_ms:
                 reason = f"silent for {self._timeouts.heartbeat_timeout_ms} ms"
@@ -360,18 +352,6 @@ class Liveness:
                 if replica.broken_ms is not None:
                     replica.excused = True
 
-    def next_deadline_ms(self) -> int | None:
-        """Return when `judge` may have something to do next."""
-        self._hear_of_sickness()
-        deadlines = [
-            replica.broken_ms + self._timeouts.reconnect_grace_ms
-            if replica.broken_ms is not None and not replica.excused
-            else replica.last_sign_ms + self._timeouts.heartbeat_timeout_ms
-            for replica in self.replicas.values()
-            if replica.watched
-        ]
-        return min(deadlines, default=None)
-
     def _reject(self, known: Replica, stream: int, hello: Hello, now_ms: int) -> Rejected | None:
         name = hello.replica_id
         if known.dead:
@@ -383,8 +363,8 @@ class Liveness:
         if lives and hello.address != known.address:
             return Rejected(
                 Refusal.DUPLICATE,
-                f"replica {name} already lives at {known.address} (session {known.session}) and asks again from "
-                f"{hello.address}; end one of the two, or give them different replica ids",
+                f"replica {name} is already running at {known.address} (session {known.session}) and connects again "
+                f"from {hello.address}; end one of the two, or give them different replica ids",
                 now_ms - known.heard_ms,
             )
         if hello.session < known.session:
@@ -409,7 +389,7 @@ class Liveness:
         replica.lost_ms = now_ms
         replica.dead = dead
         replica.fell_silent = fell_silent
-        self._breaks_no_more(replica)
+        self._clear_break(replica)
         replica.healing_since_ms = None
         return Lost(replica, reason, replica.stream, request)
 
@@ -444,33 +424,33 @@ class Liveness:
             return False
         return not self.flaps(replica, now_ms) and now_ms - replica.broken_ms >= self._timeouts.reconnect_grace_ms
 
-    def _excuse_if_sick(self, now_ms: int) -> None:
+    def _excuse_outage(self, now_ms: int) -> None:
         """Excuse the breaks when more than half of at least four streams break within one grace without a report.
 
         The fault is not theirs in that case. Thousands break together, so no break may cost a look at all others.
         """
         grace_ms = self._timeouts.reconnect_grace_ms
-        while (first := next(iter(self._broke.values()))).broken_ms is None or now_ms - first.broken_ms > grace_ms:
-            del self._broke[first.replica_id]
-        streams = len(self._by_stream) + len(self._broke)
-        if streams < SICK_STREAMS_LEAST or 2 * len(self._broke) <= streams:
+        while (first := next(iter(self._broken.values()))).broken_ms is None or now_ms - first.broken_ms > grace_ms:
+            del self._broken[first.replica_id]
+        streams = len(self._by_stream) + len(self._broken)
+        if streams < OUTAGE_STREAMS_LEAST or 2 * len(self._broken) <= streams:
             return
-        self._sick_ms = now_ms
-        for replica in reversed(self._broke.values()):
+        self._outage_ms = now_ms
+        for replica in reversed(self._broken.values()):
             if replica.excused:
                 break  # all that broke before it are excused too
             replica.excused = True
 
-    def _hear_of_sickness(self) -> None:
-        """Let silence count from the last sickness on."""
-        if self._sick_ms is None:
+    def _apply_outage(self) -> None:
+        """Count silence from the last outage on, which is a fault of the network or of the lighthouse."""
+        if self._outage_ms is None:
             return
         for replica in self.replicas.values():
             if replica.watched:
-                replica.last_sign_ms = max(replica.last_sign_ms, self._sick_ms)
-        self._sick_ms = None
+                replica.last_sign_ms = max(replica.last_sign_ms, self._outage_ms)
+        self._outage_ms = None
 
-    def _breaks_no_more(self, replica: Replica) -> None:
+    def _clear_break(self, replica: Replica) -> None:
         """Clear the break: the stream is back, or the replica's end is known."""
         replica.broken_ms = None
-        self._broke.pop(replica.replica_id, None)
+        self._broken.pop(replica.replica_id, None)

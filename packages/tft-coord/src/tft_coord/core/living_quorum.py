@@ -21,8 +21,9 @@ from tft_coord.core.progress import Phase
 from tft_coord.core.types import Quorum, QuorumKey, QuorumNews
 from tft_coord.timeouts import Timeouts
 
-BEATS_TO_ASK: Final = 2  # a waiting member that was told to ask has asked by then
+BEATS_TO_ASK: Final = 2  # after so many beats a waiting member that was recalled has asked
 LIVES: Final = "may still train without this lighthouse"  # part of the wait sentences
+UNKNOWN_MEMBERS: Final = "unknown members of quorum"  # the start of a wait sentence
 
 
 @final
@@ -48,7 +49,7 @@ class LivingQuorum:
         # the first member that asked since the quorum was given, and when
         self._first_asked: tuple[str, int] | None = None
         self._late: tuple[str, int] | None = None  # the member that waits in it for too long, and the step
-        self._left_behind_ms: int | None = None  # when the quorum was broken because of a late member
+        self._is_late_broken = False  # the quorum was broken because of a late member
         # Members of earlier quorums that are in no later one, and how long each may go on by itself.
         self._earlier: dict[str, int] = {}
 
@@ -82,7 +83,7 @@ class LivingQuorum:
         self._lease_ms = quorum.lease_ms or 0
         first = quorum.members[0]
         self._is_whole = self._lease_ms > 0 and all_at(quorum.members, first.step, first.lineage)
-        self._recalled, self._first_asked, self._late, self._left_behind_ms = False, None, None, None
+        self._recalled, self._first_asked, self._late, self._is_late_broken = False, None, None, False
 
     # --- recall -----------------------------------------------------------------------------------------------------
 
@@ -161,18 +162,18 @@ class LivingQuorum:
                 out.append(replica.replica_id)
         return (who, tuple(out)) if out else None
 
-    def goes_on_without_the_late(self, now_ms: int) -> None:
+    def break_for_late(self) -> None:
         """Note that the quorum is broken because of late members. The others have waited for `join_timeout` already."""
         self._late = None
-        self._left_behind_ms = now_ms
+        self._is_late_broken = True
 
-    def join_timeout_ms(self, now_ms: int) -> int:
+    def join_timeout_ms(self) -> int:
         """Return how long the next quorum waits for healthy replicas that have not asked.
 
         If the quorum was broken because of a late member, the others get only a moment to ask.
         """
         join_timeout_ms = self._timeouts.join_timeout_ms
-        if self._left_behind_ms is None:
+        if not self._is_late_broken:
             return join_timeout_ms
         return min(join_timeout_ms, BEATS_TO_ASK * self._timeouts.beat_interval_ms)
 
@@ -214,7 +215,7 @@ class LivingQuorum:
         name = max(sorted(left), key=lambda each: left[each], default="")
         if not name or left[name] <= 0:
             return None
-        return f"{name} {LIVES}; restart it, or end it and say so, or the others go on in {-(-left[name] // 1_000)} s"
+        return f"{name} {LIVES}; restart it, or the others resume without it in {-(-left[name] // 1_000)} s"
 
     def waits_for_unnamed(
         self, held: QuorumKey | None, lease_ms: int, holds: bool, previous: QuorumKey | None, now_ms: int
@@ -223,22 +224,22 @@ class LivingQuorum:
 
         Args:
             held: the newest quorum that a hello has named, or None.
-            lease_ms: of that quorum, as the hello said.
+            lease_ms: of that quorum, by the hello.
             holds: one of those that wait is a member of it.
             previous: the newest quorum whose members are known, or None.
         Returns: one phrase, or None: a quorum may form.
         """
         if held is not None and (previous is None or previous < held):
             ends_ms = self._listens_ms + self._timeouts.silence_after_lease_ms(lease_ms) if lease_ms else now_ms
-            who = f"whoever is in quorum {held}, whose members nobody here can name,"
+            who = f"{UNKNOWN_MEMBERS} {held}"
         elif held is None and previous is None:
             ends_ms, holds = self._earlier_life_ends_ms, False
-            who = "whoever an earlier lighthouse served"
+            who = "replicas of an earlier lighthouse"
         else:
             return None
         if holds or now_ms >= ends_ms:
             return None
-        return f"{who} {LIVES}; {-(-(ends_ms - now_ms) // 1_000)} s are left"
+        return f"{who} {LIVES}, for {-(-(ends_ms - now_ms) // 1_000)} s more"
 
 
 def _waits(replica: Replica) -> bool:

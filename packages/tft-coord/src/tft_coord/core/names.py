@@ -6,6 +6,7 @@ Law of this file: text to text. Records for machines and the wire keep the whole
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 _UUID: Final = re.compile(r"\b([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
@@ -23,6 +24,13 @@ _REPLICA_ID: Final = re.compile(
 def shorten(text: str) -> str:
     """Cut the UUID of every replica id in a text to its first 8 characters."""
     return _REPLICA_ID.sub(r"\1", text) if text.count("-") >= 4 else text
+
+
+def listed(names: Iterable[str], most: int = 5) -> str:
+    """Return the first names in order, and the number of the others."""
+    shown = sorted(names)
+    more = len(shown) - most
+    return ", ".join(shown[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def base_name(replica_id: str) -> str:

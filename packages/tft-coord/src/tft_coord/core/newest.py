@@ -27,7 +27,7 @@ class NewestQuorum:
 
     @property
     def is_news(self) -> bool:
-        """Return whether the ranks must know more than their plan says."""
+        """Return whether the ranks must know more than is in their plan."""
         return self._news.broken or self._news.recalled
 
     def asked(self, now_ms: int) -> None:
@@ -38,14 +38,14 @@ class NewestQuorum:
         """Note that the request was answered: that quorum is the newest, and is not recalled."""
         self._news, self._sent_ms = QuorumNews(key), self._asked_ms
 
-    def named(self, news: QuorumNews, sent_ms: int | None, held: QuorumKey | None) -> bool:
+    def named(self, news: QuorumNews, sent_ms: int | None, current: QuorumKey | None) -> bool:
         """Take the lighthouse's name of the newest quorum.
 
         Args:
             news: the lighthouse's message.
             sent_ms: when the beat was sent that it answers; None: it answers none.
-            held: the quorum that this group holds.
-        Returns: whether that changes something for ranks in the held quorum.
+            current: the quorum that this group is in.
+        Returns: whether that changes something for its ranks.
         """
         before = self._news
         self._news = replace(news, beat=0, age_ms=0)
@@ -53,9 +53,9 @@ class NewestQuorum:
             self._sent_ms = None
         if sent_ms is not None and (self._sent_ms is None or sent_ms > self._sent_ms):
             self._sent_ms = sent_ms
-        if held is None or news.key is None or self._news == before:
+        if current is None or news.key is None or self._news == before:
             return False
-        return news.key > held or (news.key == held and self.is_news)
+        return news.key > current or (news.key == current and self.is_news)
 
     def pushed(self) -> QuorumNews:
         """Return the news for the ranks, out of turn."""

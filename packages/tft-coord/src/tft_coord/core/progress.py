@@ -20,7 +20,7 @@ from tft_coord.core.suspicion import WAITS_MS
 from tft_coord.core.types import MAX_INT64
 from tft_coord.timeouts import Timeouts
 
-SAID_FOR_BEATS = 1.5  # a rank that waits reports it with each beat
+REPORT_VALID_BEATS = 1.5  # a rank that waits reports it with each beat
 SILENT_AFTER_BEATS = 2.5  # one beat may be missed, and the next may be late
 
 
@@ -85,12 +85,12 @@ class Progress:
 
 
 @dataclass(slots=True)
-class _Word:
+class _RankReport:
     """The last known progress of a rank, at `at_ms`."""
 
     progress: Progress
     at_ms: int
-    told_ms: int = 0  # the beat's own since_ms, whatever its delay on the way
+    reported_ms: int = 0  # the beat's own since_ms, whatever its delay on the way
     healed: bool = False  # its plan heals it
     seen: bool = False  # an event of this rank gives the progress; otherwise a beat does
     stands: bool = False  # its next round begins without a request, and so without an event
@@ -107,37 +107,37 @@ class GroupProgress:
     def __init__(self, world_size: int, timeouts: Timeouts) -> None:
         self._world_size = world_size
         self._beat_interval_ms = timeouts.beat_interval_ms
-        self._said_for_ms = int(SAID_FOR_BEATS * timeouts.beat_interval_ms)
+        self._valid_ms = int(REPORT_VALID_BEATS * timeouts.beat_interval_ms)
         self._silent_after_ms = int(SILENT_AFTER_BEATS * timeouts.beat_interval_ms)
-        self._words: dict[int, _Word] = {}
+        self._reports: dict[int, _RankReport] = {}
 
-    def said(self, rank: int, progress: Progress, now_ms: int) -> None:
+    def reported(self, rank: int, progress: Progress, now_ms: int) -> None:
         """Record the progress that a rank's beat reports."""
-        before = self._words.get(rank)
-        told_ms = progress.since_ms
+        before = self._reports.get(rank)
+        reported_ms = progress.since_ms
         if before is None:
-            self._words[rank] = _Word(progress, now_ms, told_ms)
+            self._reports[rank] = _RankReport(progress, now_ms, reported_ms)
             return
         if self._is_overtaken(before, progress, now_ms):
             return
-        if self._was_there(before, progress, now_ms):
+        if self._is_same_stay(before, progress, now_ms):
             known_ms = min(before.progress.since_ms + now_ms - before.at_ms, MAX_INT64)
             progress = replace(progress, since_ms=max(progress.since_ms, known_ms))
-        self._words[rank] = _Word(progress, now_ms, told_ms, before.healed, stands=before.stands)
+        self._reports[rank] = _RankReport(progress, now_ms, reported_ms, before.healed, stands=before.stands)
 
-    def _is_overtaken(self, word: _Word, progress: Progress, now_ms: int) -> bool:
+    def _is_overtaken(self, report: _RankReport, progress: Progress, now_ms: int) -> bool:
         """Return whether a beat was sent before a later event of its rank.
 
         If such a beat counted, a rank that hears its verdict and evaluates would seem to wait and to hang. The next
         beat counts in any case, because an answer may have been lost.
         """
-        if not word.seen or now_ms - word.at_ms >= self._beat_interval_ms:
+        if not report.seen or now_ms - report.at_ms >= self._beat_interval_ms:
             return False
         waits = progress.phase in (Phase.WAITING, Phase.REDUCING)
-        has_ended = word.progress.phase is Phase.OUTSIDE and waits  # it waits for nothing before it asks
-        return has_ended or now_ms - progress.since_ms < word.at_ms
+        has_ended = report.progress.phase is Phase.OUTSIDE and waits  # it waits for nothing before it asks
+        return has_ended or now_ms - progress.since_ms < report.at_ms
 
-    def _was_there(self, word: _Word, progress: Progress, now_ms: int) -> bool:
+    def _is_same_stay(self, report: _RankReport, progress: Progress, now_ms: int) -> bool:
         """Return whether a beat is about the same stay in a phase as the last beat.
 
         A beat that was long on its way seems to report a later start, and a hung trainer would seem to have gone on. A
@@ -145,48 +145,48 @@ class GroupProgress:
         longer than before shows the same stay. So does a start of two beats before the last beat, whatever a broken
         stream has lost between them.
         """
-        if (progress.step, progress.phase) != (word.progress.step, word.progress.phase):
+        if (progress.step, progress.phase) != (report.progress.step, report.progress.phase):
             return False
-        tells_more = progress.since_ms >= word.told_ms + self._beat_interval_ms
-        return tells_more or now_ms - progress.since_ms <= word.at_ms - 2 * self._beat_interval_ms
+        tells_more = progress.since_ms >= report.reported_ms + self._beat_interval_ms
+        return tells_more or now_ms - progress.since_ms <= report.at_ms - 2 * self._beat_interval_ms
 
     def asked(self, rank: int, step: int, now_ms: int) -> None:
         """Record that a rank asks for a quorum and waits for it. The plan tells whether its step is excused.
 
         A rank that has never reported with a beat reports nothing by this event either, nor by the following ones.
         """
-        self._is(rank, Phase.WAITING, step, now_ms, excused=True)
+        self._set(rank, Phase.WAITING, step, now_ms, excused=True)
 
     def planned(self, rank: int, step: int | None, now_ms: int, *, excused: bool, heals: bool) -> None:
         """Record that a rank gets its plan and goes on by itself, in a step that may be excused.
 
         `step` is None for a plan that stands: the rank goes on in the step it asked for.
         """
-        word = self._words.get(rank)
-        if word is not None:
-            step = word.progress.step if step is None else step
-            self._is(rank, Phase.OWN, step, now_ms, excused=excused or heals or word.healed)
-            word.healed = heals
+        report = self._reports.get(rank)
+        if report is not None:
+            step = report.progress.step if step is None else step
+            self._set(rank, Phase.OWN, step, now_ms, excused=excused or heals or report.healed)
+            report.healed = heals
 
     def votes(self, rank: int, now_ms: int) -> None:
         """Record that a rank votes and waits for the verdict."""
-        word = self._words.get(rank)
-        if word is not None:
-            self._is(rank, Phase.WAITING, word.progress.step, now_ms, excused=word.progress.excused)
+        report = self._reports.get(rank)
+        if report is not None:
+            self._set(rank, Phase.WAITING, report.progress.step, now_ms, excused=report.progress.excused)
 
     def ended(self, rank: int, step: int, now_ms: int, *, stands: bool = False) -> None:
         """Record that a rank gets the verdict on its step and is between two steps. `step`: the committed steps now."""
-        self._is(rank, Phase.OUTSIDE, step, now_ms, excused=False)
-        word = self._words.get(rank)
-        if word is not None:
-            word.stands = stands
+        self._set(rank, Phase.OUTSIDE, step, now_ms, excused=False)
+        report = self._reports.get(rank)
+        if report is not None:
+            report.stands = stands
 
-    def _is(self, rank: int, phase: Phase, step: int, now_ms: int, *, excused: bool) -> None:
-        word = self._words.get(rank)
-        if word is not None:
-            before = word.progress
-            word.progress = Progress(step, phase, 0, excused, before.slowest_step_ms, before.own_ms)
-            word.at_ms, word.told_ms, word.seen = now_ms, 0, True
+    def _set(self, rank: int, phase: Phase, step: int, now_ms: int, *, excused: bool) -> None:
+        report = self._reports.get(rank)
+        if report is not None:
+            before = report.progress
+            report.progress = Progress(step, phase, 0, excused, before.slowest_step_ms, before.own_ms)
+            report.at_ms, report.reported_ms, report.seen = now_ms, 0, True
 
     def now(self, now_ms: int) -> Progress | None:
         """Return the group's report; None: no rank reports anything.
@@ -194,21 +194,21 @@ class GroupProgress:
         It is the report of the rank that is longest in its own work, if there is one. The group reduces when all its
         ranks do, and waits when any does. Its own part of a step takes as long as its slowest rank's.
         """
-        if not self._words:
+        if not self._reports:
             return None
-        own_ms = max(word.progress.own_ms for word in self._words.values())
-        return replace(self._where(now_ms), own_ms=own_ms)
+        own_ms = max(report.progress.own_ms for report in self._reports.values())
+        return replace(self._merged(now_ms), own_ms=own_ms)
 
-    def _where(self, now_ms: int) -> Progress:
-        words = [self._now_of(word, now_ms) for word in self._words.values()]
-        own = [word for word in words if word.phase is Phase.OWN]
+    def _merged(self, now_ms: int) -> Progress:
+        reports = [self._now_of(report, now_ms) for report in self._reports.values()]
+        own = [report for report in reports if report.phase is Phase.OWN]
         if own:
-            return max(own, key=lambda word: (not word.excused, word.since_ms))
-        reducing = [word for word in words if word.phase is Phase.REDUCING]
-        newest = max(words, key=lambda word: (word.step, -word.since_ms))
-        if len(reducing) == self._world_size and len({word.step for word in words}) == 1:
-            return min(words, key=lambda word: word.since_ms)
-        if reducing or any(word.phase is Phase.WAITING for word in words):
+            return max(own, key=lambda report: (not report.excused, report.since_ms))
+        reducing = [report for report in reports if report.phase is Phase.REDUCING]
+        newest = max(reports, key=lambda report: (report.step, -report.since_ms))
+        if len(reducing) == self._world_size and len({report.step for report in reports}) == 1:
+            return min(reports, key=lambda report: report.since_ms)
+        if reducing or any(report.phase is Phase.WAITING for report in reports):
             return replace(newest, phase=Phase.WAITING)
         return newest
 
@@ -218,22 +218,23 @@ class GroupProgress:
         The result is None if one does not wait, or if the wait has not lasted for `WAITS_MS`. A beat about a wait that
         had just begun is no proof of it.
         """
-        if len(self._words) < self._world_size:
+        if len(self._reports) < self._world_size:
             return None
         begun_ms = 0
-        for word in self._words.values():
-            waits = word.progress.phase in (Phase.WAITING, Phase.REDUCING)
-            if not waits or now_ms - word.at_ms > self._said_for_ms or (not word.seen and word.told_ms < WAITS_MS):
+        for report in self._reports.values():
+            waits = report.progress.phase in (Phase.WAITING, Phase.REDUCING)
+            is_new = not report.seen and report.reported_ms < WAITS_MS
+            if not waits or now_ms - report.at_ms > self._valid_ms or is_new:
                 return None
-            begun_ms = max(begun_ms, word.at_ms - word.progress.since_ms)
+            begun_ms = max(begun_ms, report.at_ms - report.progress.since_ms)
         return begun_ms if now_ms - begun_ms >= WAITS_MS else None
 
     def last_seen(self, rank: int, now_ms: int) -> str:
         """Return a phrase that names a rank and its last known progress."""
-        word = self._words.get(rank)
-        if word is None:
-            return f"rank {rank} (has said nothing yet)"
-        progress = self._now_of(word, now_ms)
+        report = self._reports.get(rank)
+        if report is None:
+            return f"rank {rank} (no report yet)"
+        progress = self._now_of(report, now_ms)
         return f"rank {rank} (step {progress.step}, {WORDS[progress.phase]} for {progress.since_ms // 1_000} s)"
 
     def is_hung(self, now_ms: int) -> bool:
@@ -241,16 +242,16 @@ class GroupProgress:
         progress = self.now(now_ms)
         return progress is not None and progress.is_hung
 
-    def _now_of(self, word: _Word, now_ms: int) -> Progress:
+    def _now_of(self, report: _RankReport, now_ms: int) -> Progress:
         """Return the progress of a rank now, extended by its silence since the last report.
 
         A rank that is silent inside a step holds its interpreter lock, and a waiting rank does not hold it. Where the
         quorum stands, the rank's next step may have begun: the rank counts as between two steps until it would hang in
         that one.
         """
-        progress, silent_ms = word.progress, min(now_ms - word.at_ms, MAX_INT64 - word.progress.since_ms)
+        progress, silent_ms = report.progress, min(now_ms - report.at_ms, MAX_INT64 - report.progress.since_ms)
         waits = progress.phase in (Phase.WAITING, Phase.REDUCING)
-        hangs = word.stands and 0 < progress.slowest_step_ms <= silent_ms
+        hangs = report.stands and 0 < progress.slowest_step_ms <= silent_ms
         if (waits or (hangs and progress.phase is Phase.OUTSIDE)) and silent_ms > self._silent_after_ms:
             return replace(progress, phase=Phase.OWN, since_ms=silent_ms)
         return replace(progress, since_ms=progress.since_ms + silent_ms)
@@ -336,8 +337,8 @@ class HangWatch:
 def hang_reason(progress: Progress) -> str:
     """Return a phrase that says why a hung replica is declared lost."""
     return (
-        f"its trainer hangs: busy with step {progress.step} for {progress.since_ms} ms, and slowest_step is "
-        f"{progress.slowest_step_ms} ms"
+        f"its trainer hangs: busy with step {progress.step} for {progress.since_ms} ms, longer than slowest_step "
+        f"({progress.slowest_step_ms} ms)"
     )
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from tft_coord.core.names import listed
 from tft_coord.core.types import Member, Quorum
 from tft_coord.core.waits import LOST_STATE
 
-REASONS_SAID = 50  # of a quorum of thousands
+REASONS_MOST = 50  # of a quorum of thousands
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +110,19 @@ def decide(situation: Situation) -> Form | Wait:
     elif (awaited := before.difference(situation.left_out)) and awaited <= candidates:
         return form
     elif situation.fast_only:
-        wait = Wait("the lighthouse has just started and waits to hear who trains")
+        wait = Wait("the lighthouse has just started and waits for running replicas to reconnect")
     else:
         found = _majority(situation, candidates, eligible, before) or _lost_state(situation, form.members)
         if found is None:
             return form
         wait = found
     # A request without shrink_only after one with it makes more replicas eligible than its own.
-    return wait if shrink_only else replace(wait, more=_more(situation, candidates, eligible, before))
+    return wait if shrink_only else replace(wait, more=_requests_needed(situation, candidates, eligible, before))
 
 
-def _more(situation: Situation, candidates: Collection[str], eligible: Collection[str], before: frozenset[str]) -> int:
+def _requests_needed(
+    situation: Situation, candidates: Collection[str], eligible: Collection[str], before: frozenset[str]
+) -> int:
     """Return the minimum number of missing requests: each adds at most one candidate, and makes no other one
     unnecessary."""
     least = max(1, situation.min_replicas - len(candidates))
@@ -146,14 +149,14 @@ def _majority(situation: Situation, candidates: set[str], eligible: set[str], be
         return Wait(f"{len(candidates)} of {len(eligible)} healthy replicas have asked, and a majority is needed")
     survivors = [replica_id for replica_id in before if replica_id in situation.healthy]
     if survivors and not any(replica_id in candidates for replica_id in survivors):
-        return Wait(f"a survivor of the last quorum is healthy and has not asked: {_names(survivors)}")
+        return Wait(f"a survivor of the last quorum is healthy and has not asked: {listed(survivors)}")
     missing = sorted(eligible - candidates)
     healing = [replica_id for replica_id in missing if replica_id in situation.healing]
     if healing:
-        return Wait(f"{_names(healing)} heals and its bytes arrive")
+        return Wait(f"{listed(healing)} is healing and receives data")
     remaining_ms = _remaining_ms(situation, candidates)
     if missing and remaining_ms > 0:
-        return Wait(f"{_names(missing)} is healthy and has not asked; join_timeout ends in {remaining_ms} ms")
+        return Wait(f"{listed(missing)} is healthy and has not asked; join_timeout ends in {remaining_ms} ms")
     return None
 
 
@@ -168,7 +171,7 @@ def _lost_state(situation: Situation, members: Collection[Member]) -> Wait | Non
     left_ms = max(0, situation.lost_state_ms - ago_ms)
     return Wait(
         f"{LOST_STATE}{step}, which {newest} held until it was lost {ago_ms // 1_000} s ago; continue or restart that "
-        f"replica, or the others go on from before it in {-(-left_ms // 1_000)} s"
+        f"replica, or the others resume from an older step in {-(-left_ms // 1_000)} s"
     )
 
 
@@ -213,8 +216,8 @@ def reason_for_new_id(
         reasons += _changes(before[replica_id], after[replica_id], somebody_is_gone=bool(gone))
     if broken is not None and not reasons:
         reasons.append(broken)
-    if len(reasons) > REASONS_SAID:
-        reasons[REASONS_SAID:] = [f"and {len(reasons) - REASONS_SAID} more"]
+    if len(reasons) > REASONS_MOST:
+        reasons[REASONS_MOST:] = [f"and {len(reasons) - REASONS_MOST} more"]
     return ", ".join(reasons) if reasons else None
 
 
@@ -230,9 +233,3 @@ def _changes(before: Member, after: Member, *, somebody_is_gone: bool) -> list[s
     if after.needs_configure:
         reasons.append(f"{after.replica_id} asks for a new process group")
     return reasons
-
-
-def _names(replica_ids: Collection[str]) -> str:
-    shown = sorted(replica_ids)[:5]
-    more = len(replica_ids) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -19,7 +19,7 @@ from typing import Final, final
 
 from tft_coord.core.bad_links import Around, BadLink, BadLinks, Pair, Pause
 from tft_coord.core.liveness import Replica
-from tft_coord.core.names import shorten
+from tft_coord.core.names import listed, shorten
 from tft_coord.core.trial import ANSWERED_WITHIN_MS, Trials
 from tft_coord.core.types import Member, Quorum, QuorumKey, Unreached, Via
 
@@ -220,7 +220,7 @@ def peers_of(replicas: Iterable[Replica], members: Mapping[str, Member], now_ms:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Exclusions:
     """The consequences of the reports for the next quorum.
 
     Args:
@@ -232,7 +232,7 @@ class Kept:
     waits: str = ""
 
 
-NOBODY: Final = Kept()
+NO_EXCLUSIONS: Final = Exclusions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +311,9 @@ class Reach:
         if not member.unreached:
             knows = len(self._links) or self._stores or self._missed
             if knows and works and previous is not None and held == previous.key and member.commit_failures == 0:
-                self._met(replica.replica_id, previous)
+                self._note_built(replica.replica_id, previous)
             return replace(member, store_failed=False) if member.store_failed else member
-        self._forget_the_gone(known, now_ms)
+        self._forget_gone(known, now_ms)
         name = member.replica_id
         for report in member.unreached:
             if report.replica_id not in known:
@@ -321,7 +321,7 @@ class Reach:
             if report.via is Via.STORE:
                 self._store_missed(name, report, held, now_ms)
             elif report.via is Via.GROUP and held is not None and not after_loss:
-                self._say(name, report.replica_id, _why(report), held, now_ms)
+                self._report(name, report.replica_id, _why(report), held, now_ms)
         return replace(member, unreached=(), store_failed=False)
 
     def counts(self, now_ms: int) -> bool:
@@ -332,7 +332,7 @@ class Reach:
         """Return the bad links that count now, by each end."""
         return self._links.counted(now_ms, self._is_explained if self._missed else None)
 
-    def look(self, peers: Mapping[str, Peer], now_ms: int) -> Kept:
+    def look(self, peers: Mapping[str, Peer], now_ms: int) -> Exclusions:
         """Decide which replicas are left out of the next quorum.
 
         Args:
@@ -342,36 +342,38 @@ class Reach:
         tried = set(self.trials.running()).intersection(peers)
         holders = _holders(peers)
         if holders and holders <= tried:
-            return Kept(waits=f"the trial of {_names(holders)}, which alone has the newest state")
+            return Exclusions(waits=f"the trial of {listed(holders)}, which alone has the newest state")
         peers = {name: peer for name, peer in peers.items() if name not in tried}
         plan = self._plan_anew(peers, now_ms)
         late = self._late_ends(plan.around, peers, now_ms)
         if late:
-            return Kept(waits=f"the report of {_names(late)}, {BOTH_ENDS_MS} ms at most: {self.said(late, now_ms)}")
+            return Exclusions(
+                waits=f"the report of {listed(late)}, {BOTH_ENDS_MS} ms at most: {self.describe(late, now_ms)}"
+            )
         if plan.out is not None:
             self._hold_until_ms = None
             stay = plan.there - plan.out
             away = (name for name in plan.every if name not in plan.there)
-            return Kept(plan.out.union(tried, (name for name in away if not stay.isdisjoint(plan.every[name]))))
+            return Exclusions(plan.out.union(tried, (name for name in away if not stay.isdisjoint(plan.every[name]))))
         if self._hold_until_ms is None:
             self._hold_until_ms = now_ms + self._hold_ms
             self._hold_ms = min(2 * self._hold_ms, HOLD_MOST_MS)
         if now_ms < self._hold_until_ms:
-            said = self.said(plan.around, now_ms, when=False)
+            why = self.describe(plan.around, now_ms, when=False)
             reason = (
                 f"a set of at least {self._min_replicas} replicas that reach one another and hold the newest state: "
-                f"{said}; all are tried again in {self._hold_until_ms - now_ms} ms"
+                f"{why}; all are tried again in {self._hold_until_ms - now_ms} ms"
             )
-            return Kept(waits=reason)
+            return Exclusions(waits=reason)
         if tried and now_ms < self._hold_until_ms + ANSWERED_WITHIN_MS:
-            return Kept(waits=f"the trial of {_names(tried)}, with whom a set may be found")
+            return Exclusions(waits=f"the trial of {listed(tried)}, which may complete a set")
         self._hold_until_ms = None
         for name, others in plan.around.items():
             for other in others:
                 if name < other:
                     self._links.end_pause(name, other)
         self.trials.overrule()
-        return NOBODY
+        return NO_EXCLUSIONS
 
     def fit(self, peers: Mapping[str, Peer], now_ms: int) -> frozenset[str] | None:
         """Return which of these waiting replicas the quorum that forms now leaves out; None: no quorum of them fits.
@@ -399,11 +401,11 @@ class Reach:
         """Return the replicas whose store is avoided for now."""
         return [name for name, pause in self._stores.items() if pause.lasts(now_ms)]
 
-    def said(self, names: Collection[str], now_ms: int, *, when: bool = True) -> str:
+    def describe(self, names: Collection[str], now_ms: int, *, when: bool = True) -> str:
         """Return a phrase that says for each of these which peers can't reach it, why, and when it is tried again."""
         parts = []
         for name in sorted(names)[:NAMED_MOST]:
-            clause = self._said_of(name, now_ms, when=when)
+            clause = self._describe_one(name, now_ms, when=when)
             if clause:
                 parts.append(f"{name} {clause}")
         more = len(names) - NAMED_MOST
@@ -411,32 +413,32 @@ class Reach:
 
     def left_out(self, name: str, now_ms: int) -> str:
         """Return the sentence that says that this replica is left out, and why."""
-        clause = self._said_of(name, now_ms) or "can't be reached by others"
+        clause = self._describe_one(name, now_ms) or "can't be reached by others"
         return shorten(f"{name} is left out of the next quorum: it {clause}")
 
-    def _said_of(self, name: str, now_ms: int, *, when: bool = True) -> str:
+    def _describe_one(self, name: str, now_ms: int, *, when: bool = True) -> str:
         others = sorted(self.bad_links(now_ms).get(name, ()))
         if not others:
-            return self._said_of_trial(name, now_ms)
+            return self._describe_trial(name, now_ms)
         links = [link for other in others if (link := self._links.link(name, other)) is not None]
-        why = min(why for link in links for why in link.said.values())
+        why = min(why for link in links for why in link.reports.values())
         seconds = max(link.pause.remaining_ms(now_ms) for link in links) // 1_000
         again = f"; tried again in {seconds} s" if when else ""
         if others == [name]:
             return f"can't build a process group itself ({why}{again})"
-        return f"can't be reached by {_names(others)} ({why}{again})"
+        return f"can't be reached by {listed(others)} ({why}{again})"
 
-    def _said_of_trial(self, name: str, now_ms: int) -> str:
+    def _describe_trial(self, name: str, now_ms: int) -> str:
         unreached = self.trials.failed().get(name)
         if unreached is None:
             if name in self.trials.running():
                 return "tries to reach its peers"
             missed_by = self._missed_by(name)
             why = next(iter(sorted(missed_by.values())), "")
-            return f"can't be reached by {_names(missed_by)} ({why})" if missed_by else ""
+            return f"can't be reached by {listed(missed_by)} ({why})" if missed_by else ""
         seconds = -(-self.trials.again_in_ms(name, now_ms) // 1_000)
         why = next(iter(sorted(unreached.values())), "")
-        return f"can't reach {_names(unreached)} ({why}; it tries again in {seconds} s)"
+        return f"can't reach {listed(unreached)} ({why}; it tries again in {seconds} s)"
 
     def ends_of(self, name: str) -> list[str]:
         """Return the replicas that have no link to it."""
@@ -449,8 +451,8 @@ class Reach:
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
-    def _say(self, one: str, other: str, why: str, key: QuorumKey | None, now_ms: int) -> None:
-        self._links.say(one, other, why, key, now_ms)
+    def _report(self, one: str, other: str, why: str, key: QuorumKey | None, now_ms: int) -> None:
+        self._links.report(one, other, why, key, now_ms)
         if self._missed:
             self._links.changed()  # the pair may be explained or unexplained now
 
@@ -472,9 +474,9 @@ class Reach:
         self._links.changed()
         if before:
             for each in missed:
-                self._say(one, each, _why(report), key, now_ms)
+                self._report(one, each, _why(report), key, now_ms)
 
-    def _met(self, name: str, quorum: Quorum) -> None:
+    def _note_built(self, name: str, quorum: Quorum) -> None:
         """Note that a member of a quorum has built its process group and has reached a store.
 
         The link between two members that have both built it works, unless one of them has failed in that very group
@@ -490,10 +492,10 @@ class Reach:
             del self._missed[name]
             self._links.changed()
         built.add(name)
-        self._links.works(name, built, key)
+        self._links.prove(name, built, key)
         self._hold_ms = HOLD_FIRST_MS
 
-    def _forget_the_gone(self, known: Collection[str], now_ms: int) -> None:
+    def _forget_gone(self, known: Collection[str], now_ms: int) -> None:
         """Forget reports about replicas that are gone, and reports that were not repeated for long after their pause.
 
         Thousands report together, and each cleanup looks at all links, so cleanups are rare.
@@ -501,7 +503,7 @@ class Reach:
         if self._forgot_ms is not None and now_ms - self._forgot_ms < FORGET_EVERY_MS:
             return
         self._forgot_ms = now_ms
-        self._links.forget_the_gone(known, now_ms)
+        self._links.forget_gone(known, now_ms)
         self._stores = {
             name: pause for name, pause in self._stores.items() if name in known and not pause.is_old(now_ms)
         }
@@ -514,9 +516,9 @@ class Reach:
     def _is_explained(self, pair: Pair, link: BadLink) -> bool:
         """Return whether one end did not come because it missed the store; another store is tried first in that
         case."""
-        for said_by, end in (pair, pair[::-1]):
+        for reporter, end in (pair, pair[::-1]):
             missed = set(self._missed.get(end, {}).values())
-            if set(link.said) == {said_by} and missed == {link.pause.key}:
+            if set(link.reports) == {reporter} and missed == {link.pause.key}:
                 return True
         return False
 
@@ -596,9 +598,3 @@ def _holders(peers: Mapping[str, Peer]) -> frozenset[str]:
 
 def _why(report: Unreached) -> str:
     return f"{report.via.value}: {report.why[:WHY_MOST]}" if report.why else report.via.value
-
-
-def _names(names: Collection[str]) -> str:
-    shown = sorted(names)[:NAMED_MOST]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign, plan_for
 from tft_coord.core.commit import MAX_ROUNDS, RoundName, Votes
-from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, merged, said
+from tft_coord.core.fingerprint import Fingerprint, differences_of_ranks, list_differences, merged
 from tft_coord.core.merge import merged as merged_fields
 from tft_coord.core.newest import NewestQuorum
 from tft_coord.core.progress import GroupProgress, Phase, Progress
-from tft_coord.core.stops import SAY_AGAIN_MS, StopWatch, stop_reason
+from tft_coord.core.stops import REPORT_AGAIN_MS, StopWatch, stop_reason
 from tft_coord.core.stragglers import PaceKind, StragglerNotice, left_out_wait
 from tft_coord.core.types import (
     UNREACHED_MOST,
@@ -79,7 +79,7 @@ def _all_unreached(requests: Collection[RankRequest]) -> tuple[Unreached, ...]:
     return tuple(found[key] for key in sorted(found, key=lambda key: (key[0], key[1].value))[:UNREACHED_MOST])
 
 
-def _about(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
+def _identity_of(notice: LossNotice) -> tuple[QuorumKey, str, int, bool]:
     """Return what the notice is about; two notices that differ only in their reasons are the same."""
     return notice.key, notice.replica_id, notice.session, notice.lives
 
@@ -101,7 +101,7 @@ class ReplicaGroupCore:
         if world_size < 1:
             raise ProtocolError(f"replica {replica_id} has world_size {world_size}; give at least 1")
         self.quorum: Quorum | None = None
-        self._stands_at: Member | None = None  # the group's last request that was answered "unchanged"
+        self._unchanged_at: Member | None = None  # the group's last request that was answered "unchanged"
         self._replica_id = replica_id
         self._address = address
         self._store_address = store_address
@@ -110,13 +110,13 @@ class ReplicaGroupCore:
         self._asked: dict[int, _Asked] = {}
         self._open_request: int | None = None
         self._open_member: Member | None = None
-        self._steady = False  # in the ranks' current plan no member heals and all are up to date
+        self._all_up_to_date = False  # in the ranks' current plan no member heals and all are up to date
         self._planned_step = 0  # the step of that plan
         self._last_request = 0
         self._votes = Votes(world_size)
         # For each rank: its newest attempt that was answered, and the answer. Attempt 0 means that the rank sends no
         # attempt number.
-        self._given: dict[int, tuple[int, effects.AnswerPlan | effects.AnswerRankUnchanged]] = {}
+        self._answers: dict[int, tuple[int, effects.AnswerPlan | effects.AnswerRankUnchanged]] = {}
         self._metadata: dict[int, str] = {}
         self._fingerprints: dict[int, Fingerprint] = {}  # each rank's newest fingerprint
         self._fingerprint_changed = False  # since the last request to the lighthouse
@@ -129,13 +129,13 @@ class ReplicaGroupCore:
         self._reported_ms = 0
         # the number of the newest probe; an older lighthouse sends no probes and gets no reports of stops
         self._probe = 0
-        self._said_wait_ms = -SAME_WAIT_MS  # the start of the wait that was last reported out of turn
+        self._reported_wait_ms = -SAME_WAIT_MS  # the start of the wait that was last reported out of turn
         self._followed: QuorumKey | None = None  # the key of the ranks' newest plan
-        self._waits = ""  # the replicas that the group's open request waits for, in the lighthouse's words
+        self._wait_sentence = ""  # the replicas that the group's open request waits for, in the lighthouse's words
         self._newest = NewestQuorum()
         # the news that this group is left out as a straggler, and its end time
         self._left_out: tuple[StragglerNotice, int] | None = None
-        self._told_wait_ms: dict[int, int] = {}  # when each rank was told which other ranks it waits for
+        self._wait_sent_ms: dict[int, int] = {}  # when each rank was told which other ranks it waits for
         self._lost: str | None = None
         self._left = False  # the group was lost by a goodbye
         self._leaves: str | None = None  # the reason why the group has left the job
@@ -159,9 +159,9 @@ class ReplicaGroupCore:
 
         A member that such a lighthouse takes for lost has held that state.
         """
-        if self.quorum is None or self._stands_at is None:
+        if self.quorum is None or self._unchanged_at is None:
             return self.quorum
-        return _all_at_state_of(self._stands_at, self.quorum)
+        return _all_at_state_of(self._unchanged_at, self.quorum)
 
     def checkpoint_metadata(self, rank: int) -> str | None:
         """Return where that rank's live state can be fetched, as its last request said; None before that."""
@@ -174,7 +174,7 @@ class ReplicaGroupCore:
 
     def is_hung(self, now_ms: int) -> bool:
         """Return whether a rank of the group hangs or is stopped, so that the group can't go on."""
-        return self._stops.is_held() or self._progress.is_hung(now_ms)
+        return self._stops.is_stopped() or self._progress.is_hung(now_ms)
 
     def waits(self, now_ms: int) -> bool:
         """Return whether all ranks have reported that they wait for other replicas."""
@@ -208,7 +208,7 @@ class ReplicaGroupCore:
         match event:
             case events.RankProgressed():
                 if 0 <= event.rank < self._world_size:
-                    progress.said(event.rank, event.progress, now_ms)
+                    progress.reported(event.rank, event.progress, now_ms)
             case events.RankAsked():
                 progress.asked(event.rank, event.request.step, now_ms)
             case events.RankVoted():
@@ -228,11 +228,11 @@ class ReplicaGroupCore:
     def _handle(self, event: events.GroupEvent, now_ms: int) -> list[effects.GroupEffect]:
         match event:
             case events.RankProgressed():
-                return [*self._tell_wait(event, now_ms), *self._say_wait(now_ms)]
+                return [*self._tell_wait(event, now_ms), *self._report_wait(now_ms)]
             case events.RankBeat(rank, number):
                 return [effects.TellRank(rank, news) for news in self._newest.answer(number, now_ms)]
             case events.NewestNamed(news, sent_ms):
-                return self._named(news, sent_ms)
+                return self._newest_named(news, sent_ms)
             case events.RankLate(_, key, step):
                 return [effects.ReportLate(key, step)] if self._newest.is_late(key, step) else []
             case events.ProbeCame():
@@ -280,7 +280,7 @@ class ReplicaGroupCore:
             case events.NobodyHeals():
                 return self._tell_all(DrainComplete())
             case events.WaitTold(sentence, warns):
-                self._waits = self._waits if warns else sentence
+                self._wait_sentence = self._wait_sentence if warns else sentence
                 return [effects.TellRank(rank, WaitsFor(sentence, warns)) for rank in sorted(self._streams)]
             case events.PaceTold(news):
                 if news.kind is not PaceKind.LEFT_OUT:
@@ -299,26 +299,26 @@ class ReplicaGroupCore:
         what, missing = "voted", self._votes.missing_to(rank)
         if not missing and rank in self._asked:
             what, missing = "asked for the quorum", [r for r in range(self._world_size) if r not in self._asked]
-        if not missing or now_ms - self._told_wait_ms.get(rank, now_ms - TELL_EVERY_MS) < TELL_EVERY_MS:
+        if not missing or now_ms - self._wait_sent_ms.get(rank, now_ms - TELL_EVERY_MS) < TELL_EVERY_MS:
             return []
-        self._told_wait_ms[rank] = now_ms
+        self._wait_sent_ms[rank] = now_ms
         seen = ", ".join(self._progress.last_seen(each, now_ms) for each in missing[:NAMES_MOST])
         sentence = f"{len(missing)} of {self._world_size} ranks of this group have not {what}: {seen}"
         return [effects.TellRank(rank, WaitsFor(sentence))]
 
-    def _say_wait(self, now_ms: int) -> list[effects.GroupEffect]:
+    def _report_wait(self, now_ms: int) -> list[effects.GroupEffect]:
         """Report at once to the lighthouse that all ranks wait, because a replica that they wait for may be gone."""
         since_ms = self._progress.waits_since_ms(now_ms) if self._lost is None else None
-        if since_ms is None or since_ms - self._said_wait_ms < SAME_WAIT_MS:
+        if since_ms is None or since_ms - self._reported_wait_ms < SAME_WAIT_MS:
             return []
-        self._said_wait_ms = since_ms
+        self._reported_wait_ms = since_ms
         return [effects.SayWaits()]
 
     def _looked_at(self, event: events.RanksLookedAt, now_ms: int) -> list[effects.GroupEffect]:
         """Record which ranks of this host are stopped or running. Report each stop to the lighthouse once."""
         self._stops.seen(event.stopped, now_ms)
         for rank in self._broken_ms:
-            if self._probe and self._stops.is_held(rank):
+            if self._probe and self._stops.is_stopped(rank):
                 # A stopped rank can't redial before it goes on, and a machine that was suspended takes a while then. No
                 # replica waits for the rank meanwhile: the others have gone on, or there are none.
                 patience_ms = self._timeouts.heartbeat_timeout_ms - self._timeouts.reconnect_grace_ms
@@ -329,7 +329,7 @@ class ReplicaGroupCore:
             return []
         # A stop that outlasts the rank's stream is long. The rank may be lost although only a few replicas wait, and
         # they have no probe sent.
-        again = any(rank in self._broken_ms for rank in ranks) and now_ms - self._reported_ms >= SAY_AGAIN_MS
+        again = any(rank in self._broken_ms for rank in ranks) and now_ms - self._reported_ms >= REPORT_AGAIN_MS
         if ranks == before and not again:
             return []
         self._reported_ms = now_ms
@@ -341,12 +341,11 @@ class ReplicaGroupCore:
         for rank, broken_ms in list(self._broken_ms.items()):
             if now_ms - broken_ms >= self._timeouts.reconnect_grace_ms:
                 del self._broken_ms[rank]
-                out += self._lose(
-                    f"rank {rank}'s stream broke and was not back within {self._timeouts.reconnect_grace_ms} ms"
-                )
+                grace_ms = self._timeouts.reconnect_grace_ms
+                out += self._lose(f"rank {rank}'s stream disconnected and did not return within {grace_ms} ms")
         for rank, asked in list(self._asked.items()):
             if now_ms >= asked.deadline_ms:
-                message = f"got no quorum in time; {self._missing(now_ms)}"
+                message = f"timed out waiting for a quorum; {self._missing(now_ms)}"
                 out += self._withdrew(rank, asked.call)
                 out.append(effects.FailRank(asked.call, rank, "deadline", message))
         out += [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in self._votes.tick(now_ms)]
@@ -370,7 +369,7 @@ class ReplicaGroupCore:
         session = self._sessions.get(rank, event.session)
         whose = f"rank {rank} of replica {self._replica_id}"
         if event.session != session and (rank in self._streams or rank in self._broken_ms):
-            message = f"{whose} already lives (session {session}); give each process of the group its own RANK"
+            message = f"{whose} is already running (session {session}); give each process of the group its own RANK"
             return [effects.RefuseSession(event.stream, Refusal.DUPLICATE, message)]
         if event.session < session:
             message = f"{whose} has session {session}, and {event.session} is older; end this process"
@@ -378,7 +377,7 @@ class ReplicaGroupCore:
         self._sessions[rank] = event.session
         self._streams[rank] = event.stream
         self._broken_ms.pop(rank, None)
-        return self._tell_again(rank)
+        return self._resend(rank)
 
     def _disconnected(self, event: events.RankDisconnected, now_ms: int) -> list[effects.GroupEffect]:
         if self._streams.get(event.rank) != event.stream:
@@ -429,7 +428,7 @@ class ReplicaGroupCore:
         """Handle the loss of a member of a quorum: tell the ranks if they hold that quorum, keep the notice if it is to
         come."""
         held = self.quorum.key if self.quorum is not None else None
-        if (held is not None and notice.key < held) or _about(notice) in map(_about, self._notices):
+        if (held is not None and notice.key < held) or _identity_of(notice) in map(_identity_of, self._notices):
             return []
         # The notices with the lowest keys are kept, so notices of quorums to come never push out those of the held one.
         self._notices = sorted([*self._notices, notice], key=lambda each: each.key)[:MAX_NOTICES_KEPT]
@@ -452,16 +451,16 @@ class ReplicaGroupCore:
             return []
         return self._noticed(LossNotice(quorum.key, self._replica_id, event.session, event.reason))
 
-    def _tell_again(self, rank: int) -> list[effects.GroupEffect]:
+    def _resend(self, rank: int) -> list[effects.GroupEffect]:
         """Return what a rank has missed while its stream was broken."""
         out: list[effects.GroupEffect] = [effects.TellRank(rank, news) for news in self._news]
         if self._newest.is_news:
             out.append(effects.TellRank(rank, self._newest.pushed()))
         if self._lost is not None:
             return [*out, self._tell_lost(rank)]
-        return [*out, *(effects.NotifyRank(rank, notice) for notice in self._of_held())]
+        return [*out, *(effects.NotifyRank(rank, notice) for notice in self._notices_now())]
 
-    def _of_held(self) -> list[LossNotice]:
+    def _notices_now(self) -> list[LossNotice]:
         return [notice for notice in self._notices if self.quorum is not None and notice.key == self.quorum.key]
 
     def _lost_message(self) -> str:
@@ -482,33 +481,33 @@ class ReplicaGroupCore:
         if self._leaves is not None:
             return [effects.FailRank(event.call, rank, Refusal.LEFT.value, self._left_message())]
         out: list[effects.GroupEffect] = []
-        again = self._given_before(event)
+        again = self._repeated_answer(event)
         if again is not None:
             return [again]
         before = self._asked.get(rank)
         if before is not None:
             if 0 < event.request.attempt < before.request.attempt:
-                message = f"rank {rank} of replica {self._replica_id} has asked anew since; this request is late"
+                message = f"rank {rank} of replica {self._replica_id} has sent a newer request; this one is too late"
                 return [effects.FailRank(event.call, rank, "stale", message)]
             out += self._withdrew(rank, before.call)
-            message = f"rank {rank} of replica {self._replica_id} asked again; this older request is void"
+            message = f"rank {rank} of replica {self._replica_id} sent a newer request; this older one is discarded"
             out.append(effects.FailRank(before.call, rank, "stale", message))
-        out += self._breaks_alone(rank, event.request.held)
+        out += self._leave_standing(rank, event.request.held)
         if not self._asked:
-            self._waits = ""
+            self._wait_sentence = ""
         self._asked[rank] = _Asked(event.call, event.request, event.deadline_ms)
         self._metadata[rank] = event.request.checkpoint_metadata
         if event.request.fingerprint:
             self._fingerprints[rank] = event.request.fingerprint
             self._fingerprint_changed = True
-        out += self._fail_those_behind()
+        out += self._fail_outdated()
         if len(self._asked) < self._world_size:
             return out
         found = differences_of_ranks(self._fingerprints) if self._fingerprint_changed else []
         if found:
             message = (
-                f"the ranks of replica {self._replica_id} differ: {said(found)}; give every process of the group the "
-                "same settings"
+                f"the ranks of replica {self._replica_id} differ: {list_differences(found)}; give every process of the "
+                "group the same settings"
             )
             return [*out, *self._fail_all(Refusal.DIFFERS.value, message)]
         member, held = self._merge()
@@ -519,7 +518,7 @@ class ReplicaGroupCore:
         self._newest.asked(now_ms)
         return [*out, effects.AskLighthouse(self._open_request, member, held, self._fingerprint())]
 
-    def _breaks_alone(self, rank: int, held: QuorumKey | None) -> list[effects.GroupEffect]:
+    def _leave_standing(self, rank: int, held: QuorumKey | None) -> list[effects.GroupEffect]:
         """Fail the rounds of a standing quorum in which one rank asks for a new quorum.
 
         The group's verdict was that the quorum stands, so the other ranks have begun the next round or are about to.
@@ -535,7 +534,7 @@ class ReplicaGroupCore:
             *(effects.TellRank(other, QuorumNews(held, broken=True)) for other in others),
         ]
 
-    def _named(self, news: QuorumNews, sent_ms: int | None) -> list[effects.GroupEffect]:
+    def _newest_named(self, news: QuorumNews, sent_ms: int | None) -> list[effects.GroupEffect]:
         """Handle the lighthouse's name of the newest quorum. Tell the ranks at once what changes by it."""
         held = self.quorum.key if self.quorum is not None else None
         if not self._newest.named(news, sent_ms, held):
@@ -543,19 +542,19 @@ class ReplicaGroupCore:
         changed = self._newest.pushed()
         return [effects.TellRank(rank, changed) for rank in sorted(self._streams)]
 
-    def _given_before(self, event: events.RankAsked) -> effects.AnswerPlan | effects.AnswerRankUnchanged | None:
+    def _repeated_answer(self, event: events.RankAsked) -> effects.AnswerPlan | effects.AnswerRankUnchanged | None:
         """Return the earlier answer to this very attempt, if the rank has not received it.
 
         A second request to the lighthouse would count as the next one, and this group would be one behind the others
         from then on.
         """
-        attempt, answer = self._given.get(event.rank, (0, None))
+        attempt, answer = self._answers.get(event.rank, (0, None))
         if answer is None or not 0 < attempt == event.request.attempt:
             return None
         return replace(answer, call=event.call)
 
-    def _give(self, answer: effects.AnswerPlan | effects.AnswerRankUnchanged) -> effects.GroupEffect:
-        self._given[answer.rank] = self._asked[answer.rank].request.attempt, answer
+    def _answer(self, answer: effects.AnswerPlan | effects.AnswerRankUnchanged) -> effects.GroupEffect:
+        self._answers[answer.rank] = self._asked[answer.rank].request.attempt, answer
         return answer
 
     def _fingerprint(self) -> Fingerprint:
@@ -563,7 +562,7 @@ class ReplicaGroupCore:
         changed, self._fingerprint_changed = self._fingerprint_changed, False
         return merged(self._fingerprints) if changed else ()
 
-    def _fail_those_behind(self) -> list[effects.GroupEffect]:
+    def _fail_outdated(self) -> list[effects.GroupEffect]:
         """Fail the requests of ranks that wait in an older attempt.
 
         A rank whose request has failed is one attempt ahead of the other ranks. It would stay ahead for ever, and each
@@ -630,39 +629,39 @@ class ReplicaGroupCore:
             return self._fail_all("malformed", str(error))
         self.quorum = quorum
         self._left_out = None  # another lighthouse may have left this group out
-        self._stands_at = None
+        self._unchanged_at = None
         self._newest.given(quorum.key)
         self._votes.unseal()
         self._planned_step = common.step
-        self._steady = len(common.up_to_date) == len(quorum.members)
+        self._all_up_to_date = len(common.up_to_date) == len(quorum.members)
         self._open_request = None
         out: list[effects.GroupEffect] = [
-            self._give(effects.AnswerPlan(self._asked[rank].call, rank, plans[rank], quorum))
+            self._answer(effects.AnswerPlan(self._asked[rank].call, rank, plans[rank], quorum))
             for rank in range(self._world_size)
         ]
         self._asked.clear()
         self._notices = [notice for notice in self._notices if notice.key >= quorum.key]
-        out += [effects.NotifyRank(rank, notice) for rank in sorted(self._streams) for notice in self._of_held()]
+        out += [effects.NotifyRank(rank, notice) for rank in sorted(self._streams) for notice in self._notices_now()]
         return out
 
     def _unchanged(self, request: int, key: QuorumKey) -> list[effects.GroupEffect]:
         if request != self._open_request:
             return []
         if self.quorum is None or self.quorum.key != key:
-            message = f"the lighthouse says that quorum {key} stands, and replica {self._replica_id} does not hold it"
+            message = f"the lighthouse kept quorum {key}, which replica {self._replica_id} never received"
             return self._fail_all("malformed", message)
         own = self._open_member
-        if own is not None and not (self._steady and own.step > self._planned_step):
+        if own is not None and not (self._all_up_to_date and own.step > self._planned_step):
             # In the ranks' plan some member heals, or the ranks have not stepped since they got another plan, so that
             # the answer may have been lost. All members are at this group's state now, so the new plan needs no
             # request.
             return self._arrived(request, _all_at_state_of(own, self.quorum))
-        self._stands_at = own
+        self._unchanged_at = own
         self._newest.given(key)
         self._votes.unseal()
         self._open_request = None
         out: list[effects.GroupEffect] = [
-            self._give(effects.AnswerRankUnchanged(asked.call, rank, key))
+            self._answer(effects.AnswerRankUnchanged(asked.call, rank, key))
             for rank, asked in sorted(self._asked.items())
         ]
         self._asked.clear()
@@ -680,12 +679,12 @@ class ReplicaGroupCore:
     def _missing(self, now_ms: int) -> str:
         absent = [str(rank) for rank in range(self._world_size) if rank not in self._asked]
         if absent:
-            return f"rank {', '.join(absent)} of the group has not asked; look whether it hangs"
+            return f"rank {', '.join(absent)} of the group has not asked; check whether it hangs"
         if self._left_out is not None:
             news, until_ms = self._left_out
             return left_out_wait(news, until_ms - now_ms)
-        if self._waits:
-            return f"the lighthouse says: {self._waits}"
+        if self._wait_sentence:
+            return f"the lighthouse reports: {self._wait_sentence}"
         return "the lighthouse has not answered; `tft doctor` shows what it waits for"
 
     # --- votes --------------------------------------------------------------------------------------------------------
@@ -697,7 +696,7 @@ class ReplicaGroupCore:
         name = RoundName(event.key, event.step, event.purpose)
         if not self._votes.has_room(name):
             message = (
-                f"replica {self._replica_id} has {MAX_ROUNDS} votes that are not over, so rank {event.rank} can't vote "
+                f"replica {self._replica_id} has {MAX_ROUNDS} undecided votes, so rank {event.rank} can't vote "
                 f"on step {event.step}; ask for a quorum with every rank between two votes"
             )
             return [effects.FailRank(event.call, event.rank, "malformed", message)]

@@ -146,7 +146,7 @@ class SessionCore:
         self._answers_probes = answers_probes
         self._tries_peers = tries_peers
         self._address_dialed = 0
-        self._stays = False  # the last dialed lighthouse serves this replica, or will
+        self._redials_same = False  # the last dialed lighthouse serves this replica, or will
         self._next_look_ms = 0
         self._served = False  # by any lighthouse, since the start
         self._hopeless: set[int] = set()  # addresses whose last dial found a fault that waiting can't repair
@@ -165,7 +165,7 @@ class SessionCore:
         self._beats_count = False  # this stream announced the session, and the session is not known to be lost
         self._open: SendRequest | None = None
         self._fingerprint: Fingerprint = ()
-        self._fingerprint_said = False  # in this session, on this stream
+        self._fingerprint_sent = False  # in this session, on this stream
         self._leave: SendLeave | None = None
         self._broken_at_ms: int | None = None
         self._next_beat_ms = 0
@@ -189,9 +189,9 @@ class SessionCore:
             return [HangUp()]
         self.connected = True
         self._opened_ms = now_ms
-        self._welcomed = self._stays = False
+        self._welcomed = self._redials_same = False
         self._beats_count = True
-        self._fingerprint_said = False
+        self._fingerprint_sent = False
         self._beats.clear()
         self._next_beat_ms = now_ms + self._timeouts.beat_interval_ms
         return [self._hello()]
@@ -204,9 +204,9 @@ class SessionCore:
             return []
         if self._broken_at_ms is None:  # only a welcome ends a break, so redials after refusals slow down too
             self._broken_at_ms = now_ms
-        if not self._stays:
+        if not self._redials_same:
             self._address_dialed = self._next_address()
-        self._stays = False
+        self._redials_same = False
         return [Dial(now_ms + self._redial_delay_ms(now_ms), self._address_dialed)]
 
     def welcomed(
@@ -228,14 +228,14 @@ class SessionCore:
         if session != self.session:
             return []
         if self._num_addresses > 1 and self.cluster_id and cluster_id != self.cluster_id:
-            return self._leave_stranger(f"is of cluster {cluster_id}")
+            return self._leave_stranger(f"belongs to cluster {cluster_id}")
         if cluster_id == self.cluster_id and lighthouse_started_ms < self.lighthouse_started_ms:
             return [HangUp()]
         self.lighthouse_started_ms = lighthouse_started_ms
         self.cluster_id = cluster_id
         if self._opened_ms is not None:
             self.round_trip_ms, self._opened_ms = now_ms - self._opened_ms, None
-        self._welcomed = self._stays = self._served = True
+        self._welcomed = self._redials_same = self._served = True
         self.hangs = False  # a lighthouse that has forgotten the loss will judge for itself
         self._broken_at_ms = None
         self._stale_in_a_row = 0
@@ -276,7 +276,7 @@ class SessionCore:
     def _open_newer(self) -> list[SessionEffect]:
         self.session += 1
         self._beats_count = True
-        self._fingerprint_said = False
+        self._fingerprint_sent = False
         return [self._hello()]
 
     def told_refused(
@@ -294,25 +294,25 @@ class SessionCore:
         """
         self._welcomed = self._beats_count = False  # nothing more is sent on this stream
         if refusal in (Refusal.STALE, Refusal.LOST):
-            self._stays = True
+            self._redials_same = True
             if not hung:
                 self.session += 1 << min(self._stale_in_a_row, STALE_DOUBLINGS_MOST)
                 self._stale_in_a_row += 1
             return [HangUp()]
         if refusal is Refusal.OLD_LIGHTHOUSE:
-            self._stays = False
+            self._redials_same = False
             return [HangUp()]
         if refusal is Refusal.CLOCK:
             # A replica that was served before waits until the clock is corrected, as it waits for a lighthouse that is
             # away.
-            self._stays = False
+            self._redials_same = False
             return [*self.dial_failed(self._address_dialed, refusal.value, message), HangUp()]
         if refusal is Refusal.DUPLICATE:
             if self._duplicate_since_ms is None:
                 self._duplicate_since_ms = now_ms
             patience_ms = self._timeouts.heartbeat_timeout_ms + self._timeouts.reconnect_grace_ms
             if now_ms - silent_ms - self._duplicate_since_ms < patience_ms:
-                self._stays = True
+                self._redials_same = True
                 return [HangUp()]
         self.refused = GiveUp(refusal.value, message)
         return [self.refused, HangUp()]
@@ -327,20 +327,20 @@ class SessionCore:
         if not self._welcomed:
             return []
         if cluster_id != self.cluster_id:
-            return self._found_stranger(address, f"is of cluster {cluster_id}") if self.cluster_id else []
+            return self._found_stranger(address, f"belongs to cluster {cluster_id}") if self.cluster_id else []
         self._strangers.discard(address)  # it was restarted with the cluster's name
         if lighthouse_started_ms <= self.lighthouse_started_ms or not serves:
             return []
         self._address_dialed = address
-        self._stays = True
+        self._redials_same = True
         return [HangUp()]
 
     def found_foreign(self) -> list[SessionEffect]:
         """Handle a lighthouse that does not know this service: it is torchft's, and can serve only as the single
         lighthouse."""
         if self._num_addresses > 1:
-            return self._leave_stranger("is torchft's, which knows no clusters")
-        self._stays = self._served = True
+            return self._leave_stranger("is torchft's, which has no clusters")
+        self._redials_same = self._served = True
         self._broken_at_ms = None
         return []
 
@@ -370,10 +370,10 @@ class SessionCore:
         """Ask for the next quorum; every new stream resends the request until it is answered or withdrawn.
 
         The first request on each stream carries the fingerprint, because a lighthouse may have no memory. So does the
-        first request of each newer session: the lighthouse has missed or forgotten what the lost session said.
+        first request of each newer session: the lighthouse has missed or forgotten what the lost session sent.
         """
         if fingerprint:
-            self._fingerprint, self._fingerprint_said = fingerprint, False
+            self._fingerprint, self._fingerprint_sent = fingerprint, False
         self._ready = True
         if held is not None and (self.held is None or held > self.held):
             # An older key never replaces a newer one: ranks that ask as before have not got the newest quorum, or their
@@ -456,8 +456,8 @@ class SessionCore:
         return self._next_beat_ms
 
     def _request(self, request: SendRequest) -> SendRequest:
-        said, self._fingerprint_said = self._fingerprint_said, True
-        return request if said or not self._fingerprint else replace(request, fingerprint=self._fingerprint)
+        was_sent, self._fingerprint_sent = self._fingerprint_sent, True
+        return request if was_sent or not self._fingerprint else replace(request, fingerprint=self._fingerprint)
 
     def _next_address(self) -> int:
         """Return the next address in turn, without those of strangers, unless there are no others."""
@@ -472,7 +472,7 @@ class SessionCore:
             return []
         self._strangers.add(address)
         ours = f"those of cluster {self.cluster_id}" if self.cluster_id else "our own"
-        message = f"{what}; of several addresses only {ours} are used: start all lighthouses with one --cluster_id"
+        message = f"{what}; of several lighthouses only {ours} are used: start all of them with one --cluster_id"
         return [Say(address, message)]
 
     def _hello(self) -> SendHello:

@@ -181,7 +181,7 @@ class _Round:
     step: int
     began_ms: int
     without_request: bool
-    said_late: bool = False
+    reported_late: bool = False
 
     @property
     def recovers(self) -> bool:
@@ -259,7 +259,7 @@ class StandingQuorum:
         if self._state is State.BROKEN:
             unfit = BROKEN
         elif not unfit and not self._lease.holds(now_ms):
-            unfit = "the lease of its quorum is over: the lighthouse has not answered its beats"
+            unfit = "the lease of its quorum expired: the lighthouse has not answered its heartbeats"
         if unfit and not together:
             self._state, self._why = State.ASKS, unfit
             return Ask(unfit, breaks=True)
@@ -323,11 +323,11 @@ class StandingQuorum:
 
     def _asks_next(self, plan: Plan, now_ms: int) -> str:
         if self._recalled:
-            return "the lighthouse told it to"
+            return "the lighthouse recalled its quorum"
         if not plan.lease_ms:
             return "a member of its quorum asks in every step"
         runs_out = self._lease.runs_out(now_ms)
-        return "its lease runs out: the lighthouse has not answered its beats" if runs_out else ""
+        return "its lease expires soon: the lighthouse has not answered its heartbeats" if runs_out else ""
 
     def summed(self, total: Sequence[int] | None, lineage: int | None) -> Vote:
         """Take the sum of all words of the running round; None: it did not complete.
@@ -338,7 +338,7 @@ class StandingQuorum:
         current = self._running()
         num_members, num_participants = current.plan.replica_world_size, current.plan.num_participants
         if total is None:
-            return Vote(yes=False, why="the word of the round did not complete")
+            return Vote(yes=False, why="the exchange of words in this round did not complete")
         if len(total) != NUM_WORDS:
             raise ProtocolError(f"the word of a round has {NUM_WORDS} integers, not {len(total)}; give the whole sum")
         ok, ask, leave, recovering, check = total
@@ -363,7 +363,7 @@ class StandingQuorum:
             return not yes
         why = ""
         if not stands:
-            why = "the word of the last round said so"
+            why = "a member asked, left or recovered in the last round"
         elif current.recovers or any(each.recovers for each in self._rounds):
             why = "a member recovered in the last round"
         elif not current.plan.lease_ms:
@@ -419,14 +419,14 @@ class StandingQuorum:
             waits_since_ms: since when it has waited in the reductions or the word of the running round.
         """
         current = self._rounds[0] if self._rounds else None
-        if current is None or current.said_late or not current.without_request or self._state is State.BROKEN:
+        if current is None or current.reported_late or not current.without_request or self._state is State.BROKEN:
             return None
         if now_ms - max(current.began_ms, waits_since_ms) < self._join_timeout_ms:
             return None
-        current.said_late = True
+        current.reported_late = True
         return Late(current.plan.key, current.step)
 
     def _running(self) -> _Round:
         if not self._rounds:
-            raise ProtocolError("a round ends that has not begun; ask for a quorum first")
+            raise ProtocolError("no round is running; ask for a quorum first")
         return self._rounds[0]

@@ -17,7 +17,7 @@ from typing import Final, final
 LOOK_EVERY_MS: Final = 100
 LOOKS_LEAST: Final = 4
 STOPPED_MS: Final = 400  # every look of so long has found the rank stopped
-SAY_AGAIN_MS: Final = 500  # for a rank that has been stopped for so long that its stream has ended
+REPORT_AGAIN_MS: Final = 500  # for a rank that has been stopped for so long that its stream has ended
 LOOKS_FOR_MS: Final = 1_500  # after a probe: three times as long as the pace of probes
 
 
@@ -54,15 +54,15 @@ class StopWatch:
 
     def __init__(self) -> None:
         self._found: dict[int, _Found] = {}
-        self._asked_until_ms: int | None = None
+        self._look_until_ms: int | None = None
 
     def asked(self, now_ms: int) -> None:
         """Note a probe, because a replica waits for this group: looks are needed for a while."""
-        self._asked_until_ms = now_ms + LOOKS_FOR_MS
+        self._look_until_ms = now_ms + LOOKS_FOR_MS
 
     def looks(self, now_ms: int) -> bool:
         """Return whether looks are needed: a probe came lately, or a rank was found stopped."""
-        return bool(self._found) or (self._asked_until_ms is not None and now_ms < self._asked_until_ms)
+        return bool(self._found) or (self._look_until_ms is not None and now_ms < self._look_until_ms)
 
     def seen(self, stopped: Mapping[int, bool], now_ms: int) -> None:
         """Record which ranks a look has found stopped or running. Each look covers all ranks that can be looked at."""
@@ -79,7 +79,7 @@ class StopWatch:
         """Forget a rank that has ended, or whose place another process has taken."""
         self._found.pop(rank, None)
 
-    def is_held(self, rank: int | None = None) -> bool:
+    def is_stopped(self, rank: int | None = None) -> bool:
         """Return whether the last look has found that rank, or any, stopped."""
         return rank in self._found if rank is not None else bool(self._found)
 

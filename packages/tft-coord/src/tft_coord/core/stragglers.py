@@ -28,7 +28,7 @@ RAISES_LEAST = 1.25  # a share is raised by at least this factor, or to the whol
 LEFT_OUT_REASON = "is left out as a straggler"  # the start of the reason for which its quorum is ended
 FORGIVEN_AFTER_PAUSES = 10  # a replica that has kept up for so many of its last pauses is a new case
 LONGEST_MS = 7 * 24 * 3_600_000
-_LOOK = "look at its host for a slow or shared device, data loading, or thermal throttling"
+_REMEDY = "Check its host for a slow or shared device, slow data loading, or thermal throttling"
 
 
 class StragglerAction(enum.Enum):
@@ -82,7 +82,7 @@ class StragglerPolicy:
                 "lower the first or raise the second"
             )
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """Return the policy as an operator set it, one phrase."""
         return (
             self.action.value if self.action is StragglerAction.OFF else f"{self.action.value} (ratio {self.ratio:g})"
@@ -148,7 +148,7 @@ class PaceChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Company:
+class QuorumContext:
     """The replicas besides the straggler, for the decision to leave it out.
 
     Args:
@@ -166,7 +166,7 @@ class Company:
     min_replicas: int
 
 
-class _Standing(enum.Enum):
+class _State(enum.Enum):
     KEEPS_UP = "keeps up"
     SLOW = "is a straggler"
     LEFT_OUT = "is left out"
@@ -184,7 +184,7 @@ class _Pace:
     own_ms: int = 0
     step: int = 0
     late_ms: int = 0
-    standing: _Standing = _Standing.KEEPS_UP
+    state: _State = _State.KEEPS_UP
     over_since: tuple[int, int] | None = None  # (time, step) when it first became too slow without a break
     good_since: tuple[int, int] | None = None  # the same for keeping up, while it is a straggler
     measured_from: int = 0  # a number of an earlier step was measured before it was left out
@@ -202,7 +202,7 @@ class _Pace:
 
     @property
     def is_watched(self) -> bool:
-        return self.over_since is not None or self.standing is not _Standing.KEEPS_UP
+        return self.over_since is not None or self.state is not _State.KEEPS_UP
 
 
 class StragglerWatch:
@@ -232,12 +232,12 @@ class StragglerWatch:
         pace = self._paces.get(replica_id)
         if pace is None:
             pace = self._paces[replica_id] = _Pace()
-        if progress is None or pace.standing is _Standing.LEFT_OUT:
+        if progress is None or pace.state is _State.LEFT_OUT:
             pace.late_ms = 0
             return
         pace.step = progress.step
         # The first step after a start may take any time. A replica on trial has trained before, and is not excused.
-        excused = progress.excused and pace.standing is not _Standing.ON_TRIAL
+        excused = progress.excused and pace.state is not _State.ON_TRIAL
         counts = progress.phase is Phase.OWN and not excused and progress.since_ms >= self._policy.patience_ms
         pace.late_ms = progress.since_ms if counts else 0
         if progress.own_ms and progress.step >= pace.measured_from:
@@ -249,8 +249,8 @@ class StragglerWatch:
         if pace is not None:
             pace.own_ms = pace.late_ms = 0
             pace.over_since = pace.good_since = pace.newest = None
-            if pace.standing is _Standing.SLOW:
-                pace.standing = _Standing.KEEPS_UP
+            if pace.state is _State.SLOW:
+                pace.state = _State.KEEPS_UP
 
     def share_of(self, replica_id: str) -> StragglerNotice | None:
         """Return the share for a replica that says hello, because it may have another lighthouse's; None if shares
@@ -262,35 +262,35 @@ class StragglerWatch:
 
     # --- what is decided ---------------------------------------------------------------------------------------------
 
-    def look(self, members: Collection[str], now_ms: int, company: Callable[[], Company]) -> list[PaceChange]:
+    def look(self, members: Collection[str], now_ms: int, context: Callable[[], QuorumContext]) -> list[PaceChange]:
         """Judge the members of the newest quorum, and those that are left out.
 
         Args:
             members: their ids.
             now_ms: the time.
-            company: returns the other replicas; called only if a replica is slow or left out.
+            context: returns the other replicas; called only if a replica is slow or left out.
         Returns: the changes, in order.
         """
         if self._policy.action is StragglerAction.OFF or now_ms < self._next_look_ms:
             return []
         self._next_look_ms = now_ms + LOOK_EVERY_MS
-        changes = self._let_back(now_ms, company) if self.left_out else []
+        changes = self._let_back(now_ms, context) if self.left_out else []
         medians = self._medians(members)
         over = [name for name, median_ms in medians.items() if self._is_over(self._paces[name], median_ms)]
         for replica_id, median_ms in medians.items():
             pace = self._paces[replica_id]
             if replica_id in over:
-                changes += self._too_slow(replica_id, pace, median_ms, over, now_ms, company)
+                changes += self._too_slow(replica_id, pace, median_ms, over, now_ms, context)
             else:
                 changes += self._not_too_slow(replica_id, pace, median_ms, now_ms)
         if len(self._paces) > 2 * len(members) + 16:
-            known = {*company().healthy, *members}
+            known = {*context().healthy, *members}
             self._paces = {name: pace for name, pace in self._paces.items() if name in known}
         self.left_out = self._now_left_out()  # a forgotten replica is not left out either
         return changes
 
     def _now_left_out(self) -> frozenset[str]:
-        return frozenset(name for name, pace in self._paces.items() if pace.standing is _Standing.LEFT_OUT)
+        return frozenset(name for name, pace in self._paces.items() if pace.state is _State.LEFT_OUT)
 
     def _medians(self, members: Collection[str]) -> dict[str, int]:
         """Return for each member the upper median of the others' own times.
@@ -311,7 +311,7 @@ class StragglerWatch:
         for name, pace in paces.items():
             # A straggler in its first step that counts has no number yet; its running step may have one.
             others = len(times) - bool(pace.own_ms)
-            if not others or not pace.latest_ms or pace.standing is _Standing.LEFT_OUT:
+            if not others or not pace.latest_ms or pace.state is _State.LEFT_OUT:
                 continue
             middle = others // 2
             at = bisect_left(times, pace.latest_ms) if pace.own_ms else len(times)
@@ -336,7 +336,7 @@ class StragglerWatch:
         median_ms: int,
         over: Collection[str],
         now_ms: int,
-        company: Callable[[], Company],
+        context: Callable[[], QuorumContext],
     ) -> list[PaceChange]:
         pace.good_since = None
         pace.over_since = pace.over_since or (now_ms, pace.step)
@@ -346,26 +346,26 @@ class StragglerWatch:
         self._forgive(pace, now_ms)
         action = self._policy.action
         if action is StragglerAction.LEAVE_OUT:
-            kept = self._why_kept(replica_id, over, company())
+            kept = self._why_kept(replica_id, over, context())
             if not kept:
                 return [self._leave_out(replica_id, pace, median_ms, now_ms, late=late)]
-            if pace.standing is not _Standing.SLOW:
-                return [self._slow(replica_id, pace, median_ms, f"it is not left out, because {kept}")]
+            if pace.state is not _State.SLOW:
+                return [self._slow(replica_id, pace, median_ms, f"It is not left out, because {kept}")]
             return []
         if action is StragglerAction.SHRINK and not late and pace.share > LEAST_SHARE:
             return [self._shrink(replica_id, pace, median_ms, now_ms)]
-        return [] if pace.standing is _Standing.SLOW else [self._slow(replica_id, pace, median_ms, "")]
+        return [] if pace.state is _State.SLOW else [self._slow(replica_id, pace, median_ms, "")]
 
     def _forgive(self, pace: _Pace, now_ms: int) -> None:
         """Treat a replica that has kept up for long as a new case."""
-        if pace.times_out and pace.standing is _Standing.KEEPS_UP:
+        if pace.times_out and pace.state is _State.KEEPS_UP:
             last_pause_ms = self._policy.pause_ms(pace.times_out - 1)
             if now_ms - pace.kept_up_ms >= FORGIVEN_AFTER_PAUSES * last_pause_ms:
                 pace.times_out = 0
 
     def _not_too_slow(self, replica_id: str, pace: _Pace, median_ms: int, now_ms: int) -> list[PaceChange]:
         pace.over_since = None
-        if pace.standing is _Standing.KEEPS_UP:
+        if pace.state is _State.KEEPS_UP:
             return []
         if not pace.own_ms or pace.latest_ms >= self._policy.keeps_up_ms(median_ms) or pace.step < pace.settles_at:
             pace.good_since = None
@@ -375,40 +375,40 @@ class StragglerWatch:
             return []
         if pace.share < 1.0:
             return self._raise_share(replica_id, pace, median_ms, now_ms)
-        pace.standing, pace.good_since, pace.kept_up_ms = _Standing.KEEPS_UP, None, now_ms
+        pace.state, pace.good_since, pace.kept_up_ms = _State.KEEPS_UP, None, now_ms
         return [self._changed(replica_id, pace, PaceKind.KEEPS_UP, median_ms)]
 
     # --- the changes -------------------------------------------------------------------------------------------------
 
     def _slow(self, replica_id: str, pace: _Pace, median_ms: int, why: str) -> PaceChange:
-        pace.standing = _Standing.SLOW
+        pace.state = _State.SLOW
         return self._changed(replica_id, pace, PaceKind.SLOW, median_ms, why=why)
 
     def _leave_out(self, replica_id: str, pace: _Pace, median_ms: int, now_ms: int, *, late: bool) -> PaceChange:
         pause_ms = self._policy.pause_ms(pace.times_out)
         change = self._changed(replica_id, pace, PaceKind.LEFT_OUT, median_ms, pause_ms=pause_ms, ends_quorum=late)
-        pace.standing, pace.over_since = _Standing.LEFT_OUT, None
+        pace.state, pace.over_since = _State.LEFT_OUT, None
         pace.times_out += 1
         pace.until_ms = now_ms + pause_ms
         pace.own_ms, pace.late_ms, pace.measured_from = 0, 0, pace.step + 1  # a trial measures it anew
         self.left_out = self._now_left_out()
         return change
 
-    def _why_kept(self, replica_id: str, over: Collection[str], company: Company) -> str:
+    def _why_kept(self, replica_id: str, over: Collection[str], context: QuorumContext) -> str:
         """Return why this straggler must stay, one phrase; "" where the others can do without it."""
-        stay = [name for name in company.healthy if name not in self.left_out and name != replica_id]
-        if len(stay) < company.min_replicas:
-            return f"{len(stay)} replicas would stay, and at least {company.min_replicas} are needed"
+        stay = [name for name in context.healthy if name not in self.left_out and name != replica_id]
+        if len(stay) < context.min_replicas:
+            return f"{len(stay)} replicas would stay, and at least {context.min_replicas} are needed"
         # Half of the replicas or more are no exception: the job's pace is theirs, or the measurement is wrong.
-        slow = self.left_out.union(over).intersection(company.healthy)
-        if 2 * len(slow) >= len(company.healthy):
-            return f"{len(slow)} of {len(company.healthy)} replicas are as slow, and only a minority is left out"
-        if company.holders and not any(name in stay for name in company.holders):
+        slow = self.left_out.union(over).intersection(context.healthy)
+        if 2 * len(slow) >= len(context.healthy):
+            return f"{len(slow)} of {len(context.healthy)} replicas are as slow, and only a minority is left out"
+        if context.holders and not any(name in stay for name in context.holders):
             return "it alone holds the job's state"
         return ""
 
-    def _let_back(self, now_ms: int, company: Callable[[], Company]) -> list[PaceChange]:
-        around = company()
+    def _let_back(self, now_ms: int, context: Callable[[], QuorumContext]) -> list[PaceChange]:
+        around = context()
         stay = [name for name in around.healthy if name not in self.left_out]
         needed = len(stay) < around.min_replicas or self.left_out.issuperset(around.members)
         changes = []
@@ -417,7 +417,7 @@ class StragglerWatch:
             # A lost replica has no request; if it comes back it is on trial as well.
             may = replica_id in around.waiting or replica_id not in around.healthy
             if needed or (now_ms >= pace.until_ms and may):
-                pace.standing, pace.over_since, pace.good_since = _Standing.ON_TRIAL, None, None
+                pace.state, pace.over_since, pace.good_since = _State.ON_TRIAL, None, None
                 why = "too few replicas are left without it" if needed else ""
                 changes.append(self._changed(replica_id, pace, PaceKind.LET_BACK, 0, why=why))
         self.left_out = self._now_left_out()
@@ -427,7 +427,7 @@ class StragglerWatch:
         share = max(LEAST_SHARE, round(pace.share * median_ms / max(pace.own_ms, 1), 4))
         pace.until_ms = now_ms + self._policy.pause_ms(pace.times_out)
         pace.times_out += 1
-        pace.standing, pace.over_since = _Standing.SLOW, None
+        pace.state, pace.over_since = _State.SLOW, None
         return self._share_changed(replica_id, pace, median_ms, min(share, pace.share))
 
     def _raise_share(self, replica_id: str, pace: _Pace, median_ms: int, now_ms: int) -> list[PaceChange]:
@@ -437,7 +437,7 @@ class StragglerWatch:
             return []
         pace.good_since = None
         if share == 1.0:
-            pace.standing, pace.kept_up_ms = _Standing.KEEPS_UP, now_ms
+            pace.state, pace.kept_up_ms = _State.KEEPS_UP, now_ms
         return [self._share_changed(replica_id, pace, median_ms, share)]
 
     def _share_changed(self, replica_id: str, pace: _Pace, median_ms: int, share: float) -> PaceChange:
@@ -476,22 +476,22 @@ def sentence_of(
     numbers = _numbers(own_ms, median_ms)
     match kind:
         case PaceKind.SLOW:
-            end = f"; {why}" if why else ""
-            return f"replica {replica_id} is a straggler: {numbers}; every step takes as long; {_LOOK}{end}"
+            end = f". {why}" if why else ""
+            return f"replica {replica_id} is a straggler: {numbers}. Every step waits for it. {_REMEDY}{end}"
         case PaceKind.KEEPS_UP:
             return f"replica {replica_id} keeps up again: {numbers}"
         case PaceKind.LEFT_OUT:
             return (
                 f"replica {replica_id} is left out of the next quorums for {_seconds(pause_ms)} s as a straggler: "
-                f"{numbers}; the others train on, and it is tried again after that; {_LOOK}"
+                f"{numbers}. The others train on, and it gets a trial after that. {_REMEDY}"
             )
         case PaceKind.LET_BACK:
             end = f", because {why}" if why else ""
             return f"replica {replica_id} was left out as a straggler and may join again for a trial{end}"
         case PaceKind.SHARE:
             return (
-                f"replica {replica_id} is a straggler and is to take {share:g} of its batch: {numbers}; "
-                f"multiply the batch size by Manager.status().share; {_LOOK}"
+                f"replica {replica_id} is a straggler and must take {share:g} of its batch: {numbers}. "
+                f"Multiply the batch size by Manager.status().share. {_REMEDY}"
             )
 
 
@@ -499,7 +499,7 @@ def rising_share(replica_id: str, own_ms: int, median_ms: int, share: float) -> 
     """Return in words that a straggler has become faster, and may take more of its batch again."""
     numbers = _numbers(own_ms, median_ms)
     if share == 1.0:
-        return f"replica {replica_id} keeps up again and is to take its whole batch: {numbers}"
+        return f"replica {replica_id} keeps up again and must take its whole batch: {numbers}"
     return f"replica {replica_id} may take more of its batch again, {share:g}: with the smaller part {numbers}"
 
 
@@ -511,18 +511,18 @@ def left_out_reason(news: StragglerNotice) -> str:
 def left_out_wait(news: StragglerNotice, remaining_ms: int) -> str:
     """Return why a replica that is left out got no quorum in time, and a remedy."""
     when = (
-        f"it is left out for {_seconds(remaining_ms)} s more, and may join again for a trial after that"
+        f"It is left out for {_seconds(remaining_ms)} s more, and may join again for a trial after that"
         if remaining_ms > 0
-        else "its pause is over, and it joins for a trial when the others ask for the next quorum"
+        else "Its pause is over, and it joins for a trial when the others ask for the next quorum"
     )
     return (
-        f"replica {news.replica_id} {left_out_reason(news)}; {when}; go on asking, for its steps without a quorum are "
-        f"no failures meanwhile; {_LOOK}"
+        f"replica {news.replica_id} {left_out_reason(news)}. {when}. Keep asking: steps without a quorum do not count "
+        f"as failures meanwhile. {_REMEDY}"
     )
 
 
 def _numbers(own_ms: int, median_ms: int) -> str:
-    return f"its own part of a step takes {_seconds(own_ms)} s, and the median of the others is {_seconds(median_ms)} s"
+    return f"its own part of a step takes {_seconds(own_ms)} s (median of the others: {_seconds(median_ms)} s)"
 
 
 def _seconds(milliseconds: int) -> str:

@@ -29,8 +29,8 @@ WITNESSES_AFTER_MS: Final = 200  # after so long an unanswered probe makes the l
 UNANSWERED_MOST: Final = 64  # probes to one member; the next one waits for an answer or a hello
 ANSWERS_KEPT: Final = 16  # of each member, for its slowest recent answer
 RECENT_MS: Final = 60_000
-WAIT_IS_SAID_FOR_MS: Final = 2_500  # two beats and a half: one may be missed, and the next may be late
-STOP_IS_SAID_FOR_MS: Final = 700  # it may go on any moment; the next answer repeats the stop
+WAIT_VALID_MS: Final = 2_500  # two beats and a half: one may be missed, and the next may be late
+STOP_VALID_MS: Final = 700  # the process may be continued at any moment; the next answer repeats the stop
 
 LOST_SILENT: Final = "gave no sign of life"  # the start of each reason of a loss by silence
 LOST_STOPPED: Final = "its process is stopped"  # the start of each reason of a loss by a stop
@@ -44,17 +44,17 @@ class LongWait:
     """
 
     def __init__(self) -> None:
-        self._said = False
+        self._reported = False
         self._since_ms = 0
 
     def look(self, waits_ms: int | None) -> bool:
         """Return whether to report the wait now. `waits_ms`: how long it has lasted; None: there is none."""
         if waits_ms is None or waits_ms < self._since_ms:
-            self._said = False  # that wait is over, or another one has begun
+            self._reported = False  # that wait is over, or another one has begun
         self._since_ms = waits_ms or 0
-        if self._said or waits_ms is None or waits_ms < WAITS_MS:
+        if self._reported or waits_ms is None or waits_ms < WAITS_MS:
             return False
-        self._said = True
+        self._reported = True
         return True
 
 
@@ -119,19 +119,19 @@ class Suspicion:
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._judges_silence = timeouts.heartbeat_timeout_ms > SILENT_MS
-        self._of: dict[str, _Probed] = {}
+        self._probes: dict[str, _Probed] = {}
         self._last_number = 0
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Restart all silence, because the lighthouse itself was suspended.
 
         Answers that have waited for the lighthouse meanwhile would seem slow, so their probes are dropped; due members
         are probed again.
         """
-        for probed in self._of.values():
+        for probed in self._probes.values():
             probed.sent_ms.clear()
 
-    def met(self, replica_id: str, now_ms: int) -> int:
+    def begin(self, replica_id: str, now_ms: int) -> int:
         """Handle a member's open stream that answers probes.
 
         Returns: the number of its first probe, which measures the delay before that matters.
@@ -141,11 +141,11 @@ class Suspicion:
 
     def forget(self, replica_id: str) -> None:
         """Forget a member whose stream is gone, or whose session is a new one."""
-        self._of.pop(replica_id, None)
+        self._probes.pop(replica_id, None)
 
     def answered(self, replica_id: str, number: int, now_ms: int) -> None:
         """Record the answer to a probe, and to the earlier probes on the same stream."""
-        probed = self._of.get(replica_id)
+        probed = self._probes.get(replica_id)
         sent_ms = probed.sent_ms.get(number) if probed is not None else None
         if probed is None or sent_ms is None:
             return
@@ -157,7 +157,7 @@ class Suspicion:
 
         It may have waited on its way, or for this lighthouse, while the process went on.
         """
-        probed = self._of.get(replica_id)
+        probed = self._probes.get(replica_id)
         if probed is None or probed.last_sent_ms is None or number != probed.last_number:
             return False
         return now_ms - probed.last_sent_ms < PROBE_EVERY_MS + (probed.bound_ms(now_ms) or UNANSWERED_MS)
@@ -203,7 +203,7 @@ class Suspicion:
             return f"{LOST_STOPPED}: {suspect.stopped}"
         if not suspect.may_be_lost or not self._judges_silence:
             return ""
-        probed = self._of.get(suspect.replica_id)
+        probed = self._probes.get(suspect.replica_id)
         sent_ms, bound_ms = (probed.oldest_ms, probed.bound_ms(now_ms)) if probed is not None else (None, None)
         silent_ms = now_ms - suspect.last_sign_ms
         if sent_ms is None or bound_ms is None or silent_ms < SILENT_MS or now_ms - sent_ms < bound_ms:
@@ -220,19 +220,19 @@ class Suspicion:
         self, suspects: Iterable[Sighting], waiting: Iterable[Sighting], now_ms: int
     ) -> list[Sighting]:
         """Return the waiting members that were not heard since a probe that has been unanswered for a while."""
-        sent = [self._of[each.replica_id].oldest_ms for each in suspects if each.replica_id in self._of]
+        sent = [self._probes[each.replica_id].oldest_ms for each in suspects if each.replica_id in self._probes]
         late = [sent_ms for sent_ms in sent if sent_ms is not None and now_ms - sent_ms >= WITNESSES_AFTER_MS]
         return [each for each in waiting if each.last_sign_ms <= max(late)] if late else []
 
     def _is_due(self, replica_id: str, now_ms: int) -> bool:
-        probed = self._of.get(replica_id)
+        probed = self._probes.get(replica_id)
         last_ms = probed.last_sent_ms if probed is not None else None
         if probed is not None and len(probed.sent_ms) >= UNANSWERED_MOST:
             return False
         return last_ms is None or now_ms - last_ms >= PROBE_EVERY_MS
 
     def _send(self, replica_id: str, now_ms: int) -> int:
-        probed = self._of.setdefault(replica_id, _Probed())
+        probed = self._probes.setdefault(replica_id, _Probed())
         self._last_number += 1
         probed.last_sent_ms, probed.last_number = now_ms, self._last_number
         probed.sent_ms[self._last_number] = now_ms

@@ -26,7 +26,7 @@ NO_LINKS: Final[Mapping[str, Collection[str]]] = MappingProxyType({})
 @dataclass(slots=True)
 class _Trial:
     number: int
-    came: tuple[int, int]  # the stream and session of the newcomer; a trial ends with them
+    connection: tuple[int, int]  # the stream and session of the newcomer; a trial ends with them
     peers: tuple[str, ...]
     since_ms: int
     is_over: bool = False
@@ -89,8 +89,8 @@ class Trials:
             trial = self._trials.get(name)
             if trial is not None and not trial.is_over and now_ms - trial.since_ms >= ANSWERED_WITHIN_MS:
                 self._end(trial, dict.fromkeys(trial.peers, "its manager server has not answered"), now_ms)
-            came = replica.stream, replica.session
-            is_new = trial is None or trial.came != came
+            connection = replica.stream, replica.session
+            is_new = trial is None or trial.connection != connection
             is_due = trial is not None and trial.is_over and trial.keeps_out and now_ms >= trial.again_ms
             is_known = not members.keys().isdisjoint(bad_links.get(name, ()))
             if is_known or not (is_new or is_due):
@@ -103,7 +103,7 @@ class Trials:
             self._last += 1
             failed, before = (trial.num_failed, trial.unreached) if trial is not None else (0, {})
             ids = tuple(peer.replica_id for peer in peers)
-            self._trials[name] = _Trial(self._last, came, ids, now_ms, num_failed=failed, unreached=before)
+            self._trials[name] = _Trial(self._last, connection, ids, now_ms, num_failed=failed, unreached=before)
             out.append(effects.TryPeers(replica.stream, self._last, peers))
         return out
 
@@ -187,4 +187,4 @@ class Trials:
 
 def _lives(replica: Replica | None, trial: _Trial) -> bool:
     """Return whether the session of that trial stands. The replica may only be between two requests."""
-    return replica is not None and replica.healthy and replica.session == trial.came[1]
+    return replica is not None and replica.healthy and replica.session == trial.connection[1]

@@ -1,7 +1,7 @@
 """The troubles of a job now, in words with a remedy: the warnings that `tft doctor` shows.
 
-A job may train well without a member that is stopped. No replica may wait for a holder that fell silent. No wait
-reports these, and an operator must hear of them all the same.
+A job can train without a member that is stopped, and no replica may wait for a holder that fell silent. No wait
+sentence names these problems, so the warnings do.
 
 Law of this file: sentences only; nothing is decided by them. The caller calls about once a second.
 """
@@ -15,7 +15,7 @@ from tft_coord.core.liveness import Replica
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.waits import LOST_STATE
 
-LOST_IS_SAID_FOR_MS: Final = 60_000  # for a replica that has no stream and is in no quorum
+LOST_REPORTED_MS: Final = 60_000  # for a replica that has no stream and is in no quorum
 SILENT_LEAST_MS: Final = 5_000
 OUT_LEAST_MS: Final = 2_000
 OUT_AGAIN_MS: Final = 30_000  # a failed trial does not restart the time
@@ -57,8 +57,8 @@ class Troubles:
         found: list[str] = []
         if waiting_for.startswith(LOST_STATE):
             found.append(
-                f"the job stands still and waits for {shorten(waiting_for)}. With --on-lost-state restart the "
-                "lighthouse waits for heartbeat_timeout alone"
+                f"the job has stopped and waits for {shorten(waiting_for)}. With --on-lost-state restart the "
+                "lighthouse waits for heartbeat_timeout only"
             )
         living = {base_name(each.replica_id) or each.replica_id for each in replicas if each.healthy}
         absent = (self._absence(each, members, living, now_ms) for each in replicas)
@@ -72,17 +72,17 @@ class Troubles:
         if replica.left is not None or replica.dead or replica.presumed:
             return ""
         name = shorten(replica.replica_id)
-        remedy = "Continue it (SIGCONT) if it is stopped, look at its log and its network, or restart it"
+        remedy = "Continue it (SIGCONT) if it is stopped, check its log and its network, or restart it"
         if replica.lost is None:
             silent_ms = now_ms - replica.heard_ms
             if silent_ms < self._silent_ms or replica.replica_id not in members:
                 return ""
-            return f"member {name} has said nothing for {silent_ms // 1_000} s. {remedy}"
+            return f"member {name} has been silent for {silent_ms // 1_000} s. {remedy}"
         lost_ms = now_ms - replica.lost_ms
         is_replaced = (base_name(replica.replica_id) or replica.replica_id) in living
         # While its manager server has a stream, a stopped trainer is still there, and can be continued.
         is_gone = replica.stream is None and replica.replica_id not in members
-        is_old = is_gone and lost_ms >= LOST_IS_SAID_FOR_MS
+        is_old = is_gone and lost_ms >= LOST_REPORTED_MS
         if not replica.fell_silent or is_replaced or is_old:
             return ""
         return f"{name} was lost {lost_ms // 1_000} s ago ({replica.lost}) and has not come back. {remedy}"
@@ -96,7 +96,7 @@ class Troubles:
             if now_ms - since_ms >= OUT_LEAST_MS and len(found) < NAMED_MOST:
                 why = said_of(name) or f"{shorten(name)} can't be reached"
                 found.append(
-                    f"left out of the quorum for {(now_ms - since_ms) // 1_000} s: {why}. Look at the names, the "
-                    "addresses, the interfaces and the firewalls of both sides"
+                    f"left out of the quorum for {(now_ms - since_ms) // 1_000} s: {why}. Check the names, the "
+                    "addresses, the interfaces and the firewalls on both sides"
                 )
         return found

@@ -465,8 +465,8 @@ class Verdict:
 
     Args:
         yes: all voted yes.
-        leaves: a rank wished it: the group leaves the job, all its ranks after this step.
-        stands: no rank's word had a wish to ask or to leave, or a recovering member: the next round needs no request.
+        leaves: the group leaves the job, with all its ranks after this step, because a rank has requested it.
+        stands: no member asks, leaves or recovers, by the words of all ranks: the next round needs no request.
     """
 
     yes: bool

@@ -44,7 +44,7 @@ class WaitNotice:
     def __init__(self) -> None:
         self._since_ms: int | None = None
         self._next_ms = 0
-        self._was_said = False
+        self._was_logged = False
 
     def look(self, since_ms: int | None, now_ms: int) -> Notice | None:
         """Decide which line is due.
@@ -58,8 +58,8 @@ class WaitNotice:
         # A beat gives the start of a wait to within some milliseconds; a start that is only slightly later is the same
         # wait.
         if before is not None and (since_ms is None or since_ms > before + SAME_WITHIN_MS):
-            was_said, self._since_ms, self._was_said = self._was_said, None, False
-            if was_said:
+            was_logged, self._since_ms, self._was_logged = self._was_logged, None, False
+            if was_logged:
                 return Notice((now_ms - before) // 1_000, is_over=True)
         if since_ms is None:
             return None
@@ -71,7 +71,7 @@ class WaitNotice:
         self._next_ms = max(self._next_ms, SECOND_MS)
         if self._next_ms <= lasted_ms:  # computed rather than counted up to: a beat may report ages
             self._next_ms += ((lasted_ms - self._next_ms) // THEN_EVERY_MS + 1) * THEN_EVERY_MS
-        self._was_said = True
+        self._was_logged = True
         return Notice(lasted_ms // 1_000)
 
 
@@ -125,7 +125,7 @@ def quorum_wait(reason: str, missing: Collection[Replica], *, below_least: bool,
 
 def left_out_wait(reason: str) -> str:
     """Return the sentence for replicas that are left out of the quorum in which the others train."""
-    return f"{LEFT_OUT}{shorten(reason)}; the others go on; ends when it is reached, or reaches them"
+    return f"{LEFT_OUT}{shorten(reason)}; the others train on; ends when the link works again"
 
 
 def step_wait(step: int, missing: Collection[Replica], now_ms: int) -> str:
@@ -191,7 +191,7 @@ class NameWatch:
                 pair = frozenset((older, younger))
                 if lives_ms < BOTH_LIVE_MS:
                     continue
-                warnings.append(two_lives(living[older], living[younger]))
+                warnings.append(duplicate_name_warning(living[older], living[younger]))
                 if pair not in self._warned:
                     self._warned.add(pair)
                     found.append(warnings[-1])
@@ -199,7 +199,7 @@ class NameWatch:
         return found
 
 
-def two_lives(older: Replica, younger: Replica) -> str:
+def duplicate_name_warning(older: Replica, younger: Replica) -> str:
     """Return the warning about two living replicas of one name."""
     places = " and ".join(
         f"{shorten(each.replica_id)} at {each.address}" + (f" (pid {each.pid})" if each.pid else "")
@@ -207,13 +207,10 @@ def two_lives(older: Replica, younger: Replica) -> str:
     )
     # pid 1 is a container's; its neighbour has the same
     if _host(older) == _host(younger) and older.pid == younger.pid > 1:
-        next_step = "One process has both: call shutdown() on its earlier Manager first"
+        next_step = "Both are in one process: call shutdown() on its earlier Manager first"
     else:
-        next_step = (
-            "End the older one if it is a worker that outlived its launcher, or give each group its own "
-            "REPLICA_GROUP_ID"
-        )
-    return f"two replicas of the name {base_name(older.replica_id)!r} live: {places}; both train. {next_step}"
+        next_step = "End the older one if it has outlived its launcher, or give each group its own REPLICA_GROUP_ID"
+    return f"two running replicas have the name {base_name(older.replica_id)!r}: {places}. {next_step}"
 
 
 def _host(replica: Replica) -> str:
@@ -226,7 +223,7 @@ class WaitBoard:
 
     def __init__(self) -> None:
         self._notice = WaitNotice()
-        self._told_ms: int | None = None
+        self._sent_ms: int | None = None
         self._sentence = ""
 
     def look(self, wait: JobWait | None, now_ms: int) -> tuple[JobWait | None, Notice | None, str]:
@@ -237,12 +234,12 @@ class WaitBoard:
         notice = self._notice.look(wait.since_ms if wait is not None else None, now_ms)
         sentence = self._sentence if notice is not None and notice.is_over else (wait.sentence if wait else "")
         if wait is None:
-            self._told_ms = None
+            self._sent_ms = None
             return None, notice, sentence
         self._sentence = wait.sentence
         if now_ms - wait.since_ms < TELL_AFTER_MS:
             return None, notice, sentence
-        if self._told_ms is not None and now_ms - self._told_ms < TELL_EVERY_MS:
+        if self._sent_ms is not None and now_ms - self._sent_ms < TELL_EVERY_MS:
             return None, notice, sentence
-        self._told_ms = now_ms
+        self._sent_ms = now_ms
         return wait, notice, sentence

@@ -56,9 +56,9 @@ async def _serve(settings: str, report_fd: int, parent_pid: int) -> None:
             parent_ended.set_result(left)
 
     def watch_parent() -> None:
-        words = _last_words_of(parent_pid)
+        line = _last_line_of(parent_pid)
         with suppress(RuntimeError):  # the loop is closed: the server is ending already
-            loop.call_soon_threadsafe(parent_ends, words == GOODBYE)
+            loop.call_soon_threadsafe(parent_ends, line == GOODBYE)
         # A process without its parent must not stay, even if its loop is busy.
         threading.Event().wait(END_BY_FORCE_S)
         os._exit(1)
@@ -80,7 +80,7 @@ async def _serve(settings: str, report_fd: int, parent_pid: int) -> None:
     os._exit(0)
 
 
-def _last_words_of(parent_pid: int) -> bytes:
+def _last_line_of(parent_pid: int) -> bytes:
     """Wait until the parent has written its last line, and return it; b"" if the parent has ended without one."""
     with suppress(AttributeError, OSError):  # some kernels and systems do not report a process's end
         parent = os.pidfd_open(parent_pid)

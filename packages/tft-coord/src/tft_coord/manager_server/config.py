@@ -72,8 +72,8 @@ class ManagerServerConfig:
     def cannot_listen(self) -> ConfigError:
         """Return the error for a `bind` that is not available."""
         return ConfigError(
-            f"replica {self.replica_id} can't listen at {self.bind}: the address is taken or not of this machine; give "
-            "the manager server another port (TORCHFT_MANAGER_PORT), or 0 for a free one"
+            f"replica {self.replica_id} can't listen at {self.bind}: the address is in use or not of this machine; "
+            "give the manager server another port (TORCHFT_MANAGER_PORT), or 0 for a free one"
         )
 
     def to_json(self) -> str:

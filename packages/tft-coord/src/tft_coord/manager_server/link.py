@@ -2,7 +2,7 @@
 
 `SessionCore` decides when to dial and what to send. This shell dials, writes, reads and keeps the time. Each dial is a
 new channel, so that no back-off of an earlier one delays it. A lighthouse that does not know this project's service is
-torchft's: `ForeignConversation` then handles the rest of that channel's life.
+torchft's: `TorchftConversation` then handles the rest of that channel's life.
 
 Law of this file: one stream, its channel, its timers; no decision about quorums.
 """
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
-from tft_coord.compat.channel import ForeignConversation
-from tft_coord.compat.replica_group import ForeignCore
+from tft_coord.compat.channel import TorchftConversation
+from tft_coord.compat.replica_group import TorchftGroupCore
 from tft_coord.core import events
 from tft_coord.core.effects import (
     AnnounceNewcomer,
@@ -63,18 +63,18 @@ from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import ROUND_TRIPS_TO_BE_BACK, Timeouts
 from tft_coord.transport.address import targets
-from tft_coord.transport.dial import DialTimeoutError, cancelled, dial
-from tft_coord.transport.listener import OF_ANOTHER_KIND, no_peer, secret_refused
+from tft_coord.transport.diagnosis import OF_ANOTHER_KIND, no_peer, secret_refused
+from tft_coord.transport.dial import DialTimeoutError, cancel_and_wait, dial
 from tft_coord.transport.outbox import Outbox
 from tft_coord.wire import codec, services
 
 logger = logger_for_people(__name__)
 
-PATIENCE_MOST = 8  # times heartbeat_timeout, for the first connection to a lighthouse
-SAY_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
-AWAY = "replica %s: %s; still trying. A steady job trains on meanwhile, for two thirds of its lease"
-TELL_AWAY_EVERY_MS = 2_000  # a rank's next wait may begin at any time, and its log line comes after 5 s
-LAST_WORDS_S = 0.2  # the report to the lighthouse may delay the end of a trainer by so long
+MAX_PATIENCE = 8  # times heartbeat_timeout, for the first connection to a lighthouse
+WARN_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
+AWAY = "replica %s: %s; retrying. A job with a quorum trains on for two thirds of its lease"
+REPORT_AWAY_EVERY_MS = 2_000  # a rank's next wait may begin at any time, and its log line comes after 5 s
+CLOSE_WITHIN_S = 0.2  # the last report to the lighthouse may delay the end of a trainer by this
 
 
 @final
@@ -87,7 +87,7 @@ class LighthouseLink:
         token: shared secret of the job, or None.
         timeouts: of the job.
         job, replica_id, address, replaces: as in `Hello`.
-        arrived: receives the lighthouse's answers and news.
+        arrived: receives the lighthouse's answers and notifications.
         quorum: returns the newest quorum that the group holds.
         progress: returns the group's progress, for a time of the loop's clock in milliseconds.
         waits: the same, whether all its ranks wait.
@@ -136,18 +136,18 @@ class LighthouseLink:
             pid=pid,
             tries_peers=True,
         )
-        self._foreign_core = ForeignCore(
+        self._torchft_core = TorchftGroupCore(
             job=job, replica_id=replica_id, timeouts=timeouts, words=lambda: secrets.randbits(64)
         )
-        self._foreign: ForeignConversation | None = None
-        self._said_foreign = False
+        self._torchft: TorchftConversation | None = None
+        self._warned_torchft = False
         self._job = job
-        self._looking: set[asyncio.Task[None]] = set()
+        self._describing: set[asyncio.Task[None]] = set()
         self._trial: asyncio.Task[None] | None = None  # the last requested trial of the peers
-        self._missed: frozenset[str] = frozenset()  # the peers that the trial did not reach
+        self._unreached: frozenset[str] = frozenset()  # the peers that the trial did not reach
         self._loop = asyncio.get_running_loop()
         self._outbox: Outbox | None = None
-        self._said: Member | None = None  # the member of the last request on this stream
+        self._sent_member: Member | None = None  # the member of the last request on this stream
         self._stream: asyncio.Task[None] | None = None
         self._call: grpc.aio.StreamStreamCall[bytes, bytes] | None = None
         self._redial: asyncio.TimerHandle | None = None
@@ -155,20 +155,20 @@ class LighthouseLink:
         self._open_request: int | None = None
         # time limits for a connection to a lighthouse; longer where an attempt took too long
         self._patience_ms: dict[str, int] = {}
-        self._said_far: set[str] = set()  # lighthouses with a logged warning that they are far away
+        self._warned_far: set[str] = set()  # lighthouses with a logged warning that they are far away
         self._reached: set[str] = set()  # lighthouses that have accepted a connection
-        self._took_us: set[str] = set()  # lighthouses that have answered a hello
+        self._accepted_by: set[str] = set()  # lighthouses that have answered a hello
         self._ended = False
         self._reported_death = False
         self._away_since_ms: int | None = None
-        self._said_away = False
-        self._said_lost: int | None = None  # the session whose loss was logged last
-        self._told_away_ms: int | None = None
-        self._compared = False
+        self._warned_away = False
+        self._logged_lost: int | None = None  # the session whose loss was logged last
+        self._away_reported_ms: int | None = None
+        self._are_compared = False
         self._refusal = ""  # the current lighthouse's refusal of this replica, or its fault
-        self._strange: dict[str, str] = {}  # address -> the fault of its lighthouse, logged once
-        self._troubles: dict[str, str] = {}  # address -> the failure of its last dial, since a lighthouse was of use
-        self.trouble = f"the lighthouse at {self._target} has not been reached yet"
+        self._faults: dict[str, str] = {}  # address -> the fault of its lighthouse, logged once
+        self._failures: dict[str, str] = {}  # address -> why its last dial failed, since one was accepted last
+        self.failure = f"the lighthouse at {self._target} has not been reached yet"
 
     def start(self) -> None:
         """Start to dial."""
@@ -182,15 +182,15 @@ class LighthouseLink:
             return
         self._open_request = request
         self._perform(self._core.ask(request, member, held, self._now_ms(), fingerprint))
-        if self._foreign is not None:
-            self._foreign.ask(request, member, held, self._core.session)
+        if self._torchft is not None:
+            self._torchft.ask(request, member, held, self._core.session)
 
     def withdraw(self, request: int) -> None:
         """Withdraw the request."""
-        if self._foreign is not None:
-            self._foreign.withdraw(request)
+        if self._torchft is not None:
+            self._torchft.withdraw(request)
         else:
-            self._foreign_core.withdraw(request)
+            self._torchft_core.withdraw(request)
         self._perform(self._core.withdraw(request, self._now_ms()))
 
     def healed(self, healed_bytes: int) -> None:
@@ -199,17 +199,17 @@ class LighthouseLink:
 
     @property
     def hangs(self) -> bool:
-        """Return whether the session was lost while a trainer hangs; `went_on` opens the next one."""
+        """Return whether the session was lost while a trainer hangs; `resumed` opens the next one."""
         return self._core.hangs
 
-    def went_on(self) -> None:
-        """Handle a hung trainer that goes on."""
-        logger.info("replica %s goes on, and joins again with a newer session", self._replica_id)
+    def resumed(self) -> None:
+        """Handle a hung trainer that has resumed."""
+        logger.info("replica %s has resumed, and rejoins with a new session", self._replica_id)
         self._perform(self._core.went_on(self._now_ms()))
 
     def leave(self, reason: str, serve_ms: int, finished_step: int | None) -> None:
         """Report that this group has left, on every stream from now on."""
-        self._foreign_core.ended()  # a group that does not beat is dropped by the others after a while
+        self._torchft_core.ended()  # a group that does not beat is dropped by the others after a while
         self._perform(self._core.leave(reason, serve_ms, finished_step))
 
     def say_waits(self) -> None:
@@ -220,27 +220,27 @@ class LighthouseLink:
         """Report that ranks of this group are stopped; each probe of the lighthouse gets the report again."""
         if report.is_news:
             logger.warning("replica %s: %s", self._replica_id, report.reason)
-        self._say(events.ProbeAnswered(0, report.probe, report.reason, report.stopped_ms))
+        self._send(events.ProbeAnswered(0, report.probe, report.reason, report.stopped_ms))
 
     def report_late(self, key: QuorumKey, step: int) -> None:
         """Report that a round of a standing quorum waits for a member for too long."""
-        logger.info("replica %s waits in step %d of quorum %s for join_timeout", self._replica_id, step, key)
-        self._say(events.LateReported(0, key, step))
+        logger.info("replica %s has waited for join_timeout in step %d of quorum %s", self._replica_id, step, key)
+        self._send(events.LateReported(0, key, step))
 
     def report_death(self, reason: str) -> None:
         """Report that a trainer of this group ended."""
         self._reported_death = True
-        self._foreign_core.ended()
-        self._say(events.DeathReported(0, reason))
+        self._torchft_core.ended()
+        self._send(events.DeathReported(0, reason))
 
     async def close(self) -> None:
-        """Send what is still to be sent, for at most LAST_WORDS_S, and end."""
+        """Send the waiting messages, for at most CLOSE_WITHIN_S, and end."""
         self._ended = True
         for timer in (self._redial, self._next_beat):
             if timer is not None:
                 timer.cancel()
-        for task in (*self._looking, *([self._trial] if self._trial is not None else [])):
-            await cancelled(task)
+        for task in (*self._describing, *([self._trial] if self._trial is not None else [])):
+            await cancel_and_wait(task)
         stream, outbox = self._stream, self._outbox
         if stream is None:
             return
@@ -248,8 +248,8 @@ class LighthouseLink:
             # The lighthouse closes its side when this side is closed, so the end of the stream shows that it has
             # received all.
             outbox.close()
-            await asyncio.wait([stream], timeout=LAST_WORDS_S)
-        await cancelled(stream)
+            await asyncio.wait([stream], timeout=CLOSE_WITHIN_S)
+        await cancel_and_wait(stream)
 
     # --- performing ----------------------------------------------------------------------------------------------
 
@@ -257,48 +257,48 @@ class LighthouseLink:
         for effect in effects:
             match effect:
                 case SendRequest(request, member, held, fingerprint):
-                    self._say(events.QuorumRequested(0, request, member, held, fingerprint))
+                    self._send(events.QuorumRequested(0, request, member, held, fingerprint))
                 case SendWithdraw(request):
-                    self._say(events.RequestWithdrawn(0, request))
+                    self._send(events.RequestWithdrawn(0, request))
                 case SendBeat(healed_bytes, progress, waits, number):
-                    self._say(events.BeatReceived(0, healed_bytes, progress, waits, number))
+                    self._send(events.BeatReceived(0, healed_bytes, progress, waits, number))
                 case SendHello(hello):
-                    self._say(events.HelloReceived(0, hello))
+                    self._send(events.HelloReceived(0, hello))
                 case SendLeave(reason, serve_ms, finished_step):
-                    self._say(events.LeaveReceived(0, reason, serve_ms, finished_step))
+                    self._send(events.LeaveReceived(0, reason, serve_ms, finished_step))
                 case Dial(at_ms, address):
                     if not self._ended:
                         self._redial = self._loop.call_at(at_ms / 1000, self._dial, self._targets[address])
                 case Look(address):
-                    looking = self._loop.create_task(self._look(address))
-                    self._looking.add(looking)
-                    looking.add_done_callback(self._looking.discard)
+                    describing = self._loop.create_task(self._describe(address))
+                    self._describing.add(describing)
+                    describing.add_done_callback(self._describing.discard)
                 case Say(address, message):
                     target = self._targets[address]
-                    self._strange[target] = message
+                    self._faults[target] = message
                     logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, target, message)
                     if target == self._target:
-                        self._note_trouble("it ended the stream")
+                        self._note_failure("the lighthouse closed the stream")
                 case HangUp():
                     if self._call is not None:
                         self._call.cancel()
                 case GiveUp(code, message):
-                    # A replica that has reported its own end is refused as dead; that is no news.
+                    # A replica that has reported its own end is refused as dead, which is expected.
                     is_start = code in ("unauthenticated", "wrong_server")
                     if is_start:
                         logger.info("replica %s can't start: %s", self._replica_id, message)  # the trainer raises it
                     elif not (self._reported_death and code == Refusal.DEAD.value):
-                        logger.error("replica %s: the lighthouse refuses it (%s): %s", self._replica_id, code, message)
+                        logger.error("replica %s: refused by the lighthouse (%s): %s", self._replica_id, code, message)
                     if not is_start:
-                        self.trouble = f"the lighthouse at {self._target} refuses this replica: {message}"
+                        self.failure = f"the lighthouse at {self._target} refuses this replica: {message}"
                     if self._open_request is not None:
                         self._arrived(events.RequestRefused(self._open_request, code, message))
 
-    def _say(self, event: events.LighthouseEvent) -> None:
+    def _send(self, event: events.LighthouseEvent) -> None:
         if self._outbox is not None:
-            self._outbox.put(codec.encode_to_lighthouse(event, self._said))
+            self._outbox.put(codec.encode_to_lighthouse(event, self._sent_member))
             if isinstance(event, events.QuorumRequested):
-                self._said = event.member
+                self._sent_member = event.member
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
@@ -331,65 +331,64 @@ class LighthouseLink:
             why = error.details() or error.code().name
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 self._refusal = secret_refused(why, shown=bool(self._metadata))
-            self._note_trouble(why)
+            self._note_failure(why)
             self._dial_failed("unauthenticated" if self._refusal else "")
         except ProtocolError as error:
             self._refusal = no_peer("lighthouse", error)
-            self._note_trouble(str(error))
+            self._note_failure(str(error))
             self._dial_failed("wrong_server")
         except UnreachableError as error:
-            # A far lighthouse takes longer than heartbeat_timeout to connect. A lighthouse that was reached faster
-            # before is away.
+            # A far lighthouse takes longer than heartbeat_timeout to connect. One that was reached before is away.
             if isinstance(error, DialTimeoutError) and self._target not in self._reached:
-                self._allow(2 * within_ms)
-            self._note_trouble(str(error))
+                self._extend_patience(2 * within_ms)
+            self._note_failure(str(error))
             self._dial_failed("")
         finally:
             lasted_ms = 0.0 if opened_s is None else 1000 * (self._loop.time() - opened_s)
-            if lasted_ms >= within_ms and self._target not in self._took_us:
-                self._allow(2 * within_ms)  # no answer came in that time; as above
+            if lasted_ms >= within_ms and self._target not in self._accepted_by:
+                self._extend_patience(2 * within_ms)  # no answer came in that time; as above
             self._outbox = self._call = None
             if not self._ended:
                 self._perform(self._core.stream_broke(self._now_ms()))
 
     def _dial_failed(self, code: str) -> None:
-        message = f"{self.trouble}. Correct TFT_LIGHTHOUSE or the secret, and start this process again"
+        message = f"{self.failure}. Correct TFT_LIGHTHOUSE or the secret, and start this process again"
         self._perform(self._core.dial_failed(self._targets.index(self._target), code, message))
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
         call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=self._metadata)
         outbox = Outbox(call.cancel)
-        self._call, self._outbox, self._said = call, outbox, None
+        self._call, self._outbox, self._sent_member = call, outbox, None
         writer = self._loop.create_task(self._write(call, outbox))
         try:
             self._perform(self._core.stream_opened(self._now_ms()))
             self._beat()
             while isinstance(message := await call.read(), bytes):
                 self._received(message)
-            self._note_trouble("it ended the stream")
+            self._note_failure("the lighthouse closed the stream")
         finally:
             writer.cancel()
             call.cancel()
             await asyncio.wait([writer])
 
-    async def _look(self, address: int) -> None:
+    async def _describe(self, address: int) -> None:
         """Ask another lighthouse for its description; an unreachable one does not matter now."""
         within_s = self._timeouts.heartbeat_timeout_ms / 1000
         try:
             channel = await dial(self._targets[address], self._timeouts)
             try:
                 describe = services.call_stub(channel, services.LIGHTHOUSE_DESCRIBE)
-                said = codec.decode_description(await describe(b"", metadata=self._metadata, timeout=within_s))
+                description = codec.decode_description(await describe(b"", metadata=self._metadata, timeout=within_s))
             finally:
                 await channel.close()
         except (grpc.aio.AioRpcError, ProtocolError, UnreachableError) as error:
             logger.debug("replica %s: the lighthouse at %s: %s", self._replica_id, self._targets[address], error)
             return
-        serves = any(job.name == self._job for job in said.jobs)
+        serves = any(job.name == self._job for job in description.jobs)
         before = self._target
-        orders = self._core.looked(address, said.cluster_id, said.started_ms, serves=serves)
-        if said.cluster_id == self._core.cluster_id:
-            self._strange.pop(self._targets[address], None)
+        orders = self._core.looked(address, description.cluster_id, description.started_ms, serves=serves)
+        if description.cluster_id == self._core.cluster_id:
+            self._faults.pop(self._targets[address], None)
         if HangUp() in orders:
             newer = self._targets[address]
             logger.info("replica %s moves from %s to the newer lighthouse at %s", self._replica_id, before, newer)
@@ -401,26 +400,25 @@ class LighthouseLink:
         await self._check_torchfts(channel)
         self._perform(self._core.found_foreign())
         if len(self._targets) > 1:
-            self._note_trouble("it is torchft's, and one of several addresses")
+            self._note_failure("it is torchft's, which must be the only address")
             return
-        if not self._said_foreign:
-            self._said_foreign = True
+        if not self._warned_torchft:
+            self._warned_torchft = True
             logger.warning(
-                "replica %s: the lighthouse at %s is torchft's. What it can't carry: losses are found by time-outs "
-                "alone, ids count from 1 again when it is started anew, and nobody is refused whose parameters or "
-                "settings are not those of the others",
+                "replica %s: the lighthouse at %s is torchft's. It detects losses by timeouts alone, restarts quorum "
+                "ids at 1, and does not refuse replicas with different parameters or settings",
                 self._replica_id,
                 self._target,
             )
-        self._is_of_use()
-        conversation = ForeignConversation(
-            self._foreign_core, channel, self._timeouts, replica_id=self._replica_id, arrived=self._foreign_answer
+        self._note_accepted()
+        conversation = TorchftConversation(
+            self._torchft_core, channel, self._timeouts, replica_id=self._replica_id, arrived=self._torchft_answered
         )
-        self._foreign = conversation
+        self._torchft = conversation
         try:
             await conversation.hold(self._core.open_request, self._core.session)
         finally:
-            self._foreign = None
+            self._torchft = None
 
     async def _check_torchfts(self, channel: grpc.aio.Channel) -> None:
         """Check that the server is torchft's.
@@ -437,7 +435,7 @@ class LighthouseLink:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise
 
-    def _foreign_answer(self, event: events.QuorumArrived | events.RequestRefused) -> None:
+    def _torchft_answered(self, event: events.QuorumArrived | events.RequestRefused) -> None:
         key = event.quorum.key if isinstance(event, events.QuorumArrived) else None
         if self._core.answered(event.request, key):
             self._arrived(event)
@@ -447,36 +445,36 @@ class LighthouseLink:
             await outbox.write_all(call.write)
             await call.done_writing()
 
-    def _note_trouble(self, why: str) -> None:
-        what = self._refusal or self._strange.get(self._target) or f"can't be reached: {why}"
-        self._troubles[self._target] = f"the lighthouse at {self._target} {what}"
-        never_dialed = {each: f"the lighthouse at {each} {said}" for each, said in self._strange.items()}
-        before, self.trouble = self.trouble, "; ".join({**never_dialed, **self._troubles}.values())
+    def _note_failure(self, why: str) -> None:
+        what = self._refusal or self._faults.get(self._target) or f"can't be reached: {why}"
+        self._failures[self._target] = f"the lighthouse at {self._target} {what}"
+        never_dialed = {each: f"the lighthouse at {each} {fault}" for each, fault in self._faults.items()}
+        before, self.failure = self.failure, "; ".join({**never_dialed, **self._failures}.values())
         if self._ended:
             return
-        if self.trouble != before:
-            logger.info("replica %s: %s", self._replica_id, self.trouble)
+        if self.failure != before:
+            logger.info("replica %s: %s", self._replica_id, self.failure)
         now_ms = self._now_ms()
         if self._away_since_ms is None:
             self._away_since_ms = now_ms
-        if now_ms - self._away_since_ms < SAY_AWAY_AFTER_MS:
+        if now_ms - self._away_since_ms < WARN_AWAY_AFTER_MS:
             return
-        if not self._said_away:
-            self._said_away = True
-            logger.warning(AWAY, self._replica_id, self.trouble)
-        if self._told_away_ms is None or now_ms - self._told_away_ms >= TELL_AWAY_EVERY_MS:
-            self._told_away_ms = now_ms
-            self._arrived(events.WaitTold(self.trouble))
+        if not self._warned_away:
+            self._warned_away = True
+            logger.warning(AWAY, self._replica_id, self.failure)
+        if self._away_reported_ms is None or now_ms - self._away_reported_ms >= REPORT_AWAY_EVERY_MS:
+            self._away_reported_ms = now_ms
+            self._arrived(events.WaitTold(self.failure))
 
-    def _is_of_use(self) -> None:
+    def _note_accepted(self) -> None:
         """Note that the dialed lighthouse accepts this replica."""
-        self._took_us.add(self._target)
-        self.trouble = ""
-        self._troubles.clear()
-        self._strange.pop(self._target, None)
-        self._away_since_ms, self._said_away, self._told_away_ms = None, False, None
+        self._accepted_by.add(self._target)
+        self.failure = ""
+        self._failures.clear()
+        self._faults.pop(self._target, None)
+        self._away_since_ms, self._warned_away, self._away_reported_ms = None, False, None
 
-    # --- what the lighthouse says -----------------------------------------------------------------------------------
+    # --- messages of the lighthouse -----------------------------------------------------------------------------------
 
     def _received(self, message: bytes) -> None:
         """Handle a message of the lighthouse. Raises: ProtocolError: the message is invalid; the stream ends."""
@@ -489,8 +487,7 @@ class LighthouseLink:
                 if self._core.answered(request, quorum.key):
                     self._arrived(events.QuorumArrived(request, quorum))
             case RefuseRequest(_, request, Refusal.LOST, sentence):
-                # This replica lives: the newer session that follows sends the request again. A dead one is refused for
-                # good.
+                # This replica is alive: its next session sends the request again. A dead replica is refused for good.
                 logger.info("replica %s, request %d: %s", self._replica_id, request, sentence)
             case RefuseRequest(_, request, refusal, sentence):
                 if self._core.answered(request, None):
@@ -499,14 +496,14 @@ class LighthouseLink:
                 orders = self._core.welcomed(session, started_ms, now_ms, cluster_id, heartbeat_timeout_ms)
                 # the lighthouse accepts this replica, but the core may reject the lighthouse
                 if HangUp() not in orders:
-                    self._is_of_use()
-                    self._compare(heartbeat_timeout_ms, join_timeout_ms)
-                    self._note_distance(heartbeat_timeout_ms, join_timeout_ms)
+                    self._note_accepted()
+                    self._compare_timeouts(heartbeat_timeout_ms, join_timeout_ms)
+                    self._check_distance(heartbeat_timeout_ms, join_timeout_ms)
                 self._perform(orders)
                 self._beat()
             case TellLost(_, session, sentence):
-                if session != self._said_lost:  # while a trainer is stopped, each report of it gets this answer
-                    self._said_lost = session
+                if session != self._logged_lost:  # while a trainer is stopped, each report of it gets this answer
+                    self._logged_lost = session
                     logger.warning("replica %s: %s", self._replica_id, sentence)
                 self._perform(self._core.told_lost(session, now_ms, hung=self._is_hung()))
                 self._arrived(events.SessionLost(session, sentence))
@@ -529,16 +526,16 @@ class LighthouseLink:
             case Release():
                 self._arrived(events.NobodyHeals())
             case Probe(_, number):
-                self._say(events.ProbeAnswered(0, number, *self._stopped(now_ms)))
+                self._send(events.ProbeAnswered(0, number, *self._stopped(now_ms)))
                 self._arrived(events.ProbeCame(number))
             case RefuseSession(_, refusal, sentence, silent_ms):
                 self._refusal = f"refuses this replica: {sentence}"
-                self._note_trouble("it ended the stream")
+                self._note_failure("the lighthouse closed the stream")
                 hung = self._is_hung()
                 self._perform(self._core.told_refused(refusal, sentence, now_ms, silent_ms, hung=hung))
             case AskForQuorum(_, key):
                 held = self._quorum()
-                self._say(events.QuorumReported(0, held if held is not None and held.key == key else None))
+                self._send(events.QuorumReported(0, held if held is not None and held.key == key else None))
 
     def _begin_trial(self, number: int, peers: Sequence[PeerAddresses]) -> None:
         """Dial these peers in the background, and report the unreachable ones; this cancels an older trial."""
@@ -548,53 +545,53 @@ class LighthouseLink:
 
     async def _try_peers(self, number: int, peers: Sequence[PeerAddresses], outbox: Outbox | None) -> None:
         unreached = await try_peers(peers)
-        before, self._missed = self._missed, frozenset(each.replica_id for each in unreached)
+        before, self._unreached = self._unreached, frozenset(each.replica_id for each in unreached)
         for each in [each for each in unreached if each.replica_id not in before]:
             logger.warning(
-                "replica %s can't reach replica %s (%s), and can't join its quorum; look at the addresses and the "
-                "firewalls of both hosts; it tries again",
+                "replica %s can't reach replica %s (%s), so it can't join its quorum. It tries again; check the "
+                "addresses and the firewalls of both hosts",
                 self._replica_id,
                 each.replica_id,
                 each.why,
             )
         if outbox is self._outbox:  # a new stream gets a new request
-            self._say(events.PeersTried(0, number, unreached))
+            self._send(events.PeersTried(0, number, unreached))
 
-    def _compare(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
+    def _compare_timeouts(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
         """Warn once about conflicts between the lighthouse's timeouts and the local ones."""
-        if self._compared or not heartbeat_timeout_ms:
+        if self._are_compared or not heartbeat_timeout_ms:
             return
-        self._compared = True
-        for doubt in self._timeouts.beside(heartbeat_timeout_ms, join_timeout_ms).doubts():
-            logger.warning("replica %s, on the lighthouse at %s: %s", self._replica_id, self._target, doubt)
+        self._are_compared = True
+        for warning in self._timeouts.merged_with(heartbeat_timeout_ms, join_timeout_ms).warnings():
+            logger.warning("replica %s, on the lighthouse at %s: %s", self._replica_id, self._target, warning)
 
-    def _note_distance(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
+    def _check_distance(self, heartbeat_timeout_ms: int, join_timeout_ms: int) -> None:
         """Warn once that a lighthouse is far away, and give the next connection to it more time."""
         round_trip_ms = self._core.round_trip_ms
         if round_trip_ms is None or not heartbeat_timeout_ms:
             return
-        trouble = self._timeouts.beside(heartbeat_timeout_ms, join_timeout_ms).too_far(round_trip_ms)
-        if not trouble:
+        warning = self._timeouts.merged_with(heartbeat_timeout_ms, join_timeout_ms).too_far(round_trip_ms)
+        if not warning:
             return
-        self._allow(ROUND_TRIPS_TO_BE_BACK * round_trip_ms)
-        if self._target not in self._said_far:
-            self._said_far.add(self._target)
-            logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, self._target, trouble)
+        self._extend_patience(ROUND_TRIPS_TO_BE_BACK * round_trip_ms)
+        if self._target not in self._warned_far:
+            self._warned_far.add(self._target)
+            logger.warning("replica %s: the lighthouse at %s %s", self._replica_id, self._target, warning)
 
-    def _allow(self, within_ms: int) -> None:
+    def _extend_patience(self, within_ms: int) -> None:
         """Raise the time limit for a connection to this lighthouse, and for the answer to a ping on it, within
         a bound."""
-        most_ms = PATIENCE_MOST * self._timeouts.heartbeat_timeout_ms
+        most_ms = MAX_PATIENCE * self._timeouts.heartbeat_timeout_ms
         before_ms = self._patience_ms.get(self._target, 0)
         self._patience_ms[self._target] = max(before_ms, min(within_ms, most_ms))
 
     def _beat(self) -> None:
-        """Beat when it is time, for as long as this stream is open."""
+        """Send a beat when it is due, for as long as this stream is open."""
         if self._next_beat is not None:
             self._next_beat.cancel()
         if self._outbox is None or self._ended:
             return
         now_ms = self._now_ms()
         self._perform(self._core.tick(now_ms, lambda: self._progress(now_ms), lambda: self._waits(now_ms)))
-        # Between a loss and the next welcome no beat is due, however late it is; the timer looks again soon.
+        # Between a loss and the next welcome no beat is due. The timer therefore checks again soon.
         self._next_beat = self._loop.call_at(max(self._core.next_beat_ms, now_ms + 50) / 1000, self._beat)

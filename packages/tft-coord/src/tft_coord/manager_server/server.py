@@ -95,7 +95,7 @@ class ManagerServer:
         insecure: bool = False,
     ) -> None:
         if heartbeat_interval <= timedelta(0) or connect_timeout <= timedelta(0):
-            raise ConfigError("heartbeat_interval and connect_timeout must be longer than nothing")
+            raise ConfigError("heartbeat_interval and connect_timeout must be above zero")
         if quorum_retries < 0:
             raise ConfigError(f"quorum_retries is {quorum_retries}; give 0 or more")
         config = ManagerServerConfig(
@@ -134,7 +134,7 @@ class ManagerServer:
         return self._server is not None and self._server.alive()
 
     def was_killed(self) -> bool:
-        """Return whether a signal ended its process, so that a new one may work; False while it lives."""
+        """Return whether a signal ended its process, so that a new one may work; False while the process runs."""
         return isinstance(self._server, _Child) and self._server.was_killed()
 
     def kill(self) -> None:
@@ -143,7 +143,7 @@ class ManagerServer:
             self._server.kill()
 
     def shutdown(self) -> None:
-        """Say goodbye to the ranks and to the lighthouse, and end. Nothing is left after it. Idempotent."""
+        """Say goodbye to the ranks and to the lighthouse, and end. Its process and threads end too. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.shutdown()
@@ -191,7 +191,7 @@ class _Child:
 
     def __init__(self, config: ManagerServerConfig, start_within_s: float, *, wait: bool) -> None:
         if not sys.executable:
-            raise ConfigError("sys.executable is empty, so that no manager server can be started; use in_process=True")
+            raise ConfigError("sys.executable is empty, so no manager server can start; use in_process=True")
         if not wait:
             _check_free(config)
         self._replica_id = config.replica_id
@@ -256,17 +256,17 @@ class _Child:
         if report is None:
             raise RequestTimeoutError(
                 f"the manager server of replica {self._replica_id} did not start within {self._start_within_s:g} s; "
-                "the machine is overloaded, or raise connect_timeout"
+                "raise connect_timeout, or check the load of this machine"
             )
         if not report:
             raise CoordinationError(
                 f"the manager server of replica {self._replica_id} ended (exit code {self._process.wait()}) before it "
-                "served; its own words are on standard error"
+                "was ready; see its output on standard error"
             )
-        told = json.loads(report)
-        if "error" in told:
-            raise ConfigError(told["error"])
-        return str(told["address"])
+        reported = json.loads(report)
+        if "error" in reported:
+            raise ConfigError(reported["error"])
+        return str(reported["address"])
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -298,13 +298,13 @@ def _check_free(config: ManagerServerConfig) -> None:
     if not port.isdecimal() or int(port) == 0:
         return
     with suppress(OSError):  # the child reports other faults of the address
-        for family, kind, protocol, _, place in socket.getaddrinfo(
+        for family, kind, protocol, _, address in socket.getaddrinfo(
             host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
             with socket.socket(family, kind, protocol) as trial:
                 trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
-                    trial.bind(place)
+                    trial.bind(address)
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE:
                         raise config.cannot_listen() from error

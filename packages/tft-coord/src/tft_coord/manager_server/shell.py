@@ -120,15 +120,15 @@ class ManagerServerShell:
         self._link.start()
         return address
 
-    async def stop(self, last_words: str, *, left: bool) -> None:
+    async def stop(self, reason: str, *, left: bool) -> None:
         """Tell the ranks and the lighthouse that the group ends, and why; then end. It takes a fraction of a second at
         most.
 
         Args:
-            last_words: the reason.
+            reason: one phrase.
             left: rank 0 said goodbye; its process did not die.
         """
-        self._handle(events.RankDied(0, last_words, left))
+        self._handle(events.RankDied(0, reason, left))
         for timer in (self._timer, self._next_look):
             if timer is not None:
                 timer.cancel()
@@ -147,8 +147,8 @@ class ManagerServerShell:
         now_ms = self._now_ms()
         self._perform(self._core.handle(event, now_ms))
         if self._link.hangs and not self._core.is_hung(now_ms):
-            self._link.went_on()
-        self._watch_the_clock()
+            self._link.resumed()
+        self._schedule_tick()
         if self._next_look is None and self._processes and not self._ended and self._core.looks(now_ms):
             self._next_look = self._loop.call_soon(self._look_at_ranks)
 
@@ -166,7 +166,7 @@ class ManagerServerShell:
                 case effects.WithdrawFromLighthouse(request):
                     self._link.withdraw(request)
                 case effects.FailRank(call, _, code, message):
-                    why = f" ({self._link.trouble})" if code == "deadline" and self._link.trouble else ""
+                    why = f" ({self._link.failure})" if code == "deadline" and self._link.failure else ""
                     self._answer(call, rank_codec.Failure(code, message + why))
                 case effects.SayWaits():
                     self._link.say_waits()
@@ -175,13 +175,13 @@ class ManagerServerShell:
                 case effects.ReportStop() as report:
                     self._link.report_stop(report)
                 case effects.NotifyRank(rank, notice):
-                    self._tell(rank, notice)
+                    self._notify(rank, notice)
                 case effects.TellNewcomer(rank, replica_id):
-                    self._tell(rank, NewcomerAsks(replica_id))
+                    self._notify(rank, NewcomerAsks(replica_id))
                 case effects.TellGroupLost(rank, message, left):
-                    self._tell(rank, rank_codec.RanksLost(message, left))
+                    self._notify(rank, rank_codec.RanksLost(message, left))
                 case effects.TellRank(rank, news):
-                    self._tell(rank, news)
+                    self._notify(rank, news)
                 case effects.LeaveJob(reason, serve_ms, finished_step):
                     logger.info("replica %s leaves: %s", self._config.replica_id, reason)
                     self._link.leave(reason, serve_ms, finished_step)
@@ -191,17 +191,17 @@ class ManagerServerShell:
                     logger.info("replica %s ends: %s", self._config.replica_id, reason)
                     self._link.report_death(reason)
 
-    def _tell(self, rank: int, message: rank_codec.ToRank) -> None:
+    def _notify(self, rank: int, message: rank_codec.ToRank) -> None:
         for stream in self._ranks:
             if stream.rank == rank:
-                stream.say(message)
+                stream.send(message)
 
     def _refuse(self, refusal: effects.RefuseSession) -> None:
         for stream in self._ranks:
             if stream.stream == refusal.stream:
-                logger.warning("the stream of a process is ended: %s", refusal.message)
+                logger.warning("closed the stream of rank %d: %s", stream.rank, refusal.message)
                 stream.rank = -1
-                stream.say(rank_codec.RankRefused(refusal.refusal, refusal.message))
+                stream.send(rank_codec.RankRefused(refusal.refusal, refusal.message))
                 stream.outbox.close()
 
     def _answer(self, call: int, answer: Answer) -> None:
@@ -209,7 +209,7 @@ class ManagerServerShell:
         if reply is not None:
             reply(answer)
 
-    def _watch_the_clock(self) -> None:
+    def _schedule_tick(self) -> None:
         """Schedule `tick` for the core's next deadline. A timer that fires too early does no harm."""
         deadline_ms = self._core.next_deadline_ms()
         if deadline_ms is None:
@@ -227,24 +227,24 @@ class ManagerServerShell:
         if self._ended:
             return
         self._next_look = self._loop.call_later(LOOK_EVERY_MS / 1000, self._look_at_ranks)
-        self._handle(events.RanksLookedAt(self._stops_now()))
+        self._handle(events.RanksLookedAt(self._stopped_ranks()))
         if not self._core.looks(self._now_ms()):
             self._next_look.cancel()
             self._next_look = None
 
-    def _stops_now(self) -> dict[int, bool]:
+    def _stopped_ranks(self) -> dict[int, bool]:
         return {rank: is_stopped(process) for rank, process in self._processes.items()}
 
     def _is_hung(self) -> bool:
-        """Return whether a rank hangs or is stopped now, by a new look."""
+        """Check now whether a rank hangs or is stopped."""
         if self._processes:
-            self._handle(events.RanksLookedAt(self._stops_now()))
+            self._handle(events.RanksLookedAt(self._stopped_ranks()))
         return self._core.is_hung(self._now_ms())
 
     def _tick(self) -> None:
         self._timer = None
         self._perform(self._core.tick(self._now_ms()))
-        self._watch_the_clock()
+        self._schedule_tick()
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
@@ -282,18 +282,18 @@ class ManagerServerShell:
             await fail(context, Refusal.MALFORMED.value, str(error))
         metadata = self._core.checkpoint_metadata(rank)
         if metadata is None:
-            sentence = f"rank not found: rank {rank} of replica {self._config.replica_id} has asked for no quorum yet"
-            await fail(context, Refusal.MALFORMED.value, sentence)
+            message = f"rank not found: rank {rank} of replica {self._config.replica_id} has asked for no quorum yet"
+            await fail(context, Refusal.MALFORMED.value, message)
         return rank_codec.encode_metadata(metadata)
 
     async def _answer_kill(self, request: bytes, context: Context) -> bytes:
-        """Handle a kill: each rank ends itself when it hears of it, and the answer does not wait for that."""
+        """Handle a kill request: each rank ends itself when it gets the order; the answer does not wait for that."""
         try:
             message = rank_codec.decode_kill(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        order = f"{message or 'no reason was given'} (asked by {peer_address(context.peer())})"
-        logger.error("replica %s is to be killed: %s", self._config.replica_id, order)
+        order = f"{message or 'no reason was given'} (requested by {peer_address(context.peer())})"
+        logger.error("replica %s received a kill request: %s", self._config.replica_id, order)
         self._handle(events.KillAsked(order))
         return b""
 
@@ -301,13 +301,13 @@ class ManagerServerShell:
         remaining_s = cast("float | None", context.time_remaining())
         if remaining_s is None:
             await fail(
-                context, Refusal.MALFORMED.value, "missing timeout: give the call a deadline, the grpc-timeout header"
+                context, Refusal.MALFORMED.value, "missing timeout: set the deadline of the call (grpc-timeout header)"
             )
         if any(stream.rank == asked.group_rank for stream in self._ranks):
-            # Without a secret any caller could ask in its name, and say where to fetch its state.
+            # Without a secret any caller could ask in its name, and redirect others to a false state.
             sentence = (
-                f"rank {asked.group_rank} of replica {self._config.replica_id} has a session, and asks and votes on it "
-                "alone; give each process of the group its own RANK"
+                f"rank {asked.group_rank} of replica {self._config.replica_id} has a session, and only that session "
+                "may ask and vote; give each process of the group its own RANK"
             )
             await fail(context, Refusal.DUPLICATE.value, sentence)
         waiting: asyncio.Future[Answer] = self._loop.create_future()
@@ -363,13 +363,13 @@ class ManagerServerShell:
     # --- a rank's stream ---------------------------------------------------------------------------------------
 
     async def _serve_rank(self, _messages: object, context: Context) -> None:
-        serves = asyncio.current_task()
-        assert serves is not None
+        serving = asyncio.current_task()
+        assert serving is not None
 
         def overflows(rank: _RankStream) -> None:
-            sentence = "the stream of rank %d of replica %s is ended: it does not read what it is told"
-            logger.warning(sentence, rank.rank, self._config.replica_id)
-            serves.cancel()
+            message = "closed the stream of rank %d of replica %s: the rank does not read its messages"
+            logger.warning(message, rank.rank, self._config.replica_id)
+            serving.cancel()
 
         rank = _RankStream(next(self._numbers), overflows)
         self._ranks.add(rank)
@@ -388,21 +388,21 @@ class ManagerServerShell:
         """Read the stream until the rank closes its side, the stream breaks, or a message is invalid."""
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
-                self._heard(rank, rank_codec.decode_from_rank(message))
+                self._received(rank, rank_codec.decode_from_rank(message))
                 if rank.outbox.closed:
                     break  # it was refused
         except ProtocolError as error:
-            whose = f"rank {rank.rank}" if rank.rank >= 0 else "a rank that has not said which"
-            logger.warning("the stream of %s from %s is ended: %s", whose, peer_address(context.peer()), error)
-            rank.say(rank_codec.RankRefused(Refusal.MALFORMED, str(error)))
+            whose = f"rank {rank.rank}" if rank.rank >= 0 else "an unidentified rank"
+            logger.warning("closed the stream of %s from %s: %s", whose, peer_address(context.peer()), error)
+            rank.send(rank_codec.RankRefused(Refusal.MALFORMED, str(error)))
         finally:
             rank.outbox.close()
 
-    def _heard(self, rank: _RankStream, message: rank_codec.FromRank) -> None:
+    def _received(self, rank: _RankStream, message: rank_codec.FromRank) -> None:
         """Handle a message of the rank. Raises: ProtocolError: it is invalid here; the stream ends."""
         match message:
             case rank_codec.RankHello() if rank.rank >= 0:
-                raise ProtocolError("a rank's stream has one hello; open another stream")
+                raise ProtocolError("a second hello arrived on a rank's stream; open another stream")
             case rank_codec.RankHello(group_rank, session):
                 if group_rank >= self._config.world_size:
                     raise ProtocolError(
@@ -411,7 +411,7 @@ class ManagerServerShell:
                     )
                 rank.rank = group_rank
                 self._handle(events.RankConnected(group_rank, rank.stream, session))
-                rank.say(rank_codec.RankWelcome(session))  # a refusal closes the outbox, so this is dropped after one
+                rank.send(rank_codec.RankWelcome(session))  # a refusal closes the outbox, so this is dropped after one
             case _ if rank.rank < 0:
                 raise ProtocolError("a rank's stream must begin with a hello")
             case rank_codec.RankCall(number, timeout_ms, asked):
@@ -438,11 +438,11 @@ class ManagerServerShell:
     def _called(self, rank: _RankStream, number: int, timeout_ms: int, asked: Asked) -> None:
         """Handle a call on a rank's stream. Raises: ProtocolError: it names another rank."""
         if asked.group_rank != rank.rank:
-            raise ProtocolError(f"the stream of rank {rank.rank} asks for rank {asked.group_rank}")
+            raise ProtocolError(f"the stream of rank {rank.rank} has a call of rank {asked.group_rank}")
 
         def reply(answer: Answer) -> None:
             rank.calls.pop(number, None)
-            rank.say(rank_codec.RankAnswer(number, answer))
+            rank.send(rank_codec.RankAnswer(number, answer))
 
         call = self._ask(asked, timeout_ms, reply)
         if call in self._waiting:
@@ -460,5 +460,5 @@ class _RankStream:
         self.rank = -1
         self.left = False
 
-    def say(self, message: rank_codec.ToRank) -> None:
+    def send(self, message: rank_codec.ToRank) -> None:
         self.outbox.put(rank_codec.encode_to_rank(message))

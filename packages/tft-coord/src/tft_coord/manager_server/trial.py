@@ -22,7 +22,7 @@ LOOK_UP_WITHIN_S: Final = 1.4
 DIAL_WITHIN_S: Final = 2.5  # includes a second for a lost packet, which is sent again after that
 ALL_WITHIN_S: Final = 4.0
 
-_Place: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
+_SocketAddress: TypeAlias = tuple[socket.AddressFamily, tuple[Any, ...]]
 
 
 async def try_peers(peers: Sequence[PeerAddresses]) -> tuple[Unreached, ...]:
@@ -30,8 +30,8 @@ async def try_peers(peers: Sequence[PeerAddresses]) -> tuple[Unreached, ...]:
 
     Returns: the members of which an address did not answer, with the reason; after ALL_WITHIN_S at most.
     """
-    parted = [(peer.replica_id, address, _parted(address)) for peer in peers for address in peer.addresses]
-    known = [(replica_id, address, *parts) for replica_id, address, parts in parted if parts is not None]
+    split = [(peer.replica_id, address, _split(address)) for peer in peers for address in peer.addresses]
+    known = [(replica_id, address, *parts) for replica_id, address, parts in split if parts is not None]
     if not known:
         return ()
     # Each name is looked up once: a resolver has few threads, and the members of one host share its name.
@@ -42,18 +42,18 @@ async def try_peers(peers: Sequence[PeerAddresses]) -> tuple[Unreached, ...]:
     }
     try:
         await asyncio.wait(dials, timeout=ALL_WITHIN_S)
-        found: dict[str, Unreached] = {}
+        unreached: dict[str, Unreached] = {}
         for dial, (replica_id, address) in dials.items():
             why = dial.result() if dial.done() else "no answer"
             if why:
-                found.setdefault(replica_id, Unreached(replica_id, Via.GROUP, f"{address}: {why}"))
-        return tuple(found.values())
+                unreached.setdefault(replica_id, Unreached(replica_id, Via.GROUP, f"{address}: {why}"))
+        return tuple(unreached.values())
     finally:
         for task in (*dials, *look_ups.values()):
             task.cancel()
 
 
-def _parted(address: str) -> tuple[str, int] | None:
+def _split(address: str) -> tuple[str, int] | None:
     try:
         bare = target(address)
     except ConfigError:
@@ -61,25 +61,25 @@ def _parted(address: str) -> tuple[str, int] | None:
     return host_of(bare), int(bare.rpartition(":")[2])
 
 
-async def _look_up(host: str) -> list[_Place] | str:
-    """Return the places of a name, or why it has none; [] if the look-up takes too long."""
+async def _look_up(host: str) -> list[_SocketAddress] | str:
+    """Return the addresses of a name, or why it has none; [] if the look-up takes too long."""
     try:
-        found = await asyncio.wait_for(
+        infos = await asyncio.wait_for(
             asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM), LOOK_UP_WITHIN_S
         )
     except asyncio.TimeoutError:
         return []
     except (OSError, UnicodeError) as error:
-        return _plain(error)
-    return list(dict.fromkeys((family, place) for family, _, _, _, place in found))
+        return _reason(error)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in infos))
 
 
-async def _why_unreached(look_up: asyncio.Task[list[_Place] | str], port: int) -> str:
+async def _why_unreached(look_up: asyncio.Task[list[_SocketAddress] | str], port: int) -> str:
     """Return why no server answers at a port; "" if one does, or if the port can't be tried."""
     found = await look_up
     if isinstance(found, str):
         return found
-    calls = [asyncio.create_task(_dial(family, (place[0], port, *place[2:]))) for family, place in found]
+    calls = [asyncio.create_task(_dial(family, (address[0], port, *address[2:]))) for family, address in found]
     try:
         left: set[asyncio.Task[str | None]] = set(calls)
         while left:
@@ -93,20 +93,20 @@ async def _why_unreached(look_up: asyncio.Task[list[_Place] | str], port: int) -
             call.cancel()
 
 
-async def _dial(family: socket.AddressFamily, place: tuple[Any, ...]) -> str | None:
-    """Return why no server answers at one place; "" if the place refuses, None if a server listens there."""
+async def _dial(family: socket.AddressFamily, address: tuple[Any, ...]) -> str | None:
+    """Return why no server answers at one address; "" if it refuses the connection, None if a server listens there."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as caller:
             caller.setblocking(False)
-            await asyncio.wait_for(asyncio.get_running_loop().sock_connect(caller, place), DIAL_WITHIN_S)
+            await asyncio.wait_for(asyncio.get_running_loop().sock_connect(caller, address), DIAL_WITHIN_S)
     except ConnectionRefusedError:
         return ""
     except asyncio.TimeoutError:
         return f"no answer within {DIAL_WITHIN_S:g} s"
     except OSError as error:
-        return _plain(error)
+        return _reason(error)
     return None
 
 
-def _plain(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return (str(error) or type(error).__name__).replace("\n", " ")[:200]

@@ -21,12 +21,12 @@ def target(address: str) -> str:
     """
     bare = address.strip()
     if bare.startswith("https://"):
-        raise ConfigError(f"{bare[:MAX_ADDRESS_BYTES]!r} asks for TLS, which is not there yet; give http://host:port")
+        raise ConfigError(f"{bare[:MAX_ADDRESS_BYTES]!r} asks for TLS, which is not supported; give http://host:port")
     if bare.startswith("http://"):
         bare = bare.removeprefix("http://").rstrip("/")
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s/:\[\]]+):(\d{1,5})", bare)
     if match is None or not 0 < int(match[2]) < 65536 or len(bare) > MAX_ADDRESS_BYTES:
-        raise ConfigError(f"{address[:MAX_ADDRESS_BYTES]!r} is no address; give host:port, for example localhost:29510")
+        raise ConfigError(f"{address[:MAX_ADDRESS_BYTES]!r} is not an address; give host:port, such as localhost:29510")
     return bare
 
 
@@ -44,7 +44,7 @@ def check_host(name: str, host: str) -> None:
     Args:
         name: of the setting.
         host: a host's name or its address, an IPv6 one with brackets or without.
-    Raises: ConfigError: it does not; the message names the setting.
+    Raises: ConfigError: `target` rejects it; the message names the setting.
     """
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:

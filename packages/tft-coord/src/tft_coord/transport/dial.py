@@ -15,7 +15,7 @@ from tft_coord.errors import UnreachableError
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.listener import why_unreachable
+from tft_coord.transport.diagnosis import why_unreachable
 from tft_coord.transport.names import AGAIN_AFTER_S, names
 from tft_coord.transport.settings import channel_options
 
@@ -43,7 +43,7 @@ async def dial(
     within_ms = timeouts.heartbeat_timeout_ms if within_ms is None else within_ms
     options = channel_options(timeouts, to_lighthouse=to_lighthouse, within_ms=within_ms)
     channel = grpc.aio.insecure_channel(address, options=options)
-    _dialed.add(channel, address)
+    _open_channels.add(channel, address)
     resolved = names.look_up(address)
     try:
         is_connected = await asyncio.wait_for(_connected(channel), within_ms / 1000)
@@ -72,7 +72,7 @@ async def _connected(channel: grpc.aio.Channel) -> bool:
     return True
 
 
-async def cancelled(task: asyncio.Task[None]) -> None:
+async def cancel_and_wait(task: asyncio.Task[None]) -> None:
     """Cancel a task that dials, and wait until it has ended.
 
     A cancellation can get lost while the channel of a failed dial closes, in `dial` above as in the code that it calls.
@@ -84,7 +84,7 @@ async def cancelled(task: asyncio.Task[None]) -> None:
 
 
 @final
-class _Dialed:
+class _OpenChannels:
     """The channels of this process, for its forked children."""
 
     def __init__(self) -> None:
@@ -102,4 +102,4 @@ class _Dialed:
         return Inheritance(places=places, kept=addresses)
 
 
-_dialed: Final = _Dialed()
+_open_channels: Final = _OpenChannels()

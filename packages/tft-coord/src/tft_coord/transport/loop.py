@@ -79,7 +79,7 @@ class LoopShare:
         try:
             asyncio.run_coroutine_threadsafe(coroutine, loop).result(ENDS_WITHIN_S)
         except concurrent.futures.TimeoutError:  # Python 3.10's is another class than TimeoutError
-            logger.warning("%s did not end within %g s and is left alone", self._owner, ENDS_WITHIN_S)
+            logger.warning("%s did not shut down within %g s; no longer waiting for it", self._owner, ENDS_WITHIN_S)
 
     def give_back(self) -> None:
         """Give the share back; the last one ends the thread and waits for its end. A second call does nothing."""

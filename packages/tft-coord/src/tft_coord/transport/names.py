@@ -27,9 +27,9 @@ class Names:
     """The addresses that the names of servers have resolved to in this process."""
 
     def __init__(self) -> None:
-        self._found: dict[str, frozenset[str]] = {}
+        self._addresses: dict[str, frozenset[str]] = {}
         # In a forked child the thread of a look-up is missing, so the child's look-ups have other keys.
-        self._under_way: dict[tuple[int, str], threading.Event] = {}
+        self._running: dict[tuple[int, str], threading.Event] = {}
         self._ended_s: dict[str, float] = {}
 
     def look_up(self, target: str) -> threading.Event:
@@ -39,7 +39,7 @@ class Names:
         """
         host = host_of(target)
         done = threading.Event()
-        running = self._under_way.setdefault((os.getpid(), host), done)
+        running = self._running.setdefault((os.getpid(), host), done)
         if running is not done:
             return running
         is_new = time.monotonic() - self._ended_s.get(host, -AGAIN_AFTER_S) >= AGAIN_AFTER_S
@@ -47,7 +47,7 @@ class Names:
             with suppress(RuntimeError):  # no more threads: a child can't release an unresolved connection
                 threading.Thread(target=self._resolve, args=(host, done), name="tft-names", daemon=True).start()
                 return done
-        del self._under_way[os.getpid(), host]
+        del self._running[os.getpid(), host]
         done.set()
         return done
 
@@ -55,30 +55,30 @@ class Names:
         """Return the address and port of each place that `host:port` has meant so far."""
         host, port = host_of(target), int(target.rpartition(":")[2])
         address = _numeric(host)
-        return {(each, port) for each in ([address] if address is not None else self._found.get(host, ()))}
+        return {(each, port) for each in ([address] if address is not None else self._addresses.get(host, ()))}
 
     def _resolve(self, host: str, done: threading.Event) -> None:
         try:
             with suppress(OSError, UnicodeError):
                 infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-                found = {plain(str(info[4][0])) for info in infos}
+                found = {canonical(str(info[4][0])) for info in infos}
                 if any(ip_address(address).is_loopback for address in found):
                     found |= LOOPBACK  # grpc's own resolver may prefer the one that this one leaves out
-                self._found[host] = self._found.get(host, frozenset()) | found
+                self._addresses[host] = self._addresses.get(host, frozenset()) | found
         finally:
             self._ended_s[host] = time.monotonic()
-            del self._under_way[os.getpid(), host]
+            del self._running[os.getpid(), host]
             done.set()
 
 
-def plain(address: str) -> str:
+def canonical(address: str) -> str:
     """Return an address in the form for comparisons with a socket's end: without a scope, IPv4 as IPv4."""
     return address.partition("%")[0].removeprefix("::ffff:")
 
 
 def _numeric(host: str) -> str | None:
     try:
-        return plain(str(ip_address(plain(host))))
+        return canonical(str(ip_address(canonical(host))))
     except ValueError:
         return None
 

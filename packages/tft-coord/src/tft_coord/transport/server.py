@@ -1,9 +1,9 @@
 """A grpc server whose port keeps answering.
 
-A call to a method whose name is no text ends the listening of grpc's asyncio server for good. A stranger needs no
-secret for that. Open calls then go on, but no new connection gets in, and the owner hears nothing of it. A
-`SteadyServer` does not end in this way. Where grpc's version lacks what `SteadyServer` needs, this file detects such an
-end, and another server takes the port. A client that connects in that moment may have to retry.
+A call to a method whose name is not valid text permanently closes the port of grpc's asyncio server. A stranger needs
+no secret for that. Open calls then continue, but no new connection is accepted, and the owner gets no error. A
+`RegisteredServer` does not end in this way. Where grpc's version lacks the parts that `RegisteredServer` needs, this
+file detects the closed port, and another server takes it. A client that connects in that moment may have to retry.
 
 Law of this file: listening, and listening again; it knows nothing of the answers.
 """
@@ -20,21 +20,21 @@ from tft_coord.descriptors import DescriptorWatch
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.transport.address import host_of, join_host_port
+from tft_coord.transport.registered_server import RegisteredServer, is_supported
 from tft_coord.transport.settings import Options
-from tft_coord.transport.steady import SteadyServer, is_offered
 from tft_coord.wire.services import Services
 
 logger = logging.getLogger(__name__)
 
-GrpcServer: TypeAlias = "SteadyServer | grpc.aio.Server"
-AGAIN_EVERY_S: Final = 0.02
-AGAIN_FOR_S: Final = 1.0
-_CALL_HAS_ENDED: Final = 'Failed "execute_batch"'  # grpc's words; other errors of the call have other words
+GrpcServer: TypeAlias = "RegisteredServer | grpc.aio.Server"
+REBIND_EVERY_S: Final = 0.02
+REBIND_FOR_S: Final = 1.0
+_CALL_HAS_ENDED: Final = 'Failed "execute_batch"'  # grpc's text; other errors of the call have another text
 
 
 @final
 class Server:
-    """A server that listens at one port. It runs on one loop only.
+    """A server that listens at one port, on one loop only.
 
     Args:
         options: of grpc.
@@ -46,10 +46,10 @@ class Server:
         self._services = services
         self._bind = ""
         self._stopped = False
-        self._again: asyncio.Task[None] | None = None
+        self._rebinding: asyncio.Task[None] | None = None
         self._server = self._make()
         self._watch: DescriptorWatch | None = None
-        self._before: dict[GrpcServer, asyncio.Task[None]] = {}  # servers that have ended, and still have open calls
+        self._draining: dict[GrpcServer, asyncio.Task[None]] = {}  # servers that have ended, with open calls
         let_go_in_child(self)
 
     def bind(self, address: str) -> int:
@@ -62,35 +62,35 @@ class Server:
         """Start to answer."""
         await self._server.start()
         self._watch = DescriptorWatch(f"the server at {self._bind}")
-        _hear_of_ends(asyncio.get_running_loop(), self)
+        _watch_for_ends(asyncio.get_running_loop(), self)
 
     async def stop(self, grace_s: float) -> None:
         """Stop; open calls get so long to end."""
         self._stopped = True
         if self._watch is not None:
             self._watch.end()
-        if self._again is not None:
-            self._again.cancel()
-            await asyncio.wait([self._again])
-        outlived = list(self._before.values())
-        await asyncio.gather(*(server.stop(grace_s) for server in (self._server, *self._before)))
+        if self._rebinding is not None:
+            self._rebinding.cancel()
+            await asyncio.wait([self._rebinding])
+        outlived = list(self._draining.values())
+        await asyncio.gather(*(server.stop(grace_s) for server in (self._server, *self._draining)))
         if outlived:
             await asyncio.wait(outlived)
 
     def forked(self) -> Inheritance:
         """Return what a forked child inherits; the port and its connections belong to the parent."""
         ports = {int(self._bind.rpartition(":")[2])} if self._bind and not self._stopped else ()
-        return Inheritance(ports=ports, kept=[self._server, *self._before])
+        return Inheritance(ports=ports, kept=[self._server, *self._draining])
 
     def look(self) -> None:
         """Check after the end of a server of this loop; listen again if it was this one."""
-        if not self._stopped and (self._again is None or self._again.done()):
-            self._again = asyncio.get_running_loop().create_task(self._listen_again())
+        if not self._stopped and (self._rebinding is None or self._rebinding.done()):
+            self._rebinding = asyncio.get_running_loop().create_task(self._rebind())
 
-    async def _listen_again(self) -> None:
+    async def _rebind(self) -> None:
         """Listen again, unless another server of this process still has the port."""
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + AGAIN_FOR_S
+        give_up_at = loop.time() + REBIND_FOR_S
         server = self._make()
         try:
             while True:
@@ -100,35 +100,35 @@ class Server:
                 except RuntimeError:
                     if loop.time() > give_up_at:
                         return
-                await asyncio.sleep(AGAIN_EVERY_S)
+                await asyncio.sleep(REBIND_EVERY_S)
             await server.start()
-            self._before[self._server] = loop.create_task(self._outlive(self._server))
+            self._draining[self._server] = loop.create_task(self._drain(self._server))
             self._server = server
-            logger.error("a call whose method is no text ended the listening at %s; it goes on", self._bind)
+            logger.error("a call with an invalid method name closed the port %s; it is open again", self._bind)
         finally:
             if server is not self._server:
                 await server.stop(0)
 
-    async def _outlive(self, before: GrpcServer) -> None:
+    async def _drain(self, before: GrpcServer) -> None:
         """Keep the ended server until its last call has ended."""
         try:
             with suppress(UnicodeDecodeError):  # the known error that has ended it
                 await before.wait_for_termination()
-            await before.stop(None)  # grpc's own stop of it broke off half-way, and kept its memory
+            await before.stop(None)  # grpc's own stop of it ended half-way, and kept its memory
         finally:
-            self._before.pop(before, None)
+            self._draining.pop(before, None)
 
     def _make(self) -> GrpcServer:
-        if is_offered():
-            return SteadyServer(self._options, self._services)
+        if is_supported():
+            return RegisteredServer(self._options, self._services)
         return grpc.aio.server(handlers=[self._services], options=self._options)
 
 
-def _is_worth_saying(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     """Return whether a log record of grpc matters.
 
-    grpc logs a traceback for two events that a stranger can repeat at will. One is a name that is no text. The other is
-    a call that has ended, most often by its own deadline, at the very moment of its answer.
+    grpc logs a traceback for two events that a stranger can repeat at will. One is a method name that is not text. The
+    other is a call that has ended, most often by its own deadline, at the very moment of its answer.
     """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, UnicodeDecodeError) or isinstance(record.msg, UnicodeDecodeError):
@@ -139,10 +139,10 @@ def _is_worth_saying(record: logging.LogRecord) -> bool:
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.WeakSet[Server]] = weakref.WeakKeyDictionary()
 
 
-def _hear_of_ends(loop: asyncio.AbstractEventLoop, server: Server) -> None:
+def _watch_for_ends(loop: asyncio.AbstractEventLoop, server: Server) -> None:
     """Watch for ended servers: only grpc knows the task that listens, and its failure reaches the loop's exception
     handler."""
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_saying)  # a repeated call adds nothing
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_relevant)  # a repeated call adds nothing
     if loop in _servers:
         _servers[loop].add(server)
         return

@@ -31,8 +31,8 @@ MAX_REQUEST_BYTES = 8 * 1024 * 1024
 MAX_STREAMS = 128  # calls of one connection at a time; a grpc client keeps further calls waiting
 # A connection without a call is closed after so long, and its client reconnects with its next call.
 CONNECTION_IDLE_MS = 30_000
-# A connection of that age accepts no new calls. Its streams go on without a limit; the next call of its client opens
-# another connection. A stranger's refused calls can therefore not keep a connection for good.
+# A connection of that age accepts no new calls. Its streams continue without a limit; the next call of its client
+# opens another connection. A stranger's refused calls therefore can't keep a connection open for ever.
 CONNECTION_AGE_MS = 600_000
 CODE_KEY = "tft-code"  # trailing metadata: the error of this project behind a status
 # grpc.aio reports this for a stream that ended while a message was written (grpc's issue 36066). The other side's own
@@ -136,10 +136,10 @@ def error_of(failure: grpc.RpcError, what: str) -> CoordinationError:
         case grpc.StatusCode.UNAVAILABLE:
             return UnreachableError(sentence)
         case grpc.StatusCode.INTERNAL if details == BROKE_WHILE_WRITING:
-            return UnreachableError(f"{what}: its stream ended in the middle of a message")
+            return UnreachableError(f"{what}: the stream ended in the middle of a message")
         case grpc.StatusCode.UNIMPLEMENTED:
             return UnknownCallError(
-                f"{what}: it does not know this call; it is another program's server, or an older one"
+                f"{what}: the server does not know this call; it is another program, or an older version"
             )
         case grpc.StatusCode.INVALID_ARGUMENT:
             return ProtocolError(sentence)

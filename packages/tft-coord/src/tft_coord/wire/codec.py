@@ -64,11 +64,11 @@ from tft_coord.wire.limits import (
 from tft_coord.wire.packing import unpacked
 
 
-def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> bytes:
+def encode_to_lighthouse(event: LighthouseEvent, previous: Member | None = None) -> bytes:
     """Encode a message to the lighthouse, without the stream's number.
 
     Args:
-        said: the member of the last request on this stream, or None; the fields that repeat it are left out.
+        previous: the member of the last request on this stream, or None; the fields that repeat it are left out.
     """
     match event:
         case BeatReceived():
@@ -83,7 +83,7 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
             return pb.ToLighthouse(beat=beat).SerializeToString()
         case QuorumRequested():
             member = event.member
-            same = said is not None and replace(said, step=member.step, lineage=member.lineage) == member
+            same = previous is not None and replace(previous, step=member.step, lineage=member.lineage) == member
             asked = pb.QuorumRequest(
                 request=event.request,
                 member=_state_to_wire(member) if same else table.MEMBER.encode(member),
@@ -120,18 +120,18 @@ def encode_to_lighthouse(event: LighthouseEvent, said: Member | None = None) -> 
 
 
 def decode_to_lighthouse(
-    stream: int, data: bytes, said: Member | None = None, *, was_asked: bool = True
+    stream: int, data: bytes, previous: Member | None = None, *, was_asked: bool = True
 ) -> LighthouseEvent:
     """Decode a message that came on that stream.
 
     Args:
-        said: the member of the last request that came on it, or None.
+        previous: the member of the last request that came on it, or None.
         was_asked: the lighthouse has asked the stream for the quorum that it holds. Decoding thousands of members takes
             long, so an unasked report is rejected.
     Raises: ProtocolError: it is damaged or breaks a bound.
     """
     if not was_asked and len(data) > MAX_UNASKED_BYTES:
-        raise ProtocolError(f"{len(data)} bytes came that nobody asked for; at most {MAX_UNASKED_BYTES} may")
+        raise ProtocolError(f"an unrequested message has {len(data)} bytes; at most {MAX_UNASKED_BYTES} are allowed")
     message = fields.parse(pb.ToLighthouse, data)
     match message.WhichOneof("message"):
         case "beat":
@@ -143,7 +143,7 @@ def decode_to_lighthouse(
             asked = message.quorum_request
             held = fields.key_from_wire(asked.held) if asked.HasField("held") else None
             fingerprint = fields.fingerprint_from_wire(asked.fingerprint)
-            member = _member_as_before(asked.member, said) if asked.as_before else table.MEMBER.decode(asked.member)
+            member = _member_as_before(asked.member, previous) if asked.as_before else table.MEMBER.decode(asked.member)
             return QuorumRequested(stream, asked.request, member, held, fingerprint)
         case "withdraw":
             return RequestWithdrawn(stream, message.withdraw.request)
@@ -151,7 +151,7 @@ def decode_to_lighthouse(
             return HelloReceived(stream, table.HELLO.decode(message.hello))
         case "quorum_report":
             if not was_asked:
-                raise ProtocolError("a quorum is reported that was not asked for")
+                raise ProtocolError("a quorum report arrived without a request")
             report = message.quorum_report
             return QuorumReported(stream, _quorum_from_wire(report.quorum) if report.HasField("quorum") else None)
         case "peers_tried":
@@ -177,10 +177,10 @@ def decode_to_lighthouse(
                 fields.finished_step_from_wire(leave),
             )
         case _:
-            raise ProtocolError("a message to the lighthouse says nothing that this version knows")
+            raise ProtocolError("a message to the lighthouse has no content that this version knows")
 
 
-ToldEffect = (
+SentEffect = (
     Welcome
     | RefuseSession
     | TellLost
@@ -200,7 +200,7 @@ ToldEffect = (
 )
 
 
-def encode_from_lighthouse(effect: ToldEffect) -> bytes:
+def encode_from_lighthouse(effect: SentEffect) -> bytes:
     """Encode a message to a manager server, without the stream's number.
 
     A whole quorum for many streams is cheaper by `encode_quorum` once and `frame_quorum_answer` for each.
@@ -276,7 +276,7 @@ def frame_quorum_answer(request: int, encoded: bytes, *, packed: bool = False) -
     return b"\x2a" + _varint(len(head) + len(encoded)) + head + encoded
 
 
-def decode_from_lighthouse(data: bytes) -> ToldEffect:
+def decode_from_lighthouse(data: bytes) -> SentEffect:
     """Decode a message from the lighthouse, for stream 0. Raises: ProtocolError: it is damaged or breaks a bound."""
     message = fields.parse(pb.FromLighthouse, data)
     match message.WhichOneof("message"):
@@ -321,7 +321,7 @@ def decode_from_lighthouse(data: bytes) -> ToldEffect:
         case "released":
             return Release(0)
         case _:
-            raise ProtocolError("a message from the lighthouse says nothing that this version knows")
+            raise ProtocolError("a message from the lighthouse has no content that this version knows")
 
 
 def encode_drain(request: DrainRequested) -> bytes:
@@ -451,11 +451,11 @@ def _state_to_wire(member: Member) -> pb.QuorumMember:
     return pb.QuorumMember(step=member.step, lineage=member.lineage)
 
 
-def _member_as_before(message: pb.QuorumMember, said: Member | None) -> Member:
-    if said is None:
-        raise ProtocolError("a request says that its member is as before, and it is the first one on its stream")
+def _member_as_before(message: pb.QuorumMember, previous: Member | None) -> Member:
+    if previous is None:
+        raise ProtocolError("a request refers to an earlier member, but is the first one on its stream")
     lineage = message.lineage if message.HasField("lineage") else None
-    return replace(said, step=fields.checked_count("step", message.step, MAX_INT64), lineage=lineage)
+    return replace(previous, step=fields.checked_count("step", message.step, MAX_INT64), lineage=lineage)
 
 
 def _quorum_to_wire(quorum: Quorum, *, ours: bool = True) -> pb.Quorum:
@@ -493,7 +493,7 @@ def _answer_from_wire(message: pb.QuorumAnswer) -> AnswerQuorum | AnswerUnchange
             refusal, sentence = fields.refused_from_wire(message.refused)
             return RefuseRequest(0, message.request, refusal, sentence)
         case _:
-            raise ProtocolError("an answer of the lighthouse says nothing that this version knows")
+            raise ProtocolError("an answer of the lighthouse has no content that this version knows")
 
 
 def _varint(number: int) -> bytes:

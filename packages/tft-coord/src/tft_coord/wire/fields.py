@@ -49,7 +49,7 @@ def refused_from_wire(message: pb.Refused) -> tuple[Refusal, str]:
         return Refusal(message.code), sentence
     except ValueError:
         raise ProtocolError(
-            f"the lighthouse refuses for a reason that this version does not know ({message.code[:64]!r}): {sentence}"
+            f"the lighthouse refused with code {message.code[:64]!r}, which this version does not know: {sentence}"
         ) from None
 
 
@@ -105,7 +105,7 @@ def unreached_to_wire(unreached: Collection[Unreached]) -> list[pb.Unreached]:
 
 def unreached_from_wire(parts: Collection[pb.Unreached]) -> tuple[Unreached, ...]:
     if len(parts) > UNREACHED_MOST:
-        raise ProtocolError(f"{len(parts)} peers are said not to be reached; {UNREACHED_MOST} at most are named")
+        raise ProtocolError(f"a report names {len(parts)} unreachable peers; at most {UNREACHED_MOST} are allowed")
     return tuple(
         Unreached(checked_name("replica_id", part.replica_id), _via(part.via), checked_sentence("why", part.why))
         for part in parts
@@ -121,9 +121,9 @@ def trial_to_wire(number: int, peers: Collection[PeerAddresses]) -> pb.TryPeers:
 
 def peers_from_wire(message: pb.TryPeers) -> tuple[PeerAddresses, ...]:
     if len(message.peers) > TRIED_MOST:
-        raise ProtocolError(f"{len(message.peers)} peers are to be tried; {TRIED_MOST} at most are")
+        raise ProtocolError(f"a trial names {len(message.peers)} peers; at most {TRIED_MOST} are allowed")
     if any(len(peer.addresses) > ADDRESSES_MOST for peer in message.peers):
-        raise ProtocolError(f"a peer to be tried has more than {ADDRESSES_MOST} addresses")
+        raise ProtocolError(f"a peer in a trial has more than {ADDRESSES_MOST} addresses")
     return tuple(
         PeerAddresses(
             checked_name("replica_id", peer.replica_id),
@@ -137,7 +137,7 @@ def _via(number: int) -> Via:
     try:
         return Via[pb.Via.Name(number)]
     except (ValueError, KeyError):
-        raise ProtocolError(f"a peer was not reached by way {number}, which this version does not know") from None
+        raise ProtocolError(f"a peer is unreachable via {number}, which this version does not know") from None
 
 
 def straggler_to_wire(news: StragglerNotice) -> pb.Straggler:
@@ -156,7 +156,7 @@ def straggler_from_wire(message: pb.Straggler) -> StragglerNotice:
     try:
         kind = PaceKind(message.kind)
     except ValueError:
-        raise ProtocolError(f"a replica's pace changed by {message.kind}, which this version does not know") from None
+        raise ProtocolError(f"a straggler notice has kind {message.kind}, which this version does not know") from None
     if not 0.0 < message.share <= 1.0:
         raise ProtocolError(f"share is {message.share}; it must be above 0 and at most 1")
     return StragglerNotice(
@@ -195,17 +195,17 @@ def finished_step_from_wire(leave: pb.Leave | pb.RankLeaves) -> int | None:
 def progress_from_wire(beat: pb.Beat | pb.RankBeat) -> Progress | None:
     if not beat.HasField("progress"):
         return None
-    said = beat.progress
+    received = beat.progress
     try:
-        phase = Phase(said.phase)
+        phase = Phase(received.phase)
     except ValueError:
-        raise ProtocolError(f"a beat tells of phase {said.phase}, which this version does not know") from None
+        raise ProtocolError(f"a beat reports phase {received.phase}, which this version does not know") from None
     return Progress(
-        step=checked_count("step", said.step, MAX_INT64),
+        step=checked_count("step", received.step, MAX_INT64),
         phase=phase,
-        since_ms=checked_count("since_ms", said.since_ms, MAX_INT64),
-        excused=said.excused,
-        slowest_step_ms=checked_count("slowest_step_ms", said.slowest_step_ms, MAX_INT64),
+        since_ms=checked_count("since_ms", received.since_ms, MAX_INT64),
+        excused=received.excused,
+        slowest_step_ms=checked_count("slowest_step_ms", received.slowest_step_ms, MAX_INT64),
         own_ms=checked_count("own_ms", beat.own_ms, MAX_INT64),
     )
 
@@ -264,10 +264,17 @@ def checked_handles(handles: Collection[str]) -> tuple[str, ...]:
 
 
 def checked_names(field: str, names: Collection[str], most: int) -> tuple[str, ...]:
-    """Return at most that many names. Raises: ProtocolError."""
+    """Return at most that many names, none of them empty. Raises: ProtocolError."""
     if len(names) > most:
         raise ProtocolError(f"{field} has {len(names)} names, above the limit of {most}")
     return tuple(checked_name(field, name) for name in names)
+
+
+def checked_printables(field: str, texts: Collection[str], most: int) -> tuple[str, ...]:
+    """Return at most that many texts for log lines, as long as a name or empty. Raises: ProtocolError."""
+    if len(texts) > most:
+        raise ProtocolError(f"{field} has {len(texts)} texts, above the limit of {most}")
+    return tuple(checked_printable(field, text, MAX_NAME_BYTES) for text in texts)
 
 
 def checked_count(field: str, number: int, most: int = MAX_COUNT) -> int:
@@ -278,7 +285,7 @@ def checked_count(field: str, number: int, most: int = MAX_COUNT) -> int:
 
 def checked_rank(field: str, number: int, size: int) -> int:
     if not 0 <= number < size:
-        raise ProtocolError(f"{field} is replica rank {number} in a quorum of {size}; the peer is broken")
+        raise ProtocolError(f"{field} is replica rank {number} in a quorum of {size}; check the peer's version")
     return number
 
 

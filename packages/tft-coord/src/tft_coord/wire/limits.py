@@ -16,7 +16,7 @@ MAX_HANDLES_BYTES = 256 * 1024  # of one member, in total
 MAX_SENTENCE_BYTES = 4096
 MAX_MEMBERS = 100_000
 # A parsed message takes up to ninety times the memory of its bytes, so bytes are bounded before they are parsed.
-MAX_UNPACKED_BYTES = 16 * 1024 * 1024  # a longer quorum is told as it is
+MAX_UNPACKED_BYTES = 16 * 1024 * 1024  # a longer quorum is sent uncompressed
 MAX_UNASKED_BYTES = 4 * 1024 * 1024  # a request with the largest fingerprint, handles and reports
 MAX_JOBS_DESCRIBED = 1_000
 MAX_WARNINGS_DESCRIBED = 20

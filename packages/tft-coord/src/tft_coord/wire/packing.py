@@ -26,14 +26,14 @@ def pack_quorum(encoded: bytes) -> bytes:
 
 
 def unpacked(packed: pb.Packed) -> bytes:
-    """Return the encoded quorum. Raises: ProtocolError: it is damaged, or longer than it says or than the limit."""
+    """Return the encoded quorum. Raises: ProtocolError: it is damaged, or longer than declared or allowed."""
     if not 0 < packed.size <= MAX_UNPACKED_BYTES:
         raise ProtocolError(f"a packed quorum of {packed.size} bytes is outside 1..{MAX_UNPACKED_BYTES}")
-    unpacks = zlib.decompressobj()
+    decompressor = zlib.decompressobj()
     try:
-        encoded = unpacks.decompress(packed.data, packed.size + 1)
+        encoded = decompressor.decompress(packed.data, packed.size + 1)
     except zlib.error as error:
         raise ProtocolError(f"{len(packed.data)} bytes are not a packed quorum: {error}") from None
-    if len(encoded) != packed.size or not unpacks.eof or unpacks.unused_data:
-        raise ProtocolError(f"a packed quorum says {packed.size} bytes and has another number")
+    if len(encoded) != packed.size or not decompressor.eof or decompressor.unused_data:
+        raise ProtocolError(f"a packed quorum declares {packed.size} bytes, and its real size differs")
     return encoded

@@ -120,7 +120,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """The leave of a rank and with it of its group; the answer is a verdict that says so."""
+    """The leave of a rank and with it of its group; the answer is a verdict to leave."""
 
     group_rank: int
     reason: str
@@ -270,7 +270,7 @@ def _plan_from_wire(message: pb.ManagerQuorumResponse) -> Plan | QuorumKey:
     ids = tuple(fields.checked_name("replica_id", name) for name in fields.few("replica_ids", message.replica_ids))
     rank = fields.checked_count("replica_rank", message.replica_rank, MAX_MEMBERS)
     if len(ids) != size or rank >= size:
-        raise ProtocolError(f"a plan names {len(ids)} replicas of {size} and gives rank {rank}; the peer is broken")
+        raise ProtocolError(f"a plan names {len(ids)} replicas of {size} and rank {rank}; check the peer's version")
     return table.PLAN.decode(
         message,
         key=key,
@@ -406,8 +406,8 @@ def encode_from_rank(message: FromRank) -> bytes:
                 group_rank=leave.group_rank,
                 finished_step=leave.finished_step,
             )
-            said = pb.RankCall(call=call, timeout_ms=timeout_ms, leaves=leaves)
-            return pb.ToManagerServer(call=said).SerializeToString()
+            leave_call = pb.RankCall(call=call, timeout_ms=timeout_ms, leaves=leaves)
+            return pb.ToManagerServer(call=leave_call).SerializeToString()
         case RankHello():
             hello = pb.RankHello(group_rank=message.group_rank, session=message.session)
             return pb.ToManagerServer(hello=hello).SerializeToString()
@@ -463,7 +463,7 @@ def decode_from_rank(data: bytes) -> FromRank:
         case "goodbye":
             return RankGoodbye()
         case _:
-            raise ProtocolError("a message to the manager server says nothing that this version knows")
+            raise ProtocolError("a message to the manager server has no content that this version knows")
 
 
 def encode_to_rank(message: ToRank) -> bytes:
@@ -545,7 +545,7 @@ def decode_to_rank(data: bytes) -> ToRank:
         case "kill":
             return KillOrder(fields.checked_sentence("message", message.kill.message))
         case _:
-            raise ProtocolError("a message from the manager server says nothing that this version knows")
+            raise ProtocolError("a message from the manager server has no content that this version knows")
 
 
 def _call_from_wire(message: pb.RankCall) -> RankCall:
@@ -566,7 +566,7 @@ def _call_from_wire(message: pb.RankCall) -> RankCall:
             )
             return RankCall(message.call, timeout_ms, leave)
         case _:
-            raise ProtocolError("a rank's call asks nothing that this version knows")
+            raise ProtocolError("a rank's call has no content that this version knows")
 
 
 def _rank_answer_from_wire(message: pb.RankAnswer) -> Plan | QuorumKey | Verdict | Failure:
@@ -581,4 +581,4 @@ def _rank_answer_from_wire(message: pb.RankAnswer) -> Plan | QuorumKey | Verdict
                 fields.checked_name("code", refused.code), fields.checked_sentence("message", refused.message)
             )
         case _:
-            raise ProtocolError("an answer of the manager server says nothing that this version knows")
+            raise ProtocolError("an answer of the manager server has no content that this version knows")

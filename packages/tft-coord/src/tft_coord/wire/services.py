@@ -28,10 +28,10 @@ MANAGER_SESSION = "/torchft.TftManagerService/Session"
 
 # A refused call costs this process as much as a member's call, and a stranger can make thousands a second. Above a few
 # a second their answers are therefore delayed. A connection has a limited number of calls, so its rate falls to
-# MAX_STREAMS per LATE_S. No more than MOST_LATE calls wait, each with its twenty kilobytes.
-AT_ONCE_A_SECOND: Final = 16
-LATE_S: Final = 4.0
-MOST_LATE: Final = 2048
+# MAX_STREAMS per REFUSAL_DELAY_S. No more than MAX_DELAYED_REFUSALS calls wait, each with its twenty kilobytes.
+PROMPT_REFUSALS_PER_S: Final = 16
+REFUSAL_DELAY_S: Final = 4.0
+MAX_DELAYED_REFUSALS: Final = 2048
 
 # These are quoted, because grpc's classes take type arguments in their stubs only.
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -86,18 +86,18 @@ class _Refusals:
     def __init__(self) -> None:
         self._second = 0
         self._refused = 0  # in this second
-        self._late = 0  # refusals that wait
+        self._delayed = 0  # refusals that wait
 
     async def refuse(self, _messages: object, context: Context) -> bytes:
-        if self._is_flood() and self._late < MOST_LATE:
-            self._late += 1
+        if self._is_flood() and self._delayed < MAX_DELAYED_REFUSALS:
+            self._delayed += 1
             try:
-                await asyncio.sleep(LATE_S)
+                await asyncio.sleep(REFUSAL_DELAY_S)
             finally:
-                self._late -= 1
+                self._delayed -= 1
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
-            "this server has a shared secret, and the call showed none or another; "
+            "this server requires a shared secret, and the call had none or a different one; "
             "set TFT_TOKEN or TFT_TOKEN_FILE to the same secret in every process of the job",
         )
         raise AssertionError("abort always raises")
@@ -107,7 +107,7 @@ class _Refusals:
         if second != self._second:
             self._second, self._refused = second, 0
         self._refused += 1
-        return self._refused > AT_ONCE_A_SECOND
+        return self._refused > PROMPT_REFUSALS_PER_S
 
 
 def unary_stub(channel: grpc.Channel, method: str) -> UnaryStub:

@@ -84,8 +84,13 @@ def printable(most_bytes: int) -> Row:
 
 
 def names(most: int) -> Row:
-    """Return the row of at most that many names, none of them empty."""
+    """Return the row of a list of at most that many names. An empty text is refused; see `printables`."""
     return Row(fields.checked_names, most, most_bytes=most * MAX_NAME_BYTES)
+
+
+def printables(most: int) -> Row:
+    """Return the row of a list of at most that many texts for log lines, as long as a name or empty."""
+    return Row(fields.checked_printables, most, most_bytes=most * (MAX_NAME_BYTES + NUMBER_BYTES))
 
 
 FLAG: Final = Row()

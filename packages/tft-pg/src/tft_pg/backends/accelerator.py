@@ -58,9 +58,9 @@ from tft_pg.word import LINGER
 
 __all__ = ["AcceleratorBackend", "AcceleratorProcessGroup", "Communicator"]
 
-_LOOK_S = 0.02
-_MOMENT_S = 0.0002
-_LONGEST_MOMENT_S = 0.002
+_CHECK_S = 0.02
+_POLL_MIN_S = 0.0002
+_POLL_MAX_S = 0.002
 # A finished peer may disconnect at once. Operations whose data this rank's device already has may still finish within
 # this time.
 _GRACE_S = 0.05
@@ -162,8 +162,8 @@ class _OperationTimeoutError(RuntimeError):
     """The reason for ending the operations: one of them was late."""
 
 
-def _late(timeout: timedelta) -> _OperationTimeoutError:
-    return _OperationTimeoutError(f"it was not done on the device within {timeout.total_seconds():g} s")
+def _timeout_error(timeout: timedelta) -> _OperationTimeoutError:
+    return _OperationTimeoutError(f"the operation did not finish on the device within {timeout.total_seconds():g} s")
 
 
 class _ConnectionBrokenError(RuntimeError):
@@ -210,7 +210,7 @@ class _Operation:
         self.dropped = False
         self.error: RuntimeError | None = None
 
-    def look(self, looking: _Looking) -> bool:
+    def poll(self, looking: _Looking) -> bool:
         """Return whether the operation has ended. Only one thread may call this at a time.
 
         Never raises, although a broken device may raise in either query of the Work.
@@ -238,7 +238,7 @@ class _Operation:
 
 
 @final
-class _Orders:
+class _OperationList:
     """The list of one group's operations, with a watch. A late or failed operation ends all operations.
 
     Args:
@@ -257,26 +257,26 @@ class _Orders:
         self._reason: RuntimeError | None = None
         self._over = threading.Event()
         self._aborting: threading.Thread | None = None
-        self._tell: Callable[[str, Exception], object] = _tell_nobody
+        self._report: Callable[[str, Exception], object] = _ignore_error
 
     def begin(self, live: LiveGroup) -> None:
         """Start to report the group's failures to the group, and to listen for disconnected peers."""
-        told = weakref.WeakMethod(live.convert)  # a weak reference, because the group holds this object
+        convert_ref = weakref.WeakMethod(live.convert)  # a weak reference, because the group holds this object
 
-        def tell(operation: str, error: Exception) -> None:
-            convert = told()
+        def report(operation: str, error: Exception) -> None:
+            convert = convert_ref()
             if convert is not None:
                 convert(operation, error)
 
-        self._tell = tell
-        cut = weakref.WeakMethod(self._cut)
+        self._report = report
+        handler_ref = weakref.WeakMethod(self._on_peer_disconnected)
 
-        def on_cut(rank: int) -> None:
-            act = cut()
-            if act is not None:
-                act(rank)
+        def on_disconnect(rank: int) -> None:
+            handler = handler_ref()
+            if handler is not None:
+                handler(rank)
 
-        self._lifeline.watch(on_cut)
+        self._lifeline.watch(on_disconnect)
 
     # --- starting and ending an operation ---------------------------------------------------------------------------
 
@@ -293,7 +293,7 @@ class _Orders:
         if self._reason is not None:
             raise self.reason_again()
         if self._communicator is not None and self._communicator.is_recording():
-            raise RuntimeError("it can't become part of a graph, which would outlive the group; call it outside of one")
+            raise RuntimeError("a graph can't capture it, because the graph would outlive the group; call it outside")
         # Torch gives no Work for an operation on the caller's own stream, so its end could not be observed. Here the
         # operation runs on the library's stream and is waited for at once, which is equivalent for the caller. The
         # caller's options are restored afterwards.
@@ -313,10 +313,10 @@ class _Orders:
             for options in on_callers_stream:
                 options.asyncOp = False  # type: ignore[attr-defined]
         if work is None:
-            raise RuntimeError("the library gave no Work for it, so that nobody could tell how it ends")
+            raise RuntimeError("the library returned no Work, so the end of the operation can't be observed")
         return work
 
-    def take(self, work: dist.Work, name: str) -> _Operation:
+    def add(self, work: dist.Work, name: str) -> _Operation:
         """Add a started operation to the list."""
         operation = _Operation(work, name, self._timeout)
         with self._lock:
@@ -326,7 +326,7 @@ class _Orders:
             self._pending.append(operation)
             watch, self._watched = not self._watched, True
         if watch:
-            timer().after_s(_LOOK_S, self._look)
+            timer().after_s(_CHECK_S, self._check)
         return operation
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -363,7 +363,7 @@ class _Orders:
 
     # --- the watch ---------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """Check the list, on the timer thread."""
         late = None
         with self._lock:
@@ -371,35 +371,35 @@ class _Orders:
             if failed is None:
                 now_s = time.monotonic()
                 late = next(
-                    (each for each in self._pending if now_s >= each.deadline_s and not each.look(self._looking)), None
+                    (each for each in self._pending if now_s >= each.deadline_s and not each.poll(self._looking)), None
                 )
             self._watched = bool(self._pending) and failed is None and late is None and self._reason is None
             watch = self._watched
         if failed is not None and failed.error is not None:
             self.fail(failed, failed.error)
         elif late is not None:
-            self.fail(late, _late(late.timeout))
+            self.fail(late, _timeout_error(late.timeout))
         elif watch:
-            timer().after_s(_LOOK_S, self._look)
+            timer().after_s(_CHECK_S, self._check)
 
     def _forget_ended(self) -> _Operation | None:
         """Remove the ended operations from the front of the list. Returns: the first failed one, or None."""
-        while self._pending and self._pending[0].look(self._looking):
+        while self._pending and self._pending[0].poll(self._looking):
             if self._pending[0].is_fatal:
                 return self._pending[0]
             self._pending.popleft()
         return None
 
-    def looked(self, operation: _Operation) -> bool:
+    def has_ended(self, operation: _Operation) -> bool:
         """Return whether an operation has ended by now."""
         with self._lock:
-            return operation.look(self._looking)
+            return operation.poll(self._looking)
 
     def _looking(self) -> AbstractContextManager[object]:
         communicator = self._communicator
         return nullcontext() if communicator is None else communicator.looking()
 
-    def _cut(self, rank: int) -> None:
+    def _on_peer_disconnected(self, rank: int) -> None:
         """End all operations because a peer has disconnected. Runs on the lifeline's thread."""
         began_s = time.monotonic()
         while True:
@@ -411,8 +411,8 @@ class _Orders:
             grace_s = _GRACE_S if pending is not None else _WORDS_S if self._lifeline.is_exchanging else 0.0
             if failed is not None or self._reason is not None or time.monotonic() >= began_s + grace_s:
                 break
-            time.sleep(_LONGEST_MOMENT_S)
-        reason = _PeerAbortedError(f"rank {rank} has let go of the group")
+            time.sleep(_POLL_MAX_S)
+        reason = _PeerAbortedError(f"rank {rank} disconnected from the group")
         self._drop(reason, operation=None if pending is None else pending.name)
 
     # --- dropping everything -----------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ class _Orders:
         # Before the abort: a thread that sees its kernel end must find the reason.
         try:
             if operation is not None:
-                self._tell(operation, reason)
+                self._report(operation, reason)
             self._lifeline.end(str(reason))
         finally:
             self._aborting.start()
@@ -438,13 +438,13 @@ class _Orders:
             assert communicator is not None
             with self._lock:
                 # After the abort starts, the library's Works look successful.
-                running = [each for each in self._pending if not each.look(self._looking)]
+                running = [each for each in self._pending if not each.poll(self._looking)]
                 for each in running:
                     each.dropped = True
                 self._pending.clear()
             # Any recording of the library's state happens here, while the state still exists.
             communicator.abort()
-            _until_left(running, self._looking)
+            _wait_for_kernels(running, self._looking)
         # The thread has no caller to raise to, and the waiting threads must not wait forever.
         except Exception as error:
             threading.excepthook(
@@ -459,15 +459,15 @@ class _Orders:
         return copy.copy(self._reason)
 
 
-def _until_left(running: Sequence[_Operation], looking: _Looking) -> None:
+def _wait_for_kernels(running: Sequence[_Operation], looking: _Looking) -> None:
     """Wait until the device has left its kernels, which takes a moment after the abort. The wait is bounded."""
     give_up_s = time.monotonic() + _ABORT_S
     for each in running:
-        while not _has_left(each.work, looking) and time.monotonic() < give_up_s:
-            time.sleep(_LONGEST_MOMENT_S)
+        while not _has_left_device(each.work, looking) and time.monotonic() < give_up_s:
+            time.sleep(_POLL_MAX_S)
 
 
-def _has_left(work: dist.Work, looking: _Looking) -> bool:
+def _has_left_device(work: dist.Work, looking: _Looking) -> bool:
     try:
         with looking():
             return work.is_completed()
@@ -475,7 +475,7 @@ def _has_left(work: dist.Work, looking: _Looking) -> bool:
         return True
 
 
-def _tell_nobody(operation: str, error: Exception) -> None:
+def _ignore_error(operation: str, error: Exception) -> None:
     return None
 
 
@@ -485,14 +485,14 @@ class _DeviceWork(dist.Work):
 
     Args:
         operation: the operation on the list.
-        orders: the list.
+        operations: the list.
         live: converts errors to this package's errors.
     """
 
-    def __init__(self, operation: _Operation, orders: _Orders, live: LiveGroup) -> None:
+    def __init__(self, operation: _Operation, operations: _OperationList, live: LiveGroup) -> None:
         super().__init__()
         self._operation = operation
-        self._orders = orders
+        self._operations = operations
         self._live = live
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -521,23 +521,23 @@ class _DeviceWork(dist.Work):
 
     def _wait_on_host(self, timeout: timedelta | None) -> None:
         deadline_s = time.monotonic() + timeout.total_seconds() if timeout else None
-        moment_s = _MOMENT_S
-        while not self._orders.looked(self._operation):
+        delay_s = _POLL_MIN_S
+        while not self._operations.has_ended(self._operation):
             self._raise_if_failed()
             if timeout and deadline_s is not None and time.monotonic() >= deadline_s:
-                self._raise(_late(timeout))  # the operation may continue, and may be waited for again
-            time.sleep(moment_s)
-            moment_s = min(2 * moment_s, _LONGEST_MOMENT_S)
+                self._raise(_timeout_error(timeout))  # the operation may continue, and may be waited for again
+            time.sleep(delay_s)
+            delay_s = min(2 * delay_s, _POLL_MAX_S)
         self._raise_if_failed()
 
     def _raise_if_failed(self) -> None:
-        operation, orders = self._operation, self._orders
-        if orders.dropped and not operation.ended:
-            orders.wait_until_over()
+        operation, operations = self._operation, self._operations
+        if operations.dropped and not operation.ended:
+            operations.wait_until_over()
             if operation.dropped:
-                self._raise(orders.reason_again())
+                self._raise(operations.reason_again())
         if operation.is_fatal and operation.error is not None:
-            orders.fail(operation, operation.error)
+            operations.fail(operation, operation.error)
             self._raise(_ConnectionBrokenError(*operation.error.args))
         if operation.error is not None:
             raise copy.copy(operation.error)
@@ -551,7 +551,7 @@ class _DeviceWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Return whether the device has finished the operation, or the operation has failed."""
-        return self._operation.dropped or self._orders.looked(self._operation)
+        return self._operation.dropped or self._operations.has_ended(self._operation)
 
     def result(self) -> list[torch.Tensor]:
         return self._operation.work.result()
@@ -612,21 +612,21 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         except BaseException:
             lifeline.end()
             raise
-        orders = _Orders(communicator, lifeline, timeout)
+        operations = _OperationList(communicator, lifeline, timeout)
         live = LiveGroup(
             communicator.torch_group,
-            set_timeout=orders.set_timeout,
-            sever=orders.end,
-            settle=orders.settle,
-            is_over=orders.is_over,
-            tells_its_end=lambda collective: False,
+            set_timeout=operations.set_timeout,
+            sever=operations.end,
+            settle=operations.settle,
+            is_over=operations.is_over,
+            reports_end=lambda collective: False,
             classify=_classify,
             where=where,
-            start=orders.start,
+            start=operations.start,
             words=WordLine(lifeline, where),
-            guard=lambda work, group, operation: _DeviceWork(orders.take(work, operation), orders, group),
+            guard=lambda work, group, operation: _DeviceWork(operations.add(work, operation), operations, group),
         )
-        orders.begin(live)
+        operations.begin(live)
         return live
 
     def _meet(self, store: Store, attempt: Attempt, lifeline: Lifeline) -> None:
@@ -660,7 +660,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
             return address_towards(self._store_client.host, self._store_client.port)
         except OSError as error:
             raise ConfigureError(
-                f"this machine has no address to be reached by ({error}); give the group a hostname"
+                f"this machine has no reachable address ({error}); pass a hostname to the group"
             ) from error
 
 
@@ -691,14 +691,14 @@ class _Connecting:
     def _run(self, backend: AcceleratorBackend, store: Store, device: torch.device | None, attempt: Attempt) -> None:
         where = attempt.where
         try:
-            made = backend.communicator(store, where.rank or 0, where.world_size or 1, device, attempt.timeout)
+            communicator = backend.communicator(store, where.rank or 0, where.world_size or 1, device, attempt.timeout)
             with self._lock:
-                self._communicator = made
+                self._communicator = communicator
                 abandoned = self._abandoned
             if abandoned:
-                made.abort()
+                communicator.abort()
             else:
-                made.connect()
+                communicator.connect()
         # Raised by `result`; without a call of `result`, the attempt's own error is reported.
         except Exception as error:
             self._error = error
@@ -709,12 +709,12 @@ class _Connecting:
         disconnected.
         """
         try:
-            while not self._done.wait(_LOOK_S):
+            while not self._done.wait(_CHECK_S):
                 attempt.check()
-                rank = lifeline.cut_by()
+                rank = lifeline.disconnected_rank()
                 if rank is not None:
                     raise ConfigureError(
-                        f"rank {rank} let go while the group was built ({attempt.where}); ask for a new quorum",
+                        f"rank {rank} disconnected during configure ({attempt.where}); ask for a new quorum",
                         where=attempt.where,
                     )
             if self._error is not None:
@@ -732,10 +732,10 @@ class _Connecting:
     def _abandon(self) -> None:
         with self._lock:
             self._abandoned = True
-            made = self._communicator
-        if made is not None:
+            communicator = self._communicator
+        if communicator is not None:
             # On a separate thread again, because a library that ignores the abort would block the caller.
-            ending = threading.Thread(target=made.abort, name="tft-pg-device-abort", daemon=True)
+            ending = threading.Thread(target=communicator.abort, name="tft-pg-device-abort", daemon=True)
             ending.start()
             ending.join(_ABANDON_S)
         self._thread.join(_ABANDON_S)

@@ -55,7 +55,7 @@ class Attempt:
         self._phase_began_s = 0.0
         self._limit_s = timeout.total_seconds()  # of the phase
         self._deadline_s = self._end_s  # of the phase
-        self._late: Callable[[], ProcessGroupError] | None = None
+        self._timeout_error: Callable[[], ProcessGroupError] | None = None
         self._examine: Callable[[], None] | None = None
         self._changed = threading.Condition()
         self._breakers: list[Callable[[], None]] = []
@@ -80,7 +80,7 @@ class Attempt:
         if self._examiner is not None:
             self._end_examiner(self._examiner)
         # These callbacks hold the attempt. Without this, only the garbage collector would free the group.
-        self._late, self._examine = None, None
+        self._timeout_error, self._examine = None, None
         self._breakers.clear()
         self._severs.clear()
 
@@ -137,7 +137,7 @@ class Attempt:
             if self._patience is not None and phase is not None:
                 self._limit_s = self._patience.bound_s(phase, self._limit_s)
                 self._deadline_s = min(now_s + self._limit_s, self._end_s)
-            self._late = late
+            self._timeout_error = late
             self._examine = examine
             if min(self._deadline_s + _GRACE_S, self._examined_at_s() if examine else math.inf) < self._wakes_s:
                 self._changed.notify_all()
@@ -153,7 +153,7 @@ class Attempt:
         with self._changed:
             phase, self._phase = self._phase, None
             if self._patience is not None and phase is not None and time.monotonic() >= self._deadline_s:
-                self._patience.passed(phase, self.timeout.total_seconds(), self.where.world_size or 1)
+                self._patience.timed_out(phase, self.timeout.total_seconds(), self.where.world_size or 1)
 
     def _leave_phase(self, now_s: float) -> None:
         phase, self._phase = self._phase, None
@@ -194,18 +194,18 @@ class Attempt:
         return timedelta(seconds=max(self._deadline_s - time.monotonic(), 0.001))
 
     def deadline_passed(
-        self, waited_for: str, *, missing_ranks: tuple[int, ...] = (), unreached: Mapping[int, str] | None = None
+        self, reason: str, *, missing_ranks: tuple[int, ...] = (), unreached: Mapping[int, str] | None = None
     ) -> ConfigureError:
         """Return the error of an attempt whose time is up."""
         return ConfigureError(
-            f"no group was built within {self._limit_s:g} s ({self.where}): {waited_for}; "
+            f"configure did not finish within {self._limit_s:g} s ({self.where}): {reason}; "
             "ask for a new quorum and configure under its prefix",
             where=self.where,
             missing_ranks=missing_ranks,
             unreached=unreached,
         )
 
-    def _nobody_answered(self) -> ConfigureError:
+    def _no_answer(self) -> ConfigureError:
         return self.deadline_passed("the store or a peer did not answer")
 
     def _is_over(self) -> bool:
@@ -230,7 +230,7 @@ class Attempt:
                 now_s = time.monotonic()
                 left_s = self._deadline_s + _GRACE_S - now_s
                 if left_s <= 0:
-                    self._stopped_by = self._late() if self._late is not None else self._nobody_answered()
+                    self._stopped_by = self._timeout_error() if self._timeout_error is not None else self._no_answer()
                 elif self._examine is None:
                     self._sleep(left_s)
                 elif now_s >= self._examined_at_s():

@@ -25,7 +25,7 @@ from tft_pg.backends.patience import Phase
 from tft_pg.calls import ProbeAddress, call_all
 from tft_pg.errors import ConfigureError
 
-__all__ = ["Examination", "give_up", "names", "who_gave_up"]
+__all__ = ["Examination", "give_up", "rank_names", "ranks_that_gave_up"]
 
 _GAVE_UP: Final = "tft-pg/gave-up"
 _LOOK_S: Final = 0.05
@@ -38,7 +38,7 @@ def give_up(store: Store, rank: int | None) -> None:
         store.set(_GAVE_UP, "1")  # so one request shows that no rank has given up
 
 
-def who_gave_up(store: Store, ranks: Collection[int]) -> frozenset[int]:
+def ranks_that_gave_up(store: Store, ranks: Collection[int]) -> frozenset[int]:
     """Return those of these ranks that have given up. The result is empty if the store is gone."""
     with contextlib.suppress(RuntimeError):
         return _marked(store, ranks)
@@ -51,7 +51,7 @@ def _marked(store: Store, ranks: Collection[int]) -> frozenset[int]:
     return frozenset(rank for rank in ranks if store.check([f"{_GAVE_UP}/{rank}"]))
 
 
-def names(ranks: Collection[int]) -> str:
+def rank_names(ranks: Collection[int]) -> str:
     """Return ranks for a sentence: `rank 3`, or `ranks 1, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
@@ -85,8 +85,10 @@ class Examination:
             time.sleep(_LOOK_S)
         if found is None and attempt.goes_on:
             left = self._unconnected()
-            who = f"{names(left.keys())} answered a call, but did not connect" if left else "a peer did not answer"
-            found = attempt.deadline_passed(f"{who}; another rank may be unreachable for it")
+            reason = (
+                f"{rank_names(left.keys())} answered a probe but did not connect" if left else "a peer did not answer"
+            )
+            found = attempt.deadline_passed(f"{reason}; another rank may be unreachable from there")
             self._found = found
         if found is not None:
             give_up(self._store, attempt.where.rank)
@@ -124,7 +126,7 @@ class Examination:
         if gone:
             give_up(self._store, where.rank)
             raise ConfigureError(
-                f"no group was built ({where}): {names(gone)} gave up; ask for a new quorum and configure under its "
+                f"configure failed ({where}): {rank_names(gone)} gave up; ask for a new quorum and configure under its "
                 "prefix",
                 where=where,
             )
@@ -138,21 +140,21 @@ class Examination:
 
     def _look(self) -> ConfigureError | None:
         attempt, unconnected = self._attempt, self._unconnected()
-        places = {(rank, at): place for rank, of_rank in unconnected.items() for at, place in enumerate(of_rank)}
+        addresses = {(rank, at): place for rank, of_rank in unconnected.items() for at, place in enumerate(of_rank)}
         # An expired attempt has no time left to probe, but a refusal is known after a moment even then.
         until_s = time.monotonic() + max(attempt.remaining().total_seconds(), 2 * _LOOK_S)
-        answers = call_all(places, until_s=until_s, goes_on=lambda: attempt.goes_on)
+        answers = call_all(addresses, until_s=until_s, goes_on=lambda: attempt.goes_on)
         if not attempt.goes_on:
             return None
-        gone = who_gave_up(self._store, unconnected.keys())
-        unreached = {key[0]: f"{places[key]}: {why}" for key, why in sorted(answers.items()) if key[0] not in gone}
+        gone = ranks_that_gave_up(self._store, unconnected.keys())
+        unreached = {key[0]: f"{addresses[key]}: {why}" for key, why in sorted(answers.items()) if key[0] not in gone}
         if not unreached and not gone:
             return None
-        told = [f"rank {rank} can't be reached ({why})" for rank, why in sorted(unreached.items())]
+        reasons = [f"rank {rank} can't be reached ({why})" for rank, why in sorted(unreached.items())]
         if gone:
-            told.append(f"{names(gone)} gave up")
+            reasons.append(f"{rank_names(gone)} gave up")
         return ConfigureError(
-            f"no group was built ({attempt.where}): {', '.join(told)}; ask for a new quorum and configure under its "
+            f"configure failed ({attempt.where}): {', '.join(reasons)}; ask for a new quorum and configure under its "
             "prefix",
             where=attempt.where,
             unreached=unreached,

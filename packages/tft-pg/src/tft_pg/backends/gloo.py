@@ -36,7 +36,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tft_pg import sockets
 from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_loopback
 from tft_pg.backends.attempt import EXAMINED_AFTER_S, Attempt
-from tft_pg.backends.examination import Examination, give_up, names
+from tft_pg.backends.examination import Examination, give_up, rank_names
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup, keep_at_exit
@@ -46,7 +46,7 @@ from tft_pg.backends.reduce_scatter import start_reduce_scatter
 from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
 from tft_pg.backends.word_line import WordLine
-from tft_pg.backends.word_meeting import WordMeeting
+from tft_pg.backends.word_setup import WordSetup
 from tft_pg.calls import NO_ANSWER, ProbeAddress, call_all
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import (
@@ -70,12 +70,12 @@ _Gloo: Any = dist.ProcessGroupGloo
 
 # Gloo's own timeout during the build. It must never expire first, because Gloo then leaves a dangling callback behind.
 _NEVER_FIRST = timedelta(minutes=10)
-_POKE_S = 0.2
+_INTERRUPT_S = 0.2
 # Each caller first sends this many bytes, the number of a connection.
 _NUMBER_BYTES = 8
-_DOUBT_S = 0.5
+_PROBE_PEERS_S = 0.5
 # This long after Gloo has closed the connections, an operation has failed or Gloo has forgotten it.
-_STRAGGLE_S = 0.05
+_FORGET_AFTER_S = 0.05
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 _REDUCE_SCATTERS = frozenset({"reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"})
 _THREADS = "/proc/self/task"
@@ -144,12 +144,12 @@ class ProcessGroupGloo(NativeProcessGroup):
             options._devices = list(self._devices)
             options._timeout = attempt.timeout + _NEVER_FIRST
             examination = Examination(store, attempt, mesh.unconnected)
-            meeting = WordMeeting(attempt)
+            setup = WordSetup(attempt)
             assert self._store_client is not None
-            witness = _WitnessStore(
+            recording_store = _RecordingStore(
                 store,
                 mesh,
-                meeting,
+                setup,
                 attempt,
                 on_published=unnamed.close,
                 silent=self._store_client.silent,
@@ -158,17 +158,17 @@ class ProcessGroupGloo(NativeProcessGroup):
             before = _threads()
             began_s = time.monotonic()
             try:
-                backend = _Gloo(witness, where.rank, where.world_size, options)
+                backend = _Gloo(recording_store, where.rank, where.world_size, options)
             except Exception as error:
-                meeting.end()
+                setup.end()
                 # Otherwise the error's frames would keep the listeners, and late ranks would find them.
                 options._devices = []
                 # An exception of the store in between passes through C++ and loses its type.
-                raise witness.error or examination.after(error) from None
+                raise recording_store.error or examination.after(error) from None
         try:
             attempt.check()
             mesh.finish(where.world_size, len(self._devices), threads=_threads() - before)
-            mesh.lifeline = lifeline = meeting.finish()
+            mesh.lifeline = lifeline = setup.finish()
             if self._listeners != mesh.own():
                 self._listeners = mesh.own()
                 sockets.hide_from_programs(self._listeners)
@@ -176,7 +176,7 @@ class ProcessGroupGloo(NativeProcessGroup):
                 # A listener accepts connections for a moment longer than its rank waits for them.
                 examination.check_nobody_gave_up(self._store_client.silent)
         except Exception:
-            meeting.end()
+            setup.end()
             options._devices = []
             del backend  # otherwise the error would keep the backend and its threads
             raise
@@ -197,7 +197,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             sever=mesh.end,
             settle=mesh.settle,
             is_over=mesh.is_over,
-            tells_its_end=lambda collective: collective.name not in _POINT_TO_POINT,
+            reports_end=lambda collective: collective.name not in _POINT_TO_POINT,
             classify=_classify,
             where=where,
             start=partial(_start, where, transfers),
@@ -234,9 +234,9 @@ class ProcessGroupGloo(NativeProcessGroup):
             return _Place(hostname=self._hostname)
         assert self._store_client is not None
         host, port = self._store_client.host, self._store_client.port
-        return _Place(hostname=loopback_of(host) or self._instead_of_own_name(host, port))
+        return _Place(hostname=loopback_of(host) or self._route_address(host, port))
 
-    def _instead_of_own_name(self, store_host: str, store_port: int) -> str:
+    def _route_address(self, store_host: str, store_port: int) -> str:
         """Return where to listen if torch's choice, the address of this machine's own name, does not work; else ""."""
         # Resolved once for all groups, as torch does, because a resolver may be slow.
         if self._own_name_is_loopback is None:
@@ -247,7 +247,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             return address_towards(store_host, store_port)
         except OSError as error:
             raise ConfigureError(
-                f"this machine has no address to be reached by ({error}); name an interface in {_INTERFACES_ENV}",
+                f"this machine has no reachable address ({error}); set {_INTERFACES_ENV} to a network interface",
                 is_own=True,
             ) from error
 
@@ -270,8 +270,8 @@ class _Place:
         except RuntimeError as error:
             place = ", ".join(self.interfaces) or self.hostname or "the address of this machine's own name"
             raise ConfigureError(
-                f"Gloo can't listen on {place} ({str(error).splitlines()[0]}); name another interface in "
-                f"{_INTERFACES_ENV}, or another hostname",
+                f"Gloo can't listen on {place} ({str(error).splitlines()[0]}); set {_INTERFACES_ENV} to another "
+                "interface, or pass another hostname",
                 is_own=True,
             ) from error
 
@@ -293,7 +293,7 @@ def _start(
     fault = fault_of(collective, args, kwargs, rank=where.rank or 0, world_size=where.world_size or 1)
     fault = fault or lacks(collective, args, kwargs)
     if fault:
-        raise OperationRefusedError(f"{collective.name} was refused ({where}): {fault}; mend the call", where=where)
+        raise OperationRefusedError(f"{collective.name} was refused ({where}): {fault}; fix the call", where=where)
     if collective.name in _REDUCE_SCATTERS:
         return start_reduce_scatter(torch_group, collective, args, kwargs)
     if collective.name not in _POINT_TO_POINT:
@@ -360,8 +360,8 @@ class _Published:
             numbers = tuple(number for (number,) in struct.iter_unpack("=q", record[start + address_bytes :]))
         except (struct.error, ValueError, OverflowError) as error:
             raise ConfigureError(
-                f"this torch ({torch.__version__}) publishes Gloo addresses in a form that tft-pg can't read, so "
-                "nothing could be aborted; use a version that it supports"
+                f"torch {torch.__version__} publishes Gloo addresses in an unknown format, so tft-pg can't abort its "
+                "operations; install a torch version that tft-pg supports"
             ) from error
         return cls(family, endpoint, zone, numbers)
 
@@ -374,9 +374,9 @@ class _Mesh:
         self._lock = threading.Lock()
         self._own: dict[str, _Published] = {}
         self._peers: set[Endpoint] = set()
-        self._met: dict[int, list[_Published]] = {}  # the peers' records, by rank
+        self._peer_records: dict[int, list[_Published]] = {}  # the peers' records, by rank
         self._unanswered: dict[int, str] = {}  # of the built group: the ranks that answer no probe
-        self._poked: set[str] = set()
+        self._interrupted: set[str] = set()
         self._inodes: frozenset[int] = frozenset()
         self._needed = 0  # the number of these connections that belong to peers
         self._threads: frozenset[str] = frozenset()
@@ -385,7 +385,7 @@ class _Mesh:
         self.lifeline: Lifeline | None = None  # the connections for words
         let_go_in_child(self)
 
-    def published(self, device: str, record: bytes) -> _Published:
+    def add_own(self, device: str, record: bytes) -> _Published:
         with self._lock:
             own = self._own[device] = _Published.read(record)
         return own
@@ -395,11 +395,11 @@ class _Mesh:
         with self._lock:
             return frozenset(own.endpoint for own in self._own.values())
 
-    def met(self, rank: int, record: bytes) -> None:
+    def add_peer(self, rank: int, record: bytes) -> None:
         peer = _Published.read(record)
         with self._lock:
             self._peers.add(peer.endpoint)
-            self._met.setdefault(rank, []).append(peer)
+            self._peer_records.setdefault(rank, []).append(peer)
 
     def unconnected(self) -> dict[int, list[ProbeAddress]]:
         """Return the listening addresses of the peers without a known connection, by rank.
@@ -408,11 +408,11 @@ class _Mesh:
         possible callers, until as many connections have come in.
         """
         with self._lock:
-            met = [(rank, peer) for rank, peers in self._met.items() for peer in peers]
+            known = [(rank, peer) for rank, peers in self._peer_records.items() for peer in peers]
             remote = frozenset(self._peers)
         called = sockets.remote_ends(remote)
-        left = [(rank, peer) for rank, peer in met if peer.endpoint not in called]
-        if len(_without_strangers(sockets.connected(local=self.own()))) >= len(left):
+        left = [(rank, peer) for rank, peer in known if peer.endpoint not in called]
+        if len(_members_only(sockets.connected(local=self.own()))) >= len(left):
             return {}
         found: dict[int, list[ProbeAddress]] = {}
         for rank, peer in left:
@@ -435,22 +435,22 @@ class _Mesh:
         self._needed = expected = (world_size - 1) * num_devices
         if len(self._inodes) > expected:
             own = self.own()
-            self._inodes -= sockets.connected(local=own) - _without_strangers(sockets.connected(local=own))
+            self._inodes -= sockets.connected(local=own) - _members_only(sockets.connected(local=own))
         if len(self._inodes) < expected:
             raise ConfigureError(
-                f"only {len(self._inodes)} of {expected} connections to peers were left when the group was built; "
-                "a peer is gone, ask for a new quorum"
+                f"only {len(self._inodes)} of {expected} connections to peers exist after configure, so a peer has "
+                "disconnected; ask for a new quorum"
             )
 
     def watch(self, on_severed: Callable[[], None]) -> None:
         """Start to watch the connections. The end of one peer's connection ends all connections."""
         if self._inodes:
-            call_peers = weakref.WeakMethod(self._call_peers)
+            probe_peers = weakref.WeakMethod(self._probe_peers)
             self._watch = Watch(
                 self._inodes,
                 on_severed,
                 needed=self._needed,
-                on_doubt=lambda: (call_peers() or _nothing)(),
+                on_suspicion=lambda: (probe_peers() or _nothing)(),
             )
             # A group without a shutdown leaves no thread either. Not at the end of the process: ending the connections
             # there would wake waits that must not return from C++ any more.
@@ -464,34 +464,36 @@ class _Mesh:
         """
         found: dict[int, str] = {}
         for end in () if self._watch is None else self._watch.silent:
-            ranks = [rank for rank, peers in self._met.items() if any(peer.endpoint == end for peer in peers)]
+            ranks = [rank for rank, peers in self._peer_records.items() if any(peer.endpoint == end for peer in peers)]
             if not ranks:
                 at = [
                     rank
-                    for rank, peers in self._met.items()
+                    for rank, peers in self._peer_records.items()
                     if any(peer.endpoint.address == end.address for peer in peers)
                 ]
                 ranks = at if len(at) == 1 else []
             for rank in ranks:
-                found[rank] = f"{end.address}: nothing that is sent there is acknowledged"
+                found[rank] = f"{end.address}: no acknowledgement of sent data"
         return {**self._unanswered, **found} if found else {}
 
-    def _call_peers(self) -> None:
+    def _probe_peers(self) -> None:
         """Probe all peers, to find the other silent ranks.
 
         In a ring, a rank sends data to its neighbours alone. So only one or two ranks notice a rank that has lost its
         network.
         """
-        places = {(rank, at): peer.place for rank, peers in self._met.items() for at, peer in enumerate(peers)}
+        addresses = {
+            (rank, at): peer.place for rank, peers in self._peer_records.items() for at, peer in enumerate(peers)
+        }
         watch = self._watch
         answers = call_all(
-            places,
-            until_s=time.monotonic() + _DOUBT_S,
+            addresses,
+            until_s=time.monotonic() + _PROBE_PEERS_S,
             goes_on=lambda: watch is None or watch.severed_s is None,
         )
         # A peer that refuses has only ended its group, and listens at another address by now.
         self._unanswered = {
-            rank: f"{places[rank, at]}: {why}" for (rank, at), why in answers.items() if NO_ANSWER in why
+            rank: f"{addresses[rank, at]}: {why}" for (rank, at), why in answers.items() if NO_ANSWER in why
         }
 
     def end(self) -> None:
@@ -508,7 +510,7 @@ class _Mesh:
         group computes.
         """
         severed_s = None if self._watch is None else self._watch.severed_s
-        straggled = severed_s is not None and time.monotonic() - severed_s > _STRAGGLE_S
+        straggled = severed_s is not None and time.monotonic() - severed_s > _FORGET_AFTER_S
         return straggled and not _reducing(self._threads)
 
     def settle(self) -> None:
@@ -526,11 +528,11 @@ class _Mesh:
         """End the builder's current wait. Callers repeat this, because the builder then enters its next wait."""
         with self._lock:
             peers = frozenset(self._peers)
-            poke = [own for device, own in self._own.items() if device not in self._poked] if peers else []
+            targets = [own for device, own in self._own.items() if device not in self._interrupted] if peers else []
             if peers:
-                self._poked.update(self._own)
+                self._interrupted.update(self._own)
         sockets.shut_down(self._connected() | (sockets.connecting(remote=peers) if peers else frozenset()))
-        for own in poke:
+        for own in targets:
             self._connect_in_place_of_peers(own)
 
     def _connected(self) -> frozenset[int]:
@@ -544,7 +546,7 @@ class _Mesh:
             if rank == self._rank:
                 continue
             with socket.socket(place.family, socket.SOCK_STREAM) as caller:
-                caller.settimeout(_POKE_S)
+                caller.settimeout(_INTERRUPT_S)
                 try:
                     caller.connect(place.sockaddr)
                     caller.sendall(struct.pack("=q", number))
@@ -552,7 +554,7 @@ class _Mesh:
                     return
 
 
-def _without_strangers(accepted: frozenset[int]) -> frozenset[int]:
+def _members_only(accepted: frozenset[int]) -> frozenset[int]:
     """Return the connections whose caller has sent its connection number, as members do at once.
 
     A peer that probes this rank sends nothing and disconnects, and Gloo keeps the remainder of its connection.
@@ -560,13 +562,13 @@ def _without_strangers(accepted: frozenset[int]) -> frozenset[int]:
     return frozenset(inode for inode, passed in sockets.traffic(accepted).items() if passed.received >= _NUMBER_BYTES)
 
 
-class _WitnessStore(Store):
+class _RecordingStore(Store):
     """The store given to Gloo. It passes everything on, and tells the mesh which addresses it has seen.
 
     Args:
         store: the real store.
         mesh: receives the addresses.
-        meeting: also connects the ranks for words.
+        setup: also connects the ranks for words.
         attempt: informed of each new phase.
         on_published: called when this rank's address is known.
         silent: returns the error if the store does not answer any more.
@@ -577,7 +579,7 @@ class _WitnessStore(Store):
         self,
         store: Store,
         mesh: _Mesh,
-        meeting: WordMeeting,
+        setup: WordSetup,
         attempt: Attempt,
         *,
         on_published: Callable[[], None],
@@ -590,7 +592,7 @@ class _WitnessStore(Store):
         self._examination = examination
         self._store = store
         self._mesh = mesh
-        self._meeting = meeting
+        self._setup = setup
         self._attempt = attempt
         self._records: dict[str, bytes] = {}
         self.error: Exception | None = None
@@ -598,17 +600,17 @@ class _WitnessStore(Store):
     def set(self, key: str, value: str | bytes) -> None:
         """Publish this rank's record of one device. Fails if the prefix already has one for this rank."""
         record = value.encode() if isinstance(value, str) else bytes(value)
-        with _Keeping(self):
+        with _ErrorRecorder(self):
             self._attempt.check()
-            own = self._mesh.published(_device_of(key), record)
-            published = self._meeting.publish(_device_of(key), record, own.address)
+            own = self._mesh.add_own(_device_of(key), record)
+            published = self._setup.publish(_device_of(key), record, own.address)
             self._on_published()
             self._attempt.enter(Phase.RANKS, late=self._silent)
             found = self._store.compare_set(key, "", published)  # type: ignore[arg-type]  # takes bytes in fact
             if found != published:
                 raise ConfigureError(
-                    f"rank {self._attempt.where.rank} found its place under the store prefix taken; every configure "
-                    "needs a fresh prefix",
+                    f"the store prefix is already used by rank {self._attempt.where.rank}; pass a fresh prefix to "
+                    "each configure",
                     where=self._attempt.where,
                 )
             self._records[key] = record
@@ -619,7 +621,7 @@ class _WitnessStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for the records of all ranks at once, at the first request for any of them."""
-        with _Keeping(self):
+        with _ErrorRecorder(self):
             for key in keys:
                 if key not in self._records:
                     self._fetch(_device_of(key))
@@ -635,24 +637,25 @@ class _WitnessStore(Store):
             self._attempt.check()
             missing = tuple(int(key.rpartition("/")[2]) for key in keys if not self._store.check([key]))
             give_up(self._store, self._attempt.where.rank)
-            raise self._attempt.deadline_passed(f"{names(missing)} did not come", missing_ranks=missing) from error
+            reason = f"timed out waiting for {rank_names(missing)} to join"
+            raise self._attempt.deadline_passed(reason, missing_ranks=missing) from error
         for key, published in zip(keys, found, strict=True):
             rank = int(key.rpartition("/")[2])
-            self._records[key] = self._meeting.met(device, rank, bytes(published))
-            self._mesh.met(rank, self._records[key])
+            self._records[key] = self._setup.add_record(device, rank, bytes(published))
+            self._mesh.add_peer(rank, self._records[key])
         # Before this point the mesh did not know its peers, so an abort could not interrupt the connecting. From here
         # on it can.
         self._attempt.enter(Phase.CONNECTIONS, late=self._examination.late, examine=self._examination.run)
         try:
-            self._meeting.call(device)
+            self._setup.connect_lower(device)
         except ConfigureError as failure:
             raise self._examination.after(failure) from failure
 
 
-class _Keeping:
+class _ErrorRecorder:
     """A recorder of the first error that leaves a store, because C++ passes on only its text."""
 
-    def __init__(self, store: _WitnessStore) -> None:
+    def __init__(self, store: _RecordingStore) -> None:
         self._store = store
 
     def __enter__(self) -> None:

@@ -33,7 +33,7 @@ _REDUCES = frozenset(
     }
 )
 # These operations read and write from the first element on, as many bytes as the tensor's elements need.
-_BLIND_TO_GAPS = frozenset({"allreduce", "reduce", "broadcast"})
+_IGNORES_GAPS = frozenset({"allreduce", "reduce", "broadcast"})
 
 
 def lacks(collective: Collective, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -48,7 +48,7 @@ def lacks(collective: Collective, args: Sequence[object], kwargs: Mapping[str, o
     inputs = () if collective.inputs is None else collective.argument(collective.inputs, args, kwargs)
     if name in _ANY_BYTES:
         empty = name == "recv_anysource" and any(tensor.numel() == 0 for tensor in _tensors(outputs))
-        return "a receive from anybody needs at least one element" if empty else ""
+        return "a receive from any rank needs at least one element" if empty else ""
     dtypes = {tensor.dtype: None for value in (outputs, inputs) for tensor in _tensors(value)}  # in the given order
     faults = (_dtype_fault(collective, dtype, args, kwargs) for dtype in dtypes)
     return next(filter(None, faults), "") or _layout_fault(name, outputs)
@@ -70,7 +70,7 @@ def _layout_fault(name: str, outputs: object) -> str:
             return (
                 f"a tensor of {_word(tensor.dtype)} whose elements share memory can't be filled in; make a copy of it"
             )
-        if name in _BLIND_TO_GAPS and not _is_dense(tensor):
+        if name in _IGNORES_GAPS and not _is_dense(tensor):
             return f"a tensor of {_word(tensor.dtype)} with gaps between its elements; make it contiguous"
     return ""
 
@@ -79,16 +79,16 @@ def _dtype_fault(
     collective: Collective, dtype: torch.dtype, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str:
     if dtype not in _FLOATS and dtype not in _WHOLE and dtype not in _COMPLEX and dtype is not torch.bool:
-        return f"Gloo has no {_word(dtype)}; use another dtype, or view it as one of its size"
+        return f"Gloo does not support {_word(dtype)}; use another dtype, or view it as one of the same size"
     if collective.name not in _REDUCES:
         if dtype in _COMPLEX and collective.name not in _MOVES_COMPLEX:
-            return f"Gloo has no {_word(dtype)} here; view it as real"
+            return f"Gloo does not support {_word(dtype)} in this collective; view it as real"
         return ""
     op = collective.reduction(args, kwargs)
     if op in _reductions(dtype):
         return ""
     hint = "use MAX" if dtype is torch.bool and op == "SUM" else "use another dtype or reduction"
-    return f"Gloo has no {op} of {_word(dtype)}; {hint}"
+    return f"Gloo does not support {op} of {_word(dtype)}; {hint}"
 
 
 def _reductions(dtype: torch.dtype) -> tuple[str, ...]:

@@ -84,8 +84,8 @@ class _Invitation:
                 raise ValueError("out of range")
         except ValueError as error:
             raise ConfigureError(
-                f"rank {rank} has put something else than its address into the store ({error}); give each kind of "
-                "group a prefix of its own"
+                f"the store record of rank {rank} is not an address ({error}); use a separate prefix for each kind of "
+                "group"
             ) from error
         return invitation
 
@@ -133,7 +133,7 @@ class Lifeline:
             self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         except OSError as error:
             raise ConfigureError(
-                f"nothing can listen on {address} ({error}); name another hostname", is_own=True
+                f"this rank can't listen on {address} ({error}); pass another hostname", is_own=True
             ) from error
         self._listener.setblocking(False)
         self._invitation = _Invitation(self._token, self._listener.getsockname()[1], address, name)
@@ -155,11 +155,11 @@ class Lifeline:
 
         Raises: ConfigureError: a rank can't be reached; the attempt's error. Nothing is left open then.
         """
-        self.call(records, attempt)
-        self.take_calls(attempt)
+        self.connect_lower(records, attempt)
+        self.accept_callers(attempt)
 
-    def call(self, records: Sequence[bytes], attempt: Attempt) -> None:
-        """Connect to the lower ranks. `take_calls` must follow. For arguments and errors see `connect`."""
+    def connect_lower(self, records: Sequence[bytes], attempt: Attempt) -> None:
+        """Connect to the lower ranks. `accept_callers` must follow. For arguments and errors see `connect`."""
         try:
             invitations = [_Invitation.read(record, rank) for rank, record in enumerate(records)]
             self._places = {rank: each.place for rank, each in enumerate(invitations) if rank != self._rank}
@@ -168,26 +168,28 @@ class Lifeline:
             # is possible.
             called = dict(enumerate(invitations[: self._rank]))
             self._called |= {Endpoint.of((each.address, each.port)) for each in called.values()}
-            calls: dict[int, socket.socket] = {}
+            connections: dict[int, socket.socket] = {}
             try:
                 with forks_wait():  # a forked child could not identify the owner of an unconnected socket
                     for rank, invitation in called.items():
-                        calls[rank] = socket.socket(invitation.place.family, socket.SOCK_STREAM)
-                        _begin_call(calls[rank], rank, invitation, attempt)
+                        connections[rank] = socket.socket(invitation.place.family, socket.SOCK_STREAM)
+                        _begin_connect(connections[rank], rank, invitation, attempt)
                 for rank, invitation in called.items():
-                    _finish_call(calls[rank], rank, invitation, _HELLO.pack(invitation.token, self._rank), attempt)
-                    self._peers[rank] = calls.pop(rank)
+                    _finish_connect(
+                        connections[rank], rank, invitation, _HELLO.pack(invitation.token, self._rank), attempt
+                    )
+                    self._peers[rank] = connections.pop(rank)
             finally:
-                for connection in calls.values():
+                for connection in connections.values():
                     connection.close()
         except BaseException:
             self.end()
             raise
 
-    def take_calls(self, attempt: Attempt) -> None:
+    def accept_callers(self, attempt: Attempt) -> None:
         """Wait until the higher ranks have connected, then close the listener. Raises: as `connect`."""
         try:
-            self._take_calls(attempt)
+            self._accept_callers(attempt)
         except BaseException:
             self.end()
             raise
@@ -195,7 +197,7 @@ class Lifeline:
             if self._listener is not None:
                 self._listener.close()
 
-    def _take_calls(self, attempt: Attempt) -> None:
+    def _accept_callers(self, attempt: Attempt) -> None:
         if self._listener is None:
             return
         callers: dict[socket.socket, bytes] = {}
@@ -207,7 +209,7 @@ class Lifeline:
                     ready = [key.fileobj for key, _ in selector.select(_LOOK_S)]
                     for caller in ready:
                         if caller is not self._listener:
-                            self._hear(caller, selector, callers)  # type: ignore[arg-type]
+                            self._read_hello(caller, selector, callers)  # type: ignore[arg-type]
                     if self._listener in ready:  # last, so a caller that has just spoken is not replaced
                         self._accept(selector, callers)
         finally:
@@ -231,17 +233,17 @@ class Lifeline:
         callers[caller] = b""
         selector.register(caller, selectors.EVENT_READ)
 
-    def _hear(
+    def _read_hello(
         self, caller: socket.socket, selector: selectors.BaseSelector, callers: dict[socket.socket, bytes]
     ) -> None:
         try:
-            said = caller.recv(_HELLO.size - len(callers[caller]))
+            received = caller.recv(_HELLO.size - len(callers[caller]))
         except BlockingIOError:
             return
         except OSError:
-            said = b""
-        callers[caller] += said
-        if said and len(callers[caller]) < _HELLO.size:
+            received = b""
+        callers[caller] += received
+        if received and len(callers[caller]) < _HELLO.size:
             return
         selector.unregister(caller)
         hello = callers.pop(caller)
@@ -253,7 +255,7 @@ class Lifeline:
                 return
         caller.close()
 
-    def cut_by(self) -> int | None:
+    def disconnected_rank(self) -> int | None:
         """Return the rank of the first connection that has ended, before `watch`, or None if all are connected."""
         poll = select.poll()
         ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
@@ -261,11 +263,12 @@ class Lifeline:
             poll.register(descriptor, select.POLLRDHUP)  # not POLLIN, because a faster peer may have sent a word
         return next((ranks[descriptor] for descriptor, _ in poll.poll(0)), None)
 
-    def watch(self, on_cut: Callable[[int], None]) -> None:
+    def watch(self, on_disconnect: Callable[[int], None]) -> None:
         """Start to report the first connection that ends.
 
         Args:
-            on_cut: called at most once, in the watch's thread, with the rank at the other end; never after `settle`.
+            on_disconnect: called at most once, in the watch's thread, with the rank at the other end. Not called
+                after `settle`.
         """
         if not self._peers:
             return
@@ -273,7 +276,7 @@ class Lifeline:
         # The thread holds the connections and not this object. So an unreferenced lifeline ends its thread too.
         self._thread = threading.Thread(
             target=_watch,
-            args=(dict(self._peers), self._wakes, on_cut, self._in_use),
+            args=(dict(self._peers), self._wakes, on_disconnect, self._in_use),
             name="tft-pg-lifeline",
             daemon=True,
         )
@@ -291,7 +294,7 @@ class Lifeline:
             self._ended_because = because
             self._ended = True
             for peer in self._peers.values():
-                _cut(peer)
+                _shut_down(peer)
             if self._thread is not None:
                 # Written, not closed: a forked child may hold this end of the pipe too.
                 os.write(self._wakes[1], b"x")
@@ -352,7 +355,7 @@ class Lifeline:
         self.end()
 
 
-def _begin_call(connection: socket.socket, rank: int, invitation: _Invitation, attempt: Attempt) -> None:
+def _begin_connect(connection: socket.socket, rank: int, invitation: _Invitation, attempt: Attempt) -> None:
     connection.setblocking(False)
     _set_options(connection)
     try:
@@ -361,7 +364,9 @@ def _begin_call(connection: socket.socket, rank: int, invitation: _Invitation, a
         raise _unreachable(rank, invitation, error, attempt) from error
 
 
-def _finish_call(connection: socket.socket, rank: int, invitation: _Invitation, hello: bytes, attempt: Attempt) -> None:
+def _finish_connect(
+    connection: socket.socket, rank: int, invitation: _Invitation, hello: bytes, attempt: Attempt
+) -> None:
     try:
         poll = select.poll()
         poll.register(connection, select.POLLOUT)
@@ -379,7 +384,7 @@ def _finish_call(connection: socket.socket, rank: int, invitation: _Invitation, 
 def _unreachable(rank: int, invitation: _Invitation, error: OSError, attempt: Attempt) -> ConfigureError:
     return ConfigureError(
         f"rank {rank} can't be reached at {invitation.address} port {invitation.port} ({error.strerror}); ask for a "
-        "new quorum, or have that rank listen on another hostname",
+        "new quorum, or set another hostname on that rank",
         where=attempt.where,
     )
 
@@ -394,7 +399,7 @@ def _set_options(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _cut(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:  # the other end was faster
@@ -404,7 +409,7 @@ def _cut(connection: socket.socket) -> None:
 def _watch(
     peers: dict[int, socket.socket],
     wakes: tuple[int, int],
-    on_cut: Callable[[int], None],
+    on_disconnect: Callable[[int], None],
     in_use: threading.Lock,
 ) -> None:
     wake_read, wake_write = wakes
@@ -415,7 +420,7 @@ def _watch(
         poll.register(descriptor, select.POLLRDHUP)  # not POLLIN, because an incoming word must not wake this thread
     ended = [descriptor for descriptor, _ in poll.poll()]
     if wake_read not in ended:
-        on_cut(ranks[ended[0]])
+        on_disconnect(ranks[ended[0]])
         wake = select.poll()
         wake.register(wake_read, select.POLLIN)
         wake.poll()

@@ -30,11 +30,11 @@ from tft_pg.errors import (
     ProcessGroupError,
     Where,
 )
-from tft_pg.forks import Inheritance, fork_safe_lock, keep_for_ever, let_go_in_child
+from tft_pg.forks import Inheritance, fork_safe_lock, let_go_in_child, never_destroy
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.word import WordExchange
-from tft_pg.work import GuardedWork, let_waits_rest
+from tft_pg.work import GuardedWork, end_shared_waits
 
 __all__ = ["LiveGroup", "keep_at_exit", "reap"]
 
@@ -46,30 +46,30 @@ _Start = Callable[[dist.ProcessGroup, Collective, tuple[object, ...], Mapping[st
 _Fault = type[PeerDisconnectedError] | type[CollectiveTimeoutError] | type[OperationRefusedError]
 
 _SENTENCES: Mapping[_Fault, str] = {
-    PeerDisconnectedError: "a connection to another rank ended; configure the group without it",
-    CollectiveTimeoutError: "its time-out passed; abort the group and configure it again",
-    OperationRefusedError: "the backend refused it; mend the call",
+    PeerDisconnectedError: "the connection to another rank ended; configure the group without that rank",
+    CollectiveTimeoutError: "the operation timed out; abort the group and configure it again",
+    OperationRefusedError: "the backend refused the call; fix its arguments",
 }
 
 
 # Torch groups with a thread that runs a forgotten operation, and these operations. A torch group joins its threads when
 # it is destroyed. So the group is kept until the operations have ended by their timeout.
-_left: list[tuple[dist.ProcessGroup, tuple[dist.Work, ...]]] = []
+_abandoned_groups: list[tuple[dist.ProcessGroup, tuple[dist.Work, ...]]] = []
 # Groups whose operations must not delay the end of the process.
 _kept_at_exit: weakref.WeakSet[LiveGroup] = weakref.WeakSet()
-_left_lock = fork_safe_lock()
+_abandoned_lock = fork_safe_lock()
 _exit_is_known = False
 
 
-def _leave(torch_group: dist.ProcessGroup, works: tuple[dist.Work, ...]) -> None:
-    with _left_lock:
-        _left.append((torch_group, works))
+def _abandon_group(torch_group: dist.ProcessGroup, works: tuple[dist.Work, ...]) -> None:
+    with _abandoned_lock:
+        _abandoned_groups.append((torch_group, works))
 
 
 def keep_at_exit(live: LiveGroup) -> None:
     """Prevent this group's destruction at the end of the process, because destruction waits for running operations."""
     global _exit_is_known
-    with _left_lock:
+    with _abandoned_lock:
         _kept_at_exit.add(live)
         if not _exit_is_known:
             _exit_is_known = True
@@ -82,22 +82,22 @@ def _end_of_process() -> None:
     A shutdown of the connections would wake waits while the interpreter ends. The kernel closes the connections
     afterwards.
     """
-    with _left_lock:
+    with _abandoned_lock:
         for live in _kept_at_exit:
-            live.keep_for_ever()
-        for torch_group, _ in _left:
-            keep_for_ever(torch_group)
-    let_waits_rest()
+            live.never_destroy()
+        for torch_group, _ in _abandoned_groups:
+            never_destroy(torch_group)
+    end_shared_waits()
 
 
 def reap() -> int:
     """Release the torch groups whose forgotten operations have ended by now. Returns: the number of remaining
     groups.
     """
-    with _left_lock:
-        ended = [entry for entry in _left if all(work.is_completed() for work in entry[1])]
-        _left[:] = [entry for entry in _left if entry not in ended]
-        return len(_left)
+    with _abandoned_lock:
+        ended = [entry for entry in _abandoned_groups if all(work.is_completed() for work in entry[1])]
+        _abandoned_groups[:] = [entry for entry in _abandoned_groups if entry not in ended]
+        return len(_abandoned_groups)
 
 
 @final
@@ -110,7 +110,7 @@ class LiveGroup:
         sever: ends everything that waits in the group; called once, from any thread, and returns at once.
         settle: called last, when the torch group is gone; may wait for the effects of `sever`.
         is_over: returns whether unfinished operations can never finish.
-        tells_its_end: returns whether a torch thread runs this collective, and its Work reports its end. Such a Work is
+        reports_end: returns whether a torch thread runs this collective, and its Work reports its end. Such a Work is
             waited for in shares, and the wait may be abandoned. For any other Work, `sever` must end the wait.
         classify: returns the kind of an operation's error.
         where: the group's place, for messages.
@@ -128,7 +128,7 @@ class LiveGroup:
         sever: Callable[[], None],
         settle: Callable[[], None],
         is_over: Callable[[], bool],
-        tells_its_end: Callable[[Collective], bool],
+        reports_end: Callable[[Collective], bool],
         classify: Callable[[Exception], _Fault],
         where: Where,
         start: _Start = forward,
@@ -145,7 +145,7 @@ class LiveGroup:
         self._start = start
         self._blame = blame
         self._guard = guard
-        self._tells_its_end = tells_its_end
+        self._reports_end = reports_end
         self._is_over = is_over
         self._unfinished: weakref.WeakSet[GuardedWork] = weakref.WeakSet()
         self._gave_up = False  # the thread that fails the forgotten futures has made its last check
@@ -168,9 +168,9 @@ class LiveGroup:
         torch_group = self._torch_group
         try:
             if self._ended is not None or torch_group is None:
-                raise self._because_ended(collective.name)
+                raise self._ended_error(collective.name)
             work = self._start(torch_group, collective, args, kwargs)
-            runs = self._tells_its_end(collective)
+            runs = self._reports_end(collective)
             if runs:
                 with self._lock:
                     self._forget_ended()
@@ -190,7 +190,7 @@ class LiveGroup:
         `WordLine.start`."""
         assert self.words is not None
         if self._ended is not None:
-            raise self._because_ended("exchange_word")
+            raise self._ended_error("exchange_word")
         return self.words.start(values, round_number=round_number, timeout=timeout, fail=self._word_failed)
 
     def _word_failed(self, error: ProcessGroupError) -> ProcessGroupError:
@@ -199,12 +199,12 @@ class LiveGroup:
             if self._ended is None:
                 self._failed = self._failed or copy.copy(error)
                 return error
-        return self._because_ended("exchange_word")
+        return self._ended_error("exchange_word")
 
     def convert(self, operation: str, error: Exception) -> ProcessGroupError:
         """Record what an operation's error says about the group, and convert it to this package's errors."""
         if self._ended is not None:
-            return self._because_ended(operation)
+            return self._ended_error(operation)
         fault = self._classify(error)
         reason = (str(error).splitlines() or [""])[0]
         converted = self._error_of(fault, f"{operation} failed ({self.where}): {_SENTENCES[fault]} ({reason})")
@@ -226,7 +226,7 @@ class LiveGroup:
         if not self._is_over():
             return None
         if self._ended is not None:
-            return self._because_ended(operation)
+            return self._ended_error(operation)
         with self._lock:
             if self._failed is None:
                 self._failed = self._error_of(
@@ -236,12 +236,12 @@ class LiveGroup:
                 )
             return copy.copy(self._failed)
 
-    def handed_out_future(self, work: GuardedWork) -> None:
+    def track_future(self, work: GuardedWork) -> None:
         """Register this work, so that its future fails if the backend forgets the operation."""
         with self._lock:
             self._unfinished.add(work)
-            nobody_looks = self._gave_up
-        if nobody_looks:
+            starts_thread = self._gave_up
+        if starts_thread:
             threading.Thread(target=self.give_up, name="tft-pg-give-up", daemon=True).start()
 
     def give_up(self) -> None:
@@ -262,21 +262,21 @@ class LiveGroup:
         if setter is not None:
             setter(timeout)
 
-    def keep_for_ever(self) -> None:
+    def never_destroy(self) -> None:
         """Prevent the destruction of the torch group, because the process ends."""
         torch_group = self._torch_group
         if torch_group is not None:
-            keep_for_ever(torch_group)
+            never_destroy(torch_group)
 
     def forked(self) -> Inheritance:
         """Make this group unusable in a forked child, and never destroy its torch group there."""
         self._lock = threading.Lock()
         torch_group, self._torch_group = self._torch_group, None
         self._ended = self._ended or ProcessGroupClosedError(
-            f"the group ({self.where}) belongs to the process that this one was forked from; use it there",
+            f"the group ({self.where}) belongs to the parent of this forked process; use it there",
             where=self.where,
         )
-        kept = (torch_group, *self._running, *(left for left, _ in _left))
+        kept = (torch_group, *self._running, *(left for left, _ in _abandoned_groups))
         return Inheritance(kept=[each for each in kept if each is not None])
 
     def end(self, why: ProcessGroupError) -> None:
@@ -305,7 +305,7 @@ class LiveGroup:
         with self._lock:
             self._running = deque(work for work in self._running if not work.is_completed())
             if self._running and self._torch_group is not None:
-                _leave(self._torch_group, tuple(self._running))
+                _abandon_group(self._torch_group, tuple(self._running))
             self._running.clear()
             self._torch_group = None
         self._settle()
@@ -321,7 +321,7 @@ class LiveGroup:
         while running and running[0].is_completed():
             running.popleft()
 
-    def _because_ended(self, operation: str) -> ProcessGroupError:
+    def _ended_error(self, operation: str) -> ProcessGroupError:
         assert self._ended is not None
         kind = ProcessGroupClosedError if isinstance(self._ended, ProcessGroupClosedError) else AbortedError
-        return kind(f"{operation} was ended: {self._ended}", where=self.where)
+        return kind(f"{operation} was aborted: {self._ended}", where=self.where)

@@ -34,7 +34,7 @@ from tft_pg.errors import (
 )
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
-from tft_pg.settings import always_leaves_an_error, checked_timeout, place_first
+from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.store import StoreAddress, StoreClient, parse_store_addr
 from tft_pg.word import LINGER, WordExchange, checked_values, exchange_word_by_allreduce
 
@@ -85,7 +85,7 @@ class NativeProcessGroup(ProcessGroup):
     def _discard(self) -> None:
         """Release the resources kept from one torch group to the next, after a failure and at the end."""
 
-    @place_first
+    @checks_argument_order
     def configure(
         self,
         store_addr: str,
@@ -101,9 +101,11 @@ class NativeProcessGroup(ProcessGroup):
     ) -> None:
         address = parse_store_addr(store_addr)
         if world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} of {world_size} can't be: ranks go from 0 to the world size less one")
+            raise ConfigError(f"rank is {rank} and world_size is {world_size}; pass a rank from 0 to world_size - 1")
         if global_ranks is not None and len(global_ranks) != world_size:
-            raise ConfigError(f"there are {len(global_ranks)} global ranks for a world size of {world_size}")
+            raise ConfigError(
+                f"global_ranks has {len(global_ranks)} entries and world_size is {world_size}; pass one for each rank"
+            )
         where = Where(rank, world_size, replica_id, quorum_id, group_rank)
         limit = self._timeout if timeout is None else checked_timeout(timeout)
         # Another quorum without the unreachable member follows soon. Without a quorum there is no second chance so
@@ -125,9 +127,9 @@ class NativeProcessGroup(ProcessGroup):
     def _begin(self, attempt: Attempt) -> None:
         with self._lock:
             if self._closed:
-                raise self._because_closed("configure")
+                raise self._closed_error("configure")
             self._attempt, before, self._live = attempt, self._live, None
-            self._error = NotConfiguredError(f"the group is being configured ({attempt.where}); wait for that")
+            self._error = NotConfiguredError(f"configure is still running ({attempt.where}); wait until it returns")
             self._where = attempt.where
         if before is not None:
             before.end(AbortedError(f"a new configure replaced the group ({before.where})", where=before.where))
@@ -163,7 +165,7 @@ class NativeProcessGroup(ProcessGroup):
                 error
                 if isinstance(error, ProcessGroupError)
                 else ConfigureError(
-                    f"no group was built ({attempt.where}): {_first_line(error)}; "
+                    f"configure failed ({attempt.where}): {_first_line(error)}; "
                     "ask for a new quorum and configure under its prefix",
                     where=attempt.where,
                 )
@@ -214,14 +216,14 @@ class NativeProcessGroup(ProcessGroup):
 
     def _unusable(self, operation: str) -> ProcessGroupError:
         if self._closed:
-            return self._because_closed(operation)
+            return self._closed_error(operation)
         error = self._error
         if error is None:
-            return NotConfiguredError(f"{operation} came before the first configure; configure the group")
+            return NotConfiguredError(f"{operation} was called before the first configure; configure the group")
         kind = AbortedError if isinstance(error, AbortedError) else NotConfiguredError
-        return kind(f"{operation} found no group: {error}", where=error.where)
+        return kind(f"{operation} was called on an unusable group: {error}", where=error.where)
 
-    def _because_closed(self, operation: str) -> ProcessGroupClosedError:
+    def _closed_error(self, operation: str) -> ProcessGroupClosedError:
         if self._parent_pid:
             return ProcessGroupClosedError(
                 f"{operation} was called in process {os.getpid()}, which was forked from process {self._parent_pid}, "
@@ -229,10 +231,10 @@ class NativeProcessGroup(ProcessGroup):
                 where=self._where,
             )
         return ProcessGroupClosedError(
-            f"{operation} came after shutdown ({self._where}); make a new group", where=self._where
+            f"{operation} was called after shutdown ({self._where}); make a new group", where=self._where
         )
 
-    @always_leaves_an_error
+    @refuses_errored_false
     def abort(self) -> None:
         with self._lock:
             if self._closed:
@@ -253,7 +255,11 @@ class NativeProcessGroup(ProcessGroup):
     def shutdown(self) -> None:
         with self._lock:
             self._closed = True
-            why = self._because_closed("what ran")
+            why = ProcessGroupClosedError(
+                f"the group was shut down ({self._where}); make a new group", where=self._where
+            )
+            if self._parent_pid:
+                why = self._closed_error("an operation")
             attempt, live, self._live = self._attempt, self._live, None
             self._error = why
             if attempt is not None:
@@ -263,7 +269,11 @@ class NativeProcessGroup(ProcessGroup):
             live.release()
         # A stopped attempt ends within milliseconds.
         if not self._configuring.acquire(timeout=_STOPPED_WITHIN_S):
-            logger.warning("a configure did not end within %g s of shutdown (%s)", _STOPPED_WITHIN_S, self._where)
+            logger.warning(
+                "configure did not stop within %g s after shutdown (%s); its connections stay open",
+                _STOPPED_WITHIN_S,
+                self._where,
+            )
             return
         try:
             self._store_client = None
@@ -279,7 +289,7 @@ class NativeProcessGroup(ProcessGroup):
         self._configuring, self._lock = threading.Lock(), threading.Lock()
         self._closed, self._attempt, self._live = True, None, None
         self._store_client, self._given_up = None, []
-        self._error = self._because_closed("an operation")
+        self._error = self._closed_error("an operation")
         return Inheritance()
 
     def set_timeout(self, timeout: timedelta) -> None:

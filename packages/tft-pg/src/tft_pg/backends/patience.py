@@ -30,7 +30,7 @@ SHORTEST_S: Final = {Phase.STORE: 2.0, Phase.RANKS: 2.5, Phase.CONNECTIONS: 2.0}
 # A limit near the time of the last success would fail the next time.
 _SPARE: Final = 2.0
 # After this many smaller groups in a row, the slow rank is considered gone.
-_SMALLER_MOST: Final = 10
+_SMALLER_GROUPS_MAX: Final = 10
 
 
 @final
@@ -46,7 +46,7 @@ class Patience:
         """Return how long this phase may take, in seconds; at most the ordinary timeout."""
         return min(self._bounds_s[phase], ordinary_s)
 
-    def passed(self, phase: Phase, ordinary_s: float, world_size: int) -> None:
+    def timed_out(self, phase: Phase, ordinary_s: float, world_size: int) -> None:
         """Double the limit of a phase that exceeded it, up to the ordinary timeout."""
         self._bounds_s[phase] = max(SHORTEST_S[phase], min(2 * self._bounds_s[phase], ordinary_s))
         self._failed_sizes[phase] = max(world_size, self._failed_sizes.get(phase, 0))
@@ -58,7 +58,7 @@ class Patience:
             return
         if phase is not Phase.STORE and world_size < self._failed_sizes[phase]:
             self._smaller[phase] += 1
-            if self._smaller[phase] < _SMALLER_MOST:
+            if self._smaller[phase] < _SMALLER_GROUPS_MAX:
                 return
         bound_s = SHORTEST_S[phase]
         while bound_s < min(_SPARE * took_s, self._bounds_s[phase]):

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.attempt import Attempt
-from tft_pg.backends.examination import give_up, names
+from tft_pg.backends.examination import give_up, rank_names
 from tft_pg.backends.patience import Phase
 from tft_pg.errors import ConfigureError
 
 __all__ = ["meet"]
 
-_PLACE = "tft-pg/rank"
+_RANK_KEY = "tft-pg/rank"
 
 
 def meet(
@@ -40,19 +40,20 @@ def meet(
     where = attempt.where
     attempt.enter(Phase.RANKS, late=silent)
     store.set_timeout(attempt.remaining())
-    found = store.compare_set(f"{_PLACE}/{where.rank}", "", record)  # type: ignore[arg-type]  # takes bytes in fact
+    found = store.compare_set(f"{_RANK_KEY}/{where.rank}", "", record)  # type: ignore[arg-type]  # takes bytes in fact
     if found != record:
         raise ConfigureError(
-            f"rank {where.rank} found its place under the store prefix taken; every configure needs a fresh prefix",
+            f"the store prefix is already used by rank {where.rank}; pass a fresh prefix to each configure",
             where=where,
         )
-    keys = [f"{_PLACE}/{rank}" for rank in range(where.world_size or 1)]
+    keys = [f"{_RANK_KEY}/{rank}" for rank in range(where.world_size or 1)]
     try:
         records = store.multi_get(keys)
     except DistStoreError as error:
         attempt.check()
         missing = tuple(rank for rank, key in enumerate(keys) if not store.check([key]))
         give_up(store, where.rank)
-        raise attempt.deadline_passed(f"{names(missing)} did not come", missing_ranks=missing) from error
+        reason = f"timed out waiting for {rank_names(missing)} to join"
+        raise attempt.deadline_passed(reason, missing_ranks=missing) from error
     attempt.check()
     return [bytes(each) for each in records]

@@ -78,7 +78,7 @@ def checked_device(device: torch.device | int | str | None, library: Library) ->
         return None
     found = torch.device(library.device_type, device) if isinstance(device, int) else torch.device(device)
     if found.type != library.device_type:
-        raise ConfigError(f"{library.group} moves tensors on {library.device_type}, so its device can't be {found}")
+        raise ConfigError(f"the device of {library.group} is {found}; pass a {library.device_type} device")
     return found
 
 
@@ -99,8 +99,8 @@ class TorchLibrary(AcceleratorBackend):
         for name in library.blocking_wait_envs:
             if os.environ.get(name, "").strip().lower() in _NO:
                 raise ConfigError(
-                    f"{name} is set to {os.environ[name]!r}, with which torch's watchdog ends the process when an "
-                    f"operation of {library.group} fails; unset it"
+                    f"{name} is {os.environ[name]!r}, so torch's watchdog would end the process when an operation of "
+                    f"{library.group} fails; unset {name}"
                 )
 
     def current_device(self) -> torch.device | None:
@@ -121,7 +121,7 @@ class TorchLibrary(AcceleratorBackend):
         options._timeout = _TORCH_LIMIT
         if hasattr(options, "config"):
             options.config.blocking = 0  # a blocking communicator can't be aborted while it connects
-        with module.device(device), _made_without_watchdog(library, limit):
+        with module.device(device), _without_watchdog(library, limit):
             backend = made_by(store, rank, world_size, options)
         backend_type = getattr(dist.ProcessGroup.BackendType, library.backend_type)
         group = dist.ProcessGroup(store, rank, world_size)
@@ -131,15 +131,15 @@ class TorchLibrary(AcceleratorBackend):
 
 
 @contextlib.contextmanager
-def _made_without_watchdog(library: Library, limit: timedelta) -> Iterator[None]:
+def _without_watchdog(library: Library, limit: timedelta) -> Iterator[None]:
     """Set the environment in which torch's class makes an object. The user's own settings stay."""
     with _environment:
         if library.connect_limit_env not in os.environ:
             seconds = max(1, math.ceil(limit.total_seconds()))
             os.environ[library.connect_limit_env] = str(seconds)
             _log.warning(
-                "%s is not set, so %s sets it to %d, for all groups of this process: without it torch waits half an "
-                "hour for a rank that does not come",
+                "%s is not set, so %s sets it to %d s for all groups of this process. Without it, torch waits 30 "
+                "minutes for a missing rank.",
                 library.connect_limit_env,
                 library.group,
                 seconds,
@@ -183,16 +183,16 @@ class _TorchCommunicator(Communicator):
                 work = self._group.allreduce([proof])
                 while not work.is_completed():
                     if self._aborted.wait(_LOOK_S):
-                        raise RuntimeError("the group was aborted while it was built")
+                        raise RuntimeError("the group was aborted during configure")
                 work.wait()
                 found = proof.item()
         if found != self._world_size:
             raise RuntimeError(
-                f"{self._library.name} counts {found:g} ranks where there are {self._world_size}; check its settings"
+                f"{self._library.name} reports {found:g} ranks instead of {self._world_size}; check its settings"
             )
 
     def looking(self) -> AbstractContextManager[object]:
-        return _unnoticed(self._device)
+        return _query_context(self._device)
 
     def is_recording(self) -> bool:
         asked = getattr(torch.get_device_module(self._device.type), "is_current_stream_capturing", None)
@@ -205,11 +205,11 @@ class _TorchCommunicator(Communicator):
 
 
 @contextlib.contextmanager
-def _unnoticed(device: torch.device) -> Iterator[None]:
+def _query_context(device: torch.device) -> Iterator[None]:
     """Query the device without effects on other devices and on graph captures of other threads."""
     module: Any = torch.get_device_module(device.type)
     with module.device(device):  # a thread's own current device is the first one, and a query would initialise it
-        exchange = _exchange_of_capture_modes() if device.type == "cuda" else None
+        exchange = _capture_mode_exchange() if device.type == "cuda" else None
         mode = ctypes.c_int(_CAPTURE_MODE_THREAD_LOCAL)
         exchanged = exchange is not None and exchange(ctypes.byref(mode)) == 0
         try:
@@ -220,7 +220,7 @@ def _unnoticed(device: torch.device) -> Iterator[None]:
 
 
 @functools.cache
-def _exchange_of_capture_modes() -> Callable[[Any], int] | None:
+def _capture_mode_exchange() -> Callable[[Any], int] | None:
     """Return the CUDA driver's function that sets which graph captures a thread's calls can invalidate.
 
     By default a call affects the captures of all threads, and an event query invalidates them. Torch's Python API does

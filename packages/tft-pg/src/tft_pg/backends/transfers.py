@@ -56,7 +56,7 @@ def _aborts() -> Mapping[int, _Abort]:
             found[table + _TABLE_START_BYTES] = abort
     except (OSError, ValueError, AttributeError) as error:
         raise UnsupportedOperationError(
-            f"this torch ({torch.__version__}) has no way to end a wait for a send or a receive; use a version that "
+            f"tft-pg can't interrupt a send or a receive of torch {torch.__version__}; install a torch version that "
             "tft-pg supports"
         ) from error
     return found
@@ -78,7 +78,7 @@ def _waker(work: dist.Work) -> Callable[[], None]:
     abort = _aborts().get(table) if table else None
     if address is None or abort is None:
         raise UnsupportedOperationError(
-            f"a wait for {work!r} could not be ended; use a version of torch that tft-pg supports"
+            f"tft-pg can't interrupt a wait for {work!r}; install a torch version that tft-pg supports"
         )
     return functools.partial(abort, address)
 
@@ -183,7 +183,7 @@ class _Transfer(dist.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         raise UnsupportedOperationError(
-            "a send or a receive over Gloo has no future; call wait, on a thread of your own if need be"
+            "a send or a receive over Gloo has no future; call wait instead, on your own thread if needed"
         )
 
     def is_completed(self) -> bool:

@@ -39,10 +39,10 @@ _LET_GO_S = 0.02
 _CLOSE_S = 0.5
 _LOOK_S = 0.25
 _MOMENT_S = 0.001
-_QUIET_LOOKS = 3
+_QUIET_CHECKS = 3
 # The kernel doubles its wait each time, after 0.2 s and a round trip at first. This many retransmissions take 1.4 s.
-_RETRANSMITS_MOST = 3
-_RETRANSMITS_DOUBTED = 2  # after 0.8 s
+_RETRANSMITS_MAX = 3
+_RETRANSMITS_SUSPECTED = 2  # after 0.8 s
 
 
 @final
@@ -54,8 +54,8 @@ class Watch:
         on_severed: called once, in the watch's thread, after the shutdown of the connections. The call may block.
         needed: the number of connections that belong to the group; by default all. The others belong to strangers that
             have connected to the owner's listener. Nothing distinguishes them, but a stranger's end has no effect.
-        on_doubt: called once, in a separate thread, when the other end of a connection may be lost. Its findings of the
-            first half second are available when the loss is certain.
+        on_suspicion: called once, in a separate thread, when the other end of a connection may be lost. Its findings of
+            the first half second are available when the loss is certain.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Watch:
         on_severed: Callable[[], None],
         *,
         needed: int | None = None,
-        on_doubt: Callable[[], None] | None = None,
+        on_suspicion: Callable[[], None] | None = None,
     ) -> None:
         self._held = sockets.hold(inodes)
         for held in self._held:
@@ -75,7 +75,7 @@ class Watch:
         self._lock = threading.Lock()
         self._on_severed = on_severed
         self._severed_s: float | None = None
-        self._on_doubt = on_doubt
+        self._on_suspicion = on_suspicion
         self._silent: tuple[Endpoint, ...] = ()
         self._stopped = False
         self._closed = False
@@ -129,15 +129,15 @@ class Watch:
                 poll.unregister(descriptor)
             self._strangers |= ended
             retransmits = {held: held.retransmits() for held in self._held}
-            if self._on_doubt is not None and max(retransmits.values(), default=0) >= _RETRANSMITS_DOUBTED:
-                threading.Thread(target=self._on_doubt, name="tft-pg-doubt", daemon=True).start()
-                self._on_doubt = None
-            silent = [held for held, times in retransmits.items() if times >= _RETRANSMITS_MOST]
+            if self._on_suspicion is not None and max(retransmits.values(), default=0) >= _RETRANSMITS_SUSPECTED:
+                threading.Thread(target=self._on_suspicion, name="tft-pg-doubt", daemon=True).start()
+                self._on_suspicion = None
+            silent = [held for held, times in retransmits.items() if times >= _RETRANSMITS_MAX]
             if silent:
                 self._silent = tuple(end for end in (held.remote_end() for held in silent) if end is not None)
                 break
         wake.poll(_GRACE_S * 1000)
-        self._let_messages_pass()
+        self._wait_for_silence()
         self._sever()
         self._severed_s = time.monotonic()
         self._on_severed()
@@ -183,12 +183,12 @@ class Watch:
         while any(each.is_owned() for each in held) and time.monotonic() < deadline_s:
             time.sleep(_MOMENT_S)
 
-    def _let_messages_pass(self) -> None:
+    def _wait_for_silence(self) -> None:
         """Wait until no data moves any more, because Gloo forgets operations that wait for half a message."""
         deadline_s = time.monotonic() + _PASS_S
         before = None
         num_quiet = 0
-        while num_quiet < _QUIET_LOOKS and time.monotonic() < deadline_s:
+        while num_quiet < _QUIET_CHECKS and time.monotonic() < deadline_s:
             now = [held.traffic() for held in self._held]
             quiet = now == before and not any(held.queued_bytes() for held in self._held)
             num_quiet = num_quiet + 1 if quiet else 0

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, final
 
-from tft_pg.backends.examination import names
+from tft_pg.backends.examination import rank_names
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.word_round import BadFrameError, Step, WordRound, steps_of
 from tft_pg.errors import CollectiveTimeoutError, ConfigError, PeerDisconnectedError, ProcessGroupError, Where
@@ -32,15 +32,15 @@ from tft_pg.word import EndedExchange, WordExchange, check_round, checked_sums
 
 __all__ = ["WordLine"]
 
-_ENDS: Final = select.POLLRDHUP
-_HEARS: Final = select.POLLIN | select.POLLRDHUP
+_DISCONNECTED: Final = select.POLLRDHUP
+_READABLE: Final = select.POLLIN | select.POLLRDHUP
 _LINGERS: Final = b"\0"
 # Words sent to a rank that has finished its exchange reach this rank too, within a moment of a busy machine.
 _GRACE_S: Final = 0.25
 # After this time, a waiting thread checks whether its data was acknowledged, because a cut cable ends no connection.
 _LOOK_S: Final = 0.25
 # The kernel doubles its wait each time, after 0.2 s and a round trip at first. This many retransmissions take 1.4 s.
-_RETRANSMITS_MOST: Final = 3
+_RETRANSMITS_MAX: Final = 3
 _TCP_RETRANSMITS: Final = 2  # the byte of struct tcp_info
 _TCP_INFO_BYTES: Final = 8
 
@@ -76,7 +76,7 @@ class WordLine:
             self._poll = select.poll()
             for rank, peer in peers.items():
                 self._ranks[peer.fileno()] = rank
-                self._poll.register(peer, _ENDS)
+                self._poll.register(peer, _DISCONNECTED)
         return self._poll, self._ranks
 
     def start(self, values: tuple[int, ...], *, round_number: int, timeout: timedelta, fail: _Fail) -> WordExchange:
@@ -93,8 +93,8 @@ class WordLine:
         check_round(round_number, self._last_round)
         if self.lifeline.is_exchanging:
             raise ConfigError(
-                f"the word of round {round_number} came while that of round {self._last_round} has not ended; wait for "
-                "its exchange first",
+                f"exchange_word for round {round_number} was called while round {self._last_round} is still running; "
+                "wait for that exchange first",
                 where=self.where,
             )
         self._last_round = round_number
@@ -122,7 +122,7 @@ class WordLine:
             for peer in () if self.lifeline.ended else peers.values():
                 with contextlib.suppress(OSError):  # the peer has gone on
                     peer.send(_LINGERS, socket.MSG_DONTWAIT)
-                poll.register(peer, _HEARS)
+                poll.register(peer, _READABLE)
                 waiting.add(peer.fileno())
             while waiting and not self.lifeline.ended:
                 left_s = deadline_s - time.monotonic()
@@ -187,18 +187,18 @@ class _LineExchange(WordExchange):
     def _failed(self, error: BaseException) -> BaseException:
         """Shut down the connections, because their later data could not be distinguished from this round's."""
         # First, so that an abort which has ended the connections is found as the reason.
-        told = self._fail(error) if isinstance(error, ProcessGroupError) else error
+        reported = self._fail(error) if isinstance(error, ProcessGroupError) else error
         self._line.lifeline.is_exchanging = False
         self._line.lifeline.end(f"the word of round {self._round_number} failed")
-        if isinstance(told, ProcessGroupError):
-            self._outcome = copy.copy(told)
-        return told
+        if isinstance(reported, ProcessGroupError):
+            self._outcome = copy.copy(reported)
+        return reported
 
     def _run(self, peers: dict[int, socket.socket]) -> None:
         state = self._state
         while True:
             if state.missing:
-                self._hear(peers)
+                self._receive(peers)
             if not state.advance():
                 return
             self._send(peers)
@@ -215,7 +215,7 @@ class _LineExchange(WordExchange):
         poll, ranks = self._line.ends(peers)
         for descriptor, _ in poll.poll(0):
             rank = ranks[descriptor]
-            raise self._peer_failed(rank, f"the connection to {self._name(rank)} had ended before")
+            raise self._peer_failed(rank, f"the connection to {self._name(rank)} ended before the exchange")
 
     def _send(self, peers: dict[int, socket.socket]) -> None:
         self._check_not_ended()
@@ -232,19 +232,19 @@ class _LineExchange(WordExchange):
                 self._check_not_ended()
                 raise self._peer_failed(rank, f"the connection to {self._name(rank)} has ended") from None
             if sent < len(frame):  # the kernel's buffer holds many words
-                raise self._peer_failed(rank, f"{self._name(rank)} reads none of what is sent to it")
+                raise self._peer_failed(rank, f"{self._name(rank)} does not read, so its buffers are full")
 
-    def _hear(self, peers: dict[int, socket.socket]) -> None:
+    def _receive(self, peers: dict[int, socket.socket]) -> None:
         """Read the frame of each rank that is missing in this step."""
         self._check_not_ended()
         missing = self._state.missing
         poll, ranks = self._line.ends(peers)
         for rank in missing:
-            poll.register(peers[rank], _HEARS)
+            poll.register(peers[rank], _READABLE)
         while missing:
             left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
-                raise self._late()
+                raise self._timeout_error()
             ready = poll.poll(math.ceil(min(left_s, _LOOK_S) * 1000))
             for descriptor, _ in ready:
                 rank = ranks[descriptor]
@@ -252,7 +252,7 @@ class _LineExchange(WordExchange):
                     poll.unregister(descriptor)
                     self._has_ended(rank)
                 elif self._read(rank, peers[rank]):
-                    poll.register(descriptor, _ENDS)
+                    poll.register(descriptor, _DISCONNECTED)
             if not ready:
                 self._check_acknowledged(peers)
 
@@ -265,16 +265,16 @@ class _LineExchange(WordExchange):
     def _read(self, rank: int, connection: socket.socket) -> bool:
         """Read the data that a rank has sent. Returns: whether its frame is complete."""
         try:
-            heard = connection.recv(self._state.due_bytes(rank))
+            received = connection.recv(self._state.due_bytes(rank))
         except BlockingIOError:
             return False
         except OSError:
-            heard = b""
+            received = b""
         self._check_not_ended()
-        if not heard:
-            raise self._peer_failed(rank, f"the connection to {self._name(rank)} ended before its word came")
+        if not received:
+            raise self._peer_failed(rank, f"the connection to {self._name(rank)} ended before its word arrived")
         try:
-            return self._state.hear(rank, heard)
+            return self._state.receive(rank, received)
         except BadFrameError as fault:
             raise self._peer_failed(rank, f"{self._name(rank)} {fault}") from None
 
@@ -288,18 +288,18 @@ class _LineExchange(WordExchange):
         does not."""
         for rank in self._state.missing:
             information = peers[rank].getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            if information[_TCP_RETRANSMITS] >= _RETRANSMITS_MOST:
-                why = "nothing that is sent there is acknowledged"
-                raise self._peer_failed(rank, f"{self._name(rank)} is silent: {why}", unreached={rank: why})
+            if information[_TCP_RETRANSMITS] >= _RETRANSMITS_MAX:
+                why = "no acknowledgement of sent data"
+                raise self._peer_failed(rank, f"{self._name(rank)} is unreachable: {why}", unreached={rank: why})
 
-    def _late(self) -> ProcessGroupError:
-        missing = f"the word of {names(self._state.missing)}"
+    def _timeout_error(self) -> ProcessGroupError:
+        missing = f"the word of {rank_names(self._state.missing)}"
         if self._ended_rank is not None:
-            why = f"the connection to {self._name(self._ended_rank)} ended, and {missing} did not come"
+            why = f"the connection to {self._name(self._ended_rank)} ended, and {missing} did not arrive"
             return self._peer_failed(self._ended_rank, why)
         return CollectiveTimeoutError(
-            f"exchange_word failed ({self._line.where}): {missing} for round {self._round_number} did not come within "
-            f"{self._timeout.total_seconds():g} s; abort the group and configure it again",
+            f"exchange_word failed ({self._line.where}): {missing} for round {self._round_number} did not arrive "
+            f"within {self._timeout.total_seconds():g} s; abort the group and configure it again",
             where=self._line.where,
         )
 
@@ -308,7 +308,7 @@ class _LineExchange(WordExchange):
     ) -> PeerDisconnectedError:
         return PeerDisconnectedError(
             f"exchange_word failed ({self._line.where}) in round {self._round_number}: {why}; configure the group "
-            "without the rank that is gone",
+            "without the disconnected rank",
             where=self._line.where,
             unreached=unreached,
             rank=rank,

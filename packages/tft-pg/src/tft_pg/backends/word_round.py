@@ -44,13 +44,13 @@ class Step:
     Args:
         number: of the step, the same on both sides.
         sends_to: the ranks that get the sum as it is before the step.
-        hears_from: the ranks whose sums arrive.
+        receives_from: the ranks whose sums arrive.
         replaces: whether the received value is the whole sum; otherwise it is added.
     """
 
     number: int
     sends_to: tuple[int, ...]
-    hears_from: tuple[int, ...]
+    receives_from: tuple[int, ...]
     replaces: bool = False
 
 
@@ -113,7 +113,7 @@ class WordRound:
     def _begin(self, step: Step) -> None:
         self._step = step
         self._head = _HEADER.pack(_NARROW, step.number, len(self._sums), self._round_number)
-        self.missing = set(step.hears_from)
+        self.missing = set(step.receives_from)
 
     @property
     def recipients(self) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class WordRound:
         length = _HEADER.size + self._narrow.size if len(begun) < _HEADER.size else self._length(begun)
         return length - len(begun)
 
-    def hear(self, rank: int, data: bytes) -> bool:
+    def receive(self, rank: int, data: bytes) -> bool:
         """Process bytes of a missing rank's frame. Returns: whether the frame is complete.
 
         Raises: BadFrameError: the frame is not the expected one. A frame that is too long is refused before its rest is
@@ -163,20 +163,20 @@ class WordRound:
             return _HEADER.size + self._narrow.size
         kind, step, num_values, round_number = _HEADER.unpack_from(frame)
         if kind not in (_NARROW, _WIDE):
-            raise BadFrameError(f"sent something that is no word (first byte {kind:#04x})")
+            raise BadFrameError(f"sent an unknown frame (first byte {kind:#04x})")
         if round_number != self._round_number:
             raise BadFrameError(
-                f"sent the word of round {round_number}, and this rank is in round {self._round_number}"
+                f"sent the word of round {round_number}, but this rank is in round {self._round_number}"
             )
         if num_values != len(self._sums):
-            raise BadFrameError(f"sent a word of {num_values} values, and this rank's has {len(self._sums)}")
+            raise BadFrameError(f"sent a word of {num_values} values, but this rank's has {len(self._sums)}")
         if step != self._step.number:
-            raise BadFrameError(f"sent step {step} of the word, and this rank is at step {self._step.number}")
+            raise BadFrameError(f"sent step {step} of the word, but this rank is at step {self._step.number}")
         return _HEADER.size + self._wide.size
 
     def advance(self) -> bool:
         """Go on to the next step when no rank is missing. Returns: whether there is one."""
-        assert not self.missing, "a step ends when all of it has been heard"
+        assert not self.missing, "a step ends when all of it has been received"
         self._at += 1
         if self._at == len(self._steps):
             return False

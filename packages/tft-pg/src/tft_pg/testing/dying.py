@@ -106,7 +106,7 @@ class _Child:
     def __init__(self, make: Callable[[], ProcessGroup]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "tft_pg", "tft_pg.testing"])
-        self._ours, theirs = context.Pipe()
+        self._duplicates, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(make, theirs), name="tft-pg-peer", daemon=True)
         self.process.start()
         theirs.close()
@@ -121,14 +121,14 @@ class _Child:
         if self.process.is_alive():
             self.process.kill()
         self.process.join(GUARD_S)
-        self._ours.close()
+        self._duplicates.close()
 
     def order(self, order: _Order) -> None:
-        self._ours.send(order)
+        self._duplicates.send(order)
 
     def answer(self) -> _Answer:
-        assert self._ours.poll(GUARD_S), "a child process does not answer"
-        answer: _Answer = self._ours.recv()
+        assert self._duplicates.poll(GUARD_S), "a child process does not answer"
+        answer: _Answer = self._duplicates.recv()
         return answer
 
     def signal(self, number: int) -> None:

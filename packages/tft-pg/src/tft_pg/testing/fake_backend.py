@@ -324,12 +324,6 @@ class WaitsOnHost(WrappingProcessGroup):
         )
         return _HostWork(work, outputs, [(output, moved[id(output)]) for output in outputs])
 
-    def _forget(self) -> None:
-        return None
-
-    def _end(self) -> None:
-        return None
-
 
 def _moved(value: object, device: torch.device, moved: dict[int, torch.Tensor]) -> object:
     if isinstance(value, torch.Tensor):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import AbortedError, ConfigError, OperationRefusedError, ProcessGroupClosedError, ProcessGroupError
 from tft_pg.ops import Collective
-from tft_pg.settings import always_leaves_an_error, checked_timeout, place_first
+from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.word import EndedExchange, WordExchange, check_round, checked_values
 from tft_pg.work import DummyWork
 
@@ -40,28 +40,28 @@ class ProcessGroupDummy(ProcessGroup):
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         super().__init__()
-        self._require_alone(rank, world)
+        self._check_rank(rank, world)
         self.configure_count = 0
         self.wait_count = 0
         self.get_future_count = 0
         self._error: ProcessGroupError | None = None
         self._last_round = -1
 
-    def _require_alone(self, rank: int, world_size: int) -> None:
+    def _check_rank(self, rank: int, world_size: int) -> None:
         if (rank, world_size) != (0, 1):
-            raise ConfigError(f"a dummy group is rank 0 of 1, but was asked to be rank {rank} of {world_size}")
+            raise ConfigError(f"a dummy group has only rank 0 of 1, but got rank {rank} of {world_size}")
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         if self._error is not None:
-            raise type(self._error)(f"{collective.name} found no group: {self._error}")
+            raise type(self._error)(f"{collective.name} was called on an unusable group: {self._error}")
         if collective.reduction(args, kwargs) == "PREMUL_SUM":
             raise OperationRefusedError(
-                f"{collective.name} in a dummy group has no PREMUL_SUM: it does not compute; multiply first, then SUM"
+                f"{collective.name} of a dummy group does not support PREMUL_SUM; multiply the tensor and use SUM"
             )
         collective.copy_to_self(args, kwargs)
         return _CountingWork(self, collective.results(args, kwargs))
 
-    @place_first
+    @checks_argument_order
     def configure(
         self,
         store_addr: str,
@@ -76,20 +76,20 @@ class ProcessGroupDummy(ProcessGroup):
         timeout: timedelta | None = None,
     ) -> None:
         if isinstance(self._error, ProcessGroupClosedError):
-            raise ProcessGroupClosedError(f"configure found no group: {self._error}")
-        self._require_alone(rank, world_size)
+            raise ProcessGroupClosedError(f"configure was called on an unusable group: {self._error}")
+        self._check_rank(rank, world_size)
         self.configure_count += 1
         self._error = None
         self._last_round = -1
 
-    @always_leaves_an_error
+    @refuses_errored_false
     def abort(self) -> None:
         if not isinstance(self._error, ProcessGroupClosedError):
             self._error = AbortedError("abort was called (dummy group); configure the group again")
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
         if self._error is not None:
-            raise type(self._error)(f"exchange_word found no group: {self._error}")
+            raise type(self._error)(f"exchange_word was called on an unusable group: {self._error}")
         values = checked_values(words)
         check_round(round_number, self._last_round)
         checked_timeout(timeout)

@@ -103,7 +103,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         Raises: ConfigError: also if the collective fills in nothing.
         """
         if operation is not None and collective(operation).outputs is None:
-            raise ConfigError(f"{operation} fills in no tensor, so there is nothing to corrupt")
+            raise ConfigError(f"{operation} fills in no tensor that a fault could corrupt; name another operation")
 
         def act(row: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
             return _CorruptedWork(forward(self._parent, row, args, kwargs), row.results(args, kwargs))
@@ -116,7 +116,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
 
     def _add(self, nth: int, operation: str | None, act: _Act, *, needs_result: bool = False) -> None:
         if nth < 1:
-            raise ConfigError(f"calls are counted from 1, so there is no call {nth}")
+            raise ConfigError(f"nth is {nth}; pass 1 for the next call, or a higher number")
         name = collective(operation).name if operation is not None else None
         with self._lock:
             self._faults.append(_Fault(nth, name, act, needs_result))
@@ -151,7 +151,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
     def _hanging(self, operation: str) -> PendingWork:
         def on_timeout(limit: timedelta) -> CollectiveTimeoutError:
             return CollectiveTimeoutError(
-                f"{operation} hung for {limit.total_seconds():g} s, as was asked for; abort the group"
+                f"{operation} hung for {limit.total_seconds():g} s because of an injected fault; abort the group"
             )
 
         work = PendingWork(on_timeout=on_timeout, limit=self._limit)
@@ -176,7 +176,7 @@ class FakeProcessGroupWrapper(WrappingProcessGroup):
         with self._lock:
             pending, self._pending = self._pending, []
         for work in pending:
-            work.fail(AbortedError("the hanging call was ended; configure the group again"))
+            work.fail(AbortedError("the hanging call was aborted; configure the group again"))
 
 
 @final
@@ -188,28 +188,28 @@ class _CorruptedWork(dist.Work):
         self._work = work
         self._results = results
         self._lock = threading.Lock()
-        self._spoiled = False
+        self._is_corrupted = False
 
-    def _spoil(self) -> None:
+    def _corrupt(self) -> None:
         with self._lock, torch.no_grad():
-            if not self._spoiled:
-                self._spoiled = True
+            if not self._is_corrupted:
+                self._is_corrupted = True
                 tensor = next(tensor for tensor in self._results if tensor.numel())
                 first = (0,) * tensor.dim()
-                tensor[first] = torch.tensor(_wrong(tensor[first].item())).to(tensor.dtype)
+                tensor[first] = torch.tensor(_different_value(tensor[first].item())).to(tensor.dtype)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         ended_well = self._work.wait(timeout) if timeout else self._work.wait()
         if ended_well:
-            self._spoil()
+            self._corrupt()
         return ended_well
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._work.get_future().then(self._spoiled_value)
+        return self._work.get_future().then(self._corrupted_value)
 
-    def _spoiled_value(self, future: torch.futures.Future[Any]) -> object:
+    def _corrupted_value(self, future: torch.futures.Future[Any]) -> object:
         value: object = future.value()
-        self._spoil()
+        self._corrupt()
         return value
 
     def is_completed(self) -> bool:
@@ -232,7 +232,7 @@ class _CorruptedWork(dist.Work):
         self._work.synchronize()
 
 
-def _wrong(value: bool | complex) -> bool | complex:
+def _different_value(value: bool | complex) -> bool | complex:
     """Return a different value of the same dtype."""
     if isinstance(value, bool):
         return not value

@@ -40,7 +40,7 @@ _PREMUL_SUM: Any = dist.ReduceOp.RedOpType.PREMUL_SUM  # type: ignore[attr-defin
 
 # Collectives that run in a group of one: each replica group is alone in this mesh dimension and already has all
 # weights.
-_ALONE = frozenset(
+_RUN_ALONE = frozenset(
     {
         "allgather",
         "allgather_coalesced",
@@ -57,16 +57,16 @@ _ROOTED = frozenset({"broadcast", "gather", "gather_into_tensor", "scatter"})
 
 # Alternatives, for collectives whose typical caller is known.
 _SHARDED = (
-    "if FSDP asks, then it shards over this dimension: give it mesh['dp', 'shard'], the one across replica groups "
-    "first, or use the replicate of replicate_with_fsdp"
+    "if FSDP calls it, FSDP shards over this dimension: pass mesh['dp', 'shard'], with the dimension across replica "
+    "groups first, or use the replicate of replicate_with_fsdp"
 )
-_OBJECTS = "if all_gather_object or gather_object asks, give it a group inside the replica group"
-_INSTEAD = {
+_OBJECTS = "if all_gather_object or gather_object calls it, pass a group inside the replica group"
+_ALTERNATIVES = {
     "_allgather_base": f"{_SHARDED}; {_OBJECTS}",
     "allgather_into_tensor_coalesced": _SHARDED,
     "_reduce_scatter_base": _SHARDED,
     "reduce_scatter_tensor_coalesced": _SHARDED,
-    "allgather": f"if torch's DistributedDataParallel asks, use that of tft-algos; {_OBJECTS}",
+    "allgather": f"if torch's DistributedDataParallel calls it, use that of tft-algos; {_OBJECTS}",
 }
 
 
@@ -89,18 +89,18 @@ class ManagedProcessGroup(ProcessGroup):
         self._manager = manager
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
-        if collective.name in _ALONE:
+        if collective.name in _RUN_ALONE:
             return self._run_alone(collective, args, kwargs)
         tensors = collective.results(args, kwargs)
         if collective.name == "allreduce":
             if len(tensors) != 1:
                 raise ConfigError(
-                    f"a managed allreduce takes one tensor, but got {len(tensors)}; reduce each by itself"
+                    f"a managed allreduce takes one tensor, but got {len(tensors)}; call it for each tensor"
                 )
         elif collective.name != "allreduce_coalesced":
             raise UnsupportedOperationError(
-                f"a managed group has no {collective.name}: it reduces over the participants, and has no other ranks "
-                f"to exchange with; {_instead_of(collective)}"
+                f"a managed group does not support {collective.name}, because it only reduces over the participants; "
+                f"{_alternative(collective)}"
             )
         reduce_op = _reduce_op(collective.argument(1, args, kwargs))
         works = [self._manager.allreduce(tensor, reduce_op=reduce_op) for tensor in tensors]
@@ -113,15 +113,15 @@ class ManagedProcessGroup(ProcessGroup):
             root = getattr(value, "rootRank", value)
             if root not in (None, 0):
                 raise ConfigError(
-                    f"{collective.name} of a managed group has the root {root}, but each replica group is alone there; "
-                    "the root is 0"
+                    f"{collective.name} of a managed group got root {root}, but each replica group is alone there; "
+                    "pass root 0"
                 )
         try:
             collective.copy_to_self(args, kwargs)
         except ConfigError as error:
             raise UnsupportedOperationError(
-                f"a managed group has no {collective.name} over the participants: each replica group is alone there "
-                f"and gets its own tensor alone ({error}); {_instead_of(collective)}"
+                f"a managed group does not support {collective.name} over the participants, because each replica group "
+                f"is alone there and gets only its own tensor ({error}); {_alternative(collective)}"
             ) from None
         return DummyWork(collective.results(args, kwargs))
 
@@ -138,22 +138,22 @@ class ManagedProcessGroup(ProcessGroup):
         global_ranks: Sequence[int] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        raise self._manager_does("configure")
+        raise self._not_supported("configure")
 
     def abort(self) -> None:
-        raise self._manager_does("abort")
+        raise self._not_supported("abort")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        raise self._manager_does("set_timeout")
+        raise self._not_supported("set_timeout")
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
-        raise self._manager_does("exchange_word")
+        raise self._not_supported("exchange_word")
 
     def linger(self, timeout: timedelta = LINGER) -> bool:
-        raise self._manager_does("linger")
+        raise self._not_supported("linger")
 
-    def _manager_does(self, operation: str) -> UnsupportedOperationError:
-        return UnsupportedOperationError(f"a managed group has no {operation}; its Manager does that")
+    def _not_supported(self, operation: str) -> UnsupportedOperationError:
+        return UnsupportedOperationError(f"a managed group does not support {operation}, because its Manager does that")
 
     def errored(self) -> Exception | None:
         """Return None always. Errors go to the Manager, which votes against the step."""
@@ -179,8 +179,8 @@ class ManagedProcessGroup(ProcessGroup):
         return f"ManagedProcessGroup({self._manager!r})"
 
 
-def _instead_of(collective: Collective) -> str:
-    return _INSTEAD.get(collective.name, "use allreduce, or a group inside the replica group")
+def _alternative(collective: Collective) -> str:
+    return _ALTERNATIVES.get(collective.name, "use allreduce, or a group inside the replica group")
 
 
 def _reduce_op(value: object) -> dist.ReduceOp.RedOpType:
@@ -188,7 +188,7 @@ def _reduce_op(value: object) -> dist.ReduceOp.RedOpType:
     op: Any = getattr(value, "reduceOp", value)
     reduce_op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM if op is None else getattr(op, "op", op)
     if reduce_op == _PREMUL_SUM:
-        raise UnsupportedOperationError("a managed group has no PREMUL_SUM; multiply the tensor and use SUM")
+        raise UnsupportedOperationError("a managed group does not support PREMUL_SUM; multiply the tensor and use SUM")
     return reduce_op
 
 

@@ -26,7 +26,7 @@ from tft_pg.wrappers.wrapping import WrappingProcessGroup, takes_one_group
 __all__ = ["ErrorSwallowingProcessGroupWrapper"]
 
 # Every rank gets these errors at the call, before any data is sent. A new `configure` does not fix them.
-_THE_CALLERS = (OperationRefusedError, ConfigError, UnsupportedOperationError)
+_CALLER_ERRORS = (OperationRefusedError, ConfigError, UnsupportedOperationError)
 
 
 @final
@@ -60,8 +60,8 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
             return DummyWork(results, source=self._another_rank())
         try:
             work = forward(self._parent, collective, args, kwargs)
-            return _SwallowingWork(work, partial(self._tell, errors), results, self._another_rank)
-        except _THE_CALLERS:
+            return _SwallowingWork(work, partial(self._report_error, errors), results, self._another_rank)
+        except _CALLER_ERRORS:
             raise
         except RuntimeError as error:  # torch raises other types for wrong arguments
             errors.report(error)
@@ -75,12 +75,12 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
         errors = self._errors
         try:
             exchange = self._parent.exchange_word(words, round_number=round_number, timeout=timeout)
-        except _THE_CALLERS:
+        except _CALLER_ERRORS:
             raise
         except RuntimeError as error:
             errors.report(error)
             raise
-        return _ToldExchange(exchange, errors.report)
+        return _ReportingExchange(exchange, errors.report)
 
     def _another_rank(self) -> int:
         """Return the source rank that a failed receive reports. `dist.recv` accepts only an existing rank."""
@@ -89,16 +89,13 @@ class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
         except ProcessGroupError:
             return 0
 
-    def _tell(self, errors: _Errors, error: Exception) -> None:
+    def _report_error(self, errors: _Errors, error: Exception) -> None:
         """Report an error of a future. The future holds the backend's error, and the group holds the converted one."""
         errors.report(error if isinstance(error, ProcessGroupError) else self._parent.errored() or error)
 
     def _forget(self) -> None:
         # Operations of the previous configuration fail late. Their errors go to the old object, which has no reader.
         self._errors = _Errors()
-
-    def _end(self) -> None:
-        return None
 
 
 @final
@@ -114,7 +111,7 @@ class _Errors:
 
 
 @final
-class _ToldExchange(WordExchange):
+class _ReportingExchange(WordExchange):
     """An exchange that reports its error to the wrapper."""
 
     def __init__(self, exchange: WordExchange, report: Callable[[Exception], None]) -> None:
@@ -124,7 +121,7 @@ class _ToldExchange(WordExchange):
     def wait(self) -> tuple[int, ...]:
         try:
             return self._exchange.wait()
-        except _THE_CALLERS:
+        except _CALLER_ERRORS:
             raise
         except RuntimeError as error:
             self._report(error)
@@ -150,7 +147,7 @@ class _SwallowingWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None and not isinstance(timeout, timedelta):
-            raise ConfigError(f"a wait takes a timedelta, and got {timeout!r}; give timedelta(seconds=...)")
+            raise ConfigError(f"wait got the timeout {timeout!r}; pass timedelta(seconds=...)")
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
         except Exception as error:
@@ -160,7 +157,7 @@ class _SwallowingWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         try:
             return self._work.get_future().then(self._settle)
-        except _THE_CALLERS:
+        except _CALLER_ERRORS:
             raise
         except RuntimeError as error:
             self._report(error)

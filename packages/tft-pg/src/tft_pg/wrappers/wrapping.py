@@ -2,12 +2,11 @@
 
 A wrapper adds one thing to the collectives and changes nothing else, so wrappers stack in any order.
 
-Law of this file: forwarding only; a subclass implements `_run`, `_forget` and `_end`.
+Law of this file: forwarding only; a subclass implements `_run`, and `_forget` and `_end` if it has state of its own.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -19,7 +18,7 @@ from tft_pg.base import ProcessGroup
 from tft_pg.errors import ConfigError
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
-from tft_pg.settings import always_leaves_an_error, place_first
+from tft_pg.settings import checks_argument_order, refuses_errored_false
 from tft_pg.word import LINGER, WordExchange
 
 __all__ = ["ProcessGroupWrapper", "WrappingProcessGroup", "takes_one_group"]
@@ -40,8 +39,7 @@ def takes_one_group(init: Callable[Concatenate[_Self, _P], None]) -> Callable[Co
         if len(given) != 1 or not isinstance(given[0], ProcessGroup):
             kind = type(self).__name__
             raise ConfigError(
-                f"{kind} takes one tft_pg.ProcessGroup, which it wraps, but got {given}; "
-                f"write {kind}(ProcessGroupGloo(timeout=...))"
+                f"{kind} wraps one tft_pg.ProcessGroup, but got {given}; write {kind}(ProcessGroupGloo(timeout=...))"
             )
         init(self, *args, **kwargs)
 
@@ -49,7 +47,10 @@ def takes_one_group(init: Callable[Concatenate[_Self, _P], None]) -> Callable[Co
 
 
 class WrappingProcessGroup(ProcessGroup):
-    """Abstract base: a group that wraps another one.
+    """Abstract base: a group that wraps another one. A subclass implements `_run`, which gets every collective.
+
+    `_run(collective, args, kwargs)` returns a Work, often that of `forward(self.parent, collective, args, kwargs)`.
+    `_forget` and `_end` do nothing here. A wrapper with state or waits of its own overrides them.
 
     Args:
         pg: the wrapped group. The wrapper owns its life from now on.
@@ -65,15 +66,15 @@ class WrappingProcessGroup(ProcessGroup):
         """Return the wrapped group."""
         return self._parent
 
-    @abc.abstractmethod
     def _forget(self) -> None:
         """Discard the wrapper's state of the previous configuration, before each `configure` of the wrapped group."""
+        return
 
-    @abc.abstractmethod
     def _end(self) -> None:
         """End the waits inside the wrapper, after `abort` and `shutdown` of the wrapped group."""
+        return
 
-    @place_first
+    @checks_argument_order
     def configure(
         self,
         store_addr: str,
@@ -100,7 +101,7 @@ class WrappingProcessGroup(ProcessGroup):
             timeout=timeout,
         )
 
-    @always_leaves_an_error
+    @refuses_errored_false
     def abort(self) -> None:
         self._parent.abort()
         self._end()
@@ -140,9 +141,3 @@ class ProcessGroupWrapper(WrappingProcessGroup):
 
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         return forward(self._parent, collective, args, kwargs)
-
-    def _forget(self) -> None:
-        return None
-
-    def _end(self) -> None:
-        return None

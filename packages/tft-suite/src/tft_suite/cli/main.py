@@ -29,8 +29,8 @@ app = typer.Typer(
 )
 
 
-def print_version(is_asked: bool) -> None:
-    if is_asked:
+def print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"tft {__version__}")
         raise typer.Exit
 
@@ -49,7 +49,7 @@ def demo(
     replicas: Annotated[int, typer.Option(help="Replica groups, each one process.")] = 3,
     steps: Annotated[int, typer.Option(help="Committed steps at which all replicas stop.")] = 400,
     kills: Annotated[int, typer.Option(help="How many times a replica is killed with kill -9.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of the kills, the initial weights and the samples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the kills, the initial weights and the samples.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for report.json, timeline.png and the logs.")] = Path("tft-demo"),
 ) -> int:
     """Train a small net with several replica groups, kill some, and watch them heal from a peer.
@@ -77,11 +77,11 @@ def demo(
 @app.command()
 def doctor(
     lighthouse: Annotated[
-        str | None, typer.Option(help="Its address, or several with commas. Default: the environment's.")
+        str | None, typer.Option(help="Address, or several separated by commas. Default: the environment's.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
 ) -> int:
-    """Check what a job needs here: versions, addresses, interfaces, the lighthouse, the time-outs in force.
+    """Check what a job needs here: versions, addresses, interfaces, the lighthouse, the current timeouts.
 
     Each problem comes with its remedy. This changes nothing and joins no job. Exits with 0 if there is no problem, else
     1.
@@ -101,14 +101,14 @@ def doctor(
 
 @app.command()
 def drain(
-    replica: Annotated[str, typer.Argument(help="Its id, or the name in it if one living replica has that.")],
+    replica: Annotated[str, typer.Argument(help="Its id, or its name if only one live replica has that name.")],
     lighthouse: Annotated[
-        str | None, typer.Option(help="Its address, or several with commas. Default: the environment's.")
+        str | None, typer.Option(help="Address, or several separated by commas. Default: the environment's.")
     ] = None,
     job: Annotated[
-        str | None, typer.Option(help='That the replica belongs to. Default: the environment\'s, else "default".')
+        str | None, typer.Option(help='The job of the replica. Default: the environment\'s, else "default".')
     ] = None,
-    reason: Annotated[str, typer.Option(help="Why; the replica logs it, and who asked.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason. The replica logs it with the caller.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
 ) -> int:
     """Ask a replica to leave its job after its running step. The other replicas lose no step and do not wait."""
@@ -118,8 +118,8 @@ def drain(
     from tft_suite import drain as draining
 
     within = timedelta(seconds=timeout)
-    said = draining.drain(replica, os.environ, lighthouse=lighthouse, job=job, reason=reason, timeout=within)
-    typer.echo(said)
+    confirmation = draining.drain(replica, os.environ, lighthouse=lighthouse, job=job, reason=reason, timeout=within)
+    typer.echo(confirmation)
     return 0
 
 
@@ -134,7 +134,7 @@ def exit_code_of(arguments: Sequence[str]) -> int:
     try:
         result = command.main(args=list(arguments), prog_name="tft", standalone_mode=False)
     except SuiteError as error:
-        return complain(str(error))
+        return print_error(str(error))
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
@@ -142,11 +142,11 @@ def exit_code_of(arguments: Sequence[str]) -> int:
         message = getattr(error, "format_message", None)
         if message is None:
             raise
-        return complain(said.rstrip(".") + "." if (said := str(message())) else "")
+        return print_error(text.rstrip(".") + "." if (text := str(message())) else "")
     return result if isinstance(result, int) else 0
 
 
-def complain(message: str) -> int:
+def print_error(message: str) -> int:
     """Print one sentence on stderr. Return the exit code of a wrong call."""
     if message:  # empty if the help was printed instead
         typer.echo(f"tft: {message}", err=True)

@@ -52,5 +52,5 @@ def load() -> tuple[Samples, Samples]:
 def draw(samples: Samples, *, batch: int, seed: int, replica: int, step: int) -> Samples:
     """Draw the batch of one replica in one step, with replacement. Equal arguments give equal batches."""
     key = hashlib.blake2b(f"{seed}/{replica}/{step}".encode(), digest_size=7).digest()
-    dice = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-    return samples.at(torch.randint(len(samples), (batch,), generator=dice))
+    rng = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+    return samples.at(torch.randint(len(samples), (batch,), generator=rng))

@@ -126,10 +126,10 @@ def decode(message: bytes, *, replica: int, at_s: float) -> ReplicaEvent:
     try:
         facts = json.loads(message)
     except ValueError as error:
-        raise MessageError(f"{where} is not JSON; the replica runs another version of this program?") from error
+        raise MessageError(f"{where} is not JSON; check that the replica runs this version of tft-suite.") from error
     kind = _BY_NAME.get(str(facts.pop("event", ""))) if isinstance(facts, dict) else None
     if kind is None:
-        raise MessageError(f"{where} names no event; the replica runs another version of this program?")
+        raise MessageError(f"{where} is not an event; check that the replica runs this version of tft-suite.")
     expected = {item.name: _TYPES[str(item.type)] for item in fields(kind) if item.name not in ("at_s", "replica")}
     if set(facts) != set(expected):
         raise MessageError(f"{where} has the fields {sorted(facts)}; a {kind.__name__} has {sorted(expected)}.")

@@ -37,31 +37,31 @@ class Link:
     def __init__(self, *, events: Connection, orders: Connection) -> None:
         self._events = events
         self._orders = orders
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._is_held = False
         self._is_stopped = False
         threading.Thread(target=self._listen, name="tft-demo-orders", daemon=True).start()
 
-    def tell(self, event: ReplicaEvent) -> None:
+    def send(self, event: ReplicaEvent) -> None:
         """Send one event. The supervisor sets its `at_s` and `replica`."""
         self._events.send_bytes(encode(event))
 
     @property
     def is_held(self) -> bool:
         """Return whether this replica must not commit any more. It continues its steps, so that others can heal."""
-        with self._news:
+        with self._changed:
             return self._is_held
 
     @property
     def is_stopped(self) -> bool:
         """Return whether this replica may end."""
-        with self._news:
+        with self._changed:
             return self._is_stopped
 
     def wait_for_order(self) -> None:
         """Block until this replica is held or stopped."""
-        with self._news:
-            self._news.wait_for(lambda: self._is_held or self._is_stopped)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_held or self._is_stopped)
 
     def _listen(self) -> None:
         while True:
@@ -70,13 +70,13 @@ class Link:
             except (EOFError, OSError, ValueError):
                 # The supervisor is gone, or sent an invalid order, so no other process needs this one.
                 os._exit(1)
-            with self._news:
+            with self._changed:
                 self._is_held = self._is_held or order is ReplicaOrder.HOLD
                 self._is_stopped = self._is_stopped or order is ReplicaOrder.STOP
-                self._news.notify_all()
+                self._changed.notify_all()
 
 
-def give(orders: Connection, order: ReplicaOrder) -> None:
+def send_order(orders: Connection, order: ReplicaOrder) -> None:
     """Send an order to a replica. A replica that has just died is ignored, because its end is reported elsewhere."""
     try:
         orders.send_bytes(order.value)
@@ -84,7 +84,7 @@ def give(orders: Connection, order: ReplicaOrder) -> None:
         return
 
 
-def take(events: Connection) -> bytes | None:
+def receive_event(events: Connection) -> bytes | None:
     """Return the next message of a replica, which must be available. None: the replica closed its end.
 
     Raises: MessageError: the message is too long.
@@ -94,4 +94,4 @@ def take(events: Connection) -> bytes | None:
     except EOFError:
         return None
     except OSError as error:
-        raise MessageError("a replica sent a message longer than any that this program has.") from error
+        raise MessageError(f"a replica sent a message of more than {MESSAGE_BYTES_MAX} bytes.") from error

@@ -59,5 +59,5 @@ def replica_main(body: str, task: ReplicaTask, events: Connection, orders: Conne
         run(task, link)
     except Exception as error:
         traceback.print_exc()
-        link.tell(ReplicaFailed(at_s=0, replica=task.replica, error=one_line(error)))
+        link.send(ReplicaFailed(at_s=0, replica=task.replica, error=one_line(error)))
         sys.exit(1)

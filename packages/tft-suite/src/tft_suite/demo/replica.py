@@ -85,7 +85,7 @@ def train(task: ReplicaTask, link: Link) -> None:
             loss = cross_entropy(model(batch.images), batch.labels)
             participants, took_part = manager.num_participants(), manager.is_participating()
             if participants and not took_part:
-                link.tell(HealingStarted(at_s=0, replica=task.replica))
+                link.send(HealingStarted(at_s=0, replica=task.replica))
             loss.backward()
             is_held = link.is_held  # read once, so that vote and report agree
             if is_held:
@@ -95,7 +95,7 @@ def train(task: ReplicaTask, link: Link) -> None:
             if is_held:
                 return
             if step > before:
-                link.tell(
+                link.send(
                     StepCommitted(
                         at_s=0,
                         replica=task.replica,
@@ -109,7 +109,7 @@ def train(task: ReplicaTask, link: Link) -> None:
             else:
                 error = manager.errored()
                 reason = "the vote was no" if error is None else one_line(error.original_exception)
-                link.tell(StepDiscarded(at_s=0, replica=task.replica, step=before, reason=reason))
+                link.send(StepDiscarded(at_s=0, replica=task.replica, step=before, reason=reason))
                 discards += 1
                 if discards > DISCARDS_MAX:
                     raise StuckError(
@@ -120,7 +120,7 @@ def train(task: ReplicaTask, link: Link) -> None:
             if manager.current_step() < task.steps or link.is_held:
                 take_step()
             if manager.current_step() >= task.steps:
-                link.tell(
+                link.send(
                     TrainingEnded(
                         at_s=0,
                         replica=task.replica,

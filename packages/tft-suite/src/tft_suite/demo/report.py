@@ -139,7 +139,7 @@ def alive_and_trained(events: Sequence[Event]) -> set[int]:
     return trained
 
 
-def what_is_wrong(report: Report, events: Sequence[Event], *, kills: int, error: str | None) -> tuple[str, ...]:
+def problems_of(report: Report, events: Sequence[Event], *, kills: int, error: str | None) -> tuple[str, ...]:
     """Return a sentence for each problem of a run. Empty: the run is good.
 
     Args:
@@ -150,7 +150,7 @@ def what_is_wrong(report: Report, events: Sequence[Event], *, kills: int, error:
     ends = final_ends(events)
     if error is None and len(ends) < report.replicas:
         missing = sorted(set(range(report.replicas)) - set(ends))
-        found.append(f"replica {', '.join(map(str, missing))} did not come to its last step; see its log.")
+        found.append(f"replica {', '.join(map(str, missing))} did not reach its last step; see its log.")
     found += [
         f"replica {replica} ended at step {end.step} instead of {report.steps}."
         for replica, end in sorted(ends.items())
@@ -159,20 +159,20 @@ def what_is_wrong(report: Report, events: Sequence[Event], *, kills: int, error:
     if len(set(report.digests)) > 1:
         found.append("the replicas hold different parameters or optimizer state: their digests differ.")
     if report.test_accuracy is not None and report.test_accuracy < TEST_ACCURACY_MIN:
-        found.append(f"the test accuracy is {report.test_accuracy:.3f}; at least {TEST_ACCURACY_MIN} is asked for.")
+        found.append(f"the test accuracy is {report.test_accuracy:.3f}; at least {TEST_ACCURACY_MIN} is required.")
     made = sum(isinstance(event, ProcessKilled) for event in events)
     if error is None and made < kills:
-        found.append(f"{made} of {kills} kills were made: the others' turn never came; raise --steps.")
+        found.append(f"only {made} of {kills} scheduled kills happened; raise --steps.")
     found += [
-        f"replica {kill.replica} was killed at step {kill.step} and committed no step together with the others again; "
+        f"replica {kill.replica} was killed at step {kill.step} and committed no later step with other replicas; "
         "raise --steps."
         for index, kill in deaths(events)
-        if error is None and not came_back(events[index + 1 :], kill.replica)
+        if error is None and not rejoined(events[index + 1 :], kill.replica)
     ]
     return tuple(found)
 
 
-def came_back(after: Sequence[Event], replica: int) -> bool:
+def rejoined(after: Sequence[Event], replica: int) -> bool:
     """Return whether a killed replica later committed a step to which its own and another gradient contributed."""
     return any(
         isinstance(event, StepCommitted) and event.replica == replica and event.took_part and event.participants > 1

@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tft_lighthouse import LighthouseServer
-from tft_suite.demo.report import Fault, Report, make_report, what_is_wrong
+from tft_suite.demo.report import Fault, Report, make_report, problems_of
 from tft_suite.demo.settings import DemoSettings
 from tft_suite.demo.supervisor import Outcome, Supervisor, caught_signals, log_of
 from tft_suite.demo.timeline import draw
@@ -25,7 +25,7 @@ from tft_suite.demo.view import view_for
 from tft_suite.errors import ConfigError
 
 # torch imports torch._dynamo with the first optimizer, which takes a second.
-PRELOADED = ("__main__", "torch", "torch._dynamo", "tft_suite.demo.nursery")
+PRELOADED = ("__main__", "torch", "torch._dynamo", "tft_suite.demo.forkserver")
 TRAIN = "tft_suite.demo.replica:train"
 
 
@@ -59,7 +59,7 @@ def run_demo(settings: DemoSettings, *, console: Console, body: str = TRAIN) -> 
         name = signal.Signals(outcome.signal_number).name
         console.print(f"Ended by {name} after {outcome.wall_s:.1f} s; no process is left.", highlight=False)
         return 128 + outcome.signal_number
-    return tell(outcome, settings, console=console)
+    return write_results(outcome, settings, console=console)
 
 
 def title_of(settings: DemoSettings) -> str:
@@ -100,10 +100,10 @@ def logged(path: Path, name: str) -> Iterator[None]:
         handler.close()
 
 
-def tell(outcome: Outcome, settings: DemoSettings, *, console: Console) -> int:
+def write_results(outcome: Outcome, settings: DemoSettings, *, console: Console) -> int:
     """Write report.json and timeline.png, print the result, and return the exit code."""
     report = make_report(outcome.events, replicas=settings.replicas, steps=settings.steps, wall_s=outcome.wall_s)
-    wrong = what_is_wrong(report, outcome.events, kills=settings.kills, error=outcome.error)
+    wrong = problems_of(report, outcome.events, kills=settings.kills, error=outcome.error)
     report_path, picture_path = settings.out / "report.json", settings.out / "timeline.png"
     report_path.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
     draw(

@@ -35,6 +35,6 @@ def draw_kills(*, replicas: int, steps: int, kills: int, seed: int) -> tuple[Kil
 
     Raises: ValueError: there are more kills than steps in the window (DemoSettings refuses this before).
     """
-    dice = random.Random(f"tft demo {seed}")
-    at = sorted(dice.sample(kill_window(steps), kills))
-    return tuple(Kill(replica=dice.randrange(replicas), step=step) for step in at)
+    rng = random.Random(f"tft demo {seed}")
+    at = sorted(rng.sample(kill_window(steps), kills))
+    return tuple(Kill(replica=rng.randrange(replicas), step=step) for step in at)

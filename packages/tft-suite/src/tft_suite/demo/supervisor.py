@@ -1,9 +1,9 @@
 """The processes of a run: started, observed, killed and ended, all from one thread.
 
 One loop waits for the next event: a message, the end of a process, or the next check of the clock. It gives the event
-to the director, and performs the director's orders.
+to the controller, and performs the controller's orders.
 
-Law of this file: processes, pipes and the clock. Only the director decides the actions. However the loop ends, no
+Law of this file: processes, pipes and the clock. Only the controller decides the actions. However the loop ends, no
 process outlives it. Replicas are killed and waited for, and their manager servers end with them. If this process itself
 is killed, the replicas see the end of their pipes.
 """
@@ -23,9 +23,17 @@ from pathlib import Path
 from types import FrameType
 from typing import final
 
-from tft_suite.demo.director import Director, EndRun, HoldReplica, KillReplica, Order, StartReplica, StopReplica
+from tft_suite.demo.demo_controller import (
+    DemoController,
+    EndRun,
+    HoldReplica,
+    KillReplica,
+    Order,
+    StartReplica,
+    StopReplica,
+)
 from tft_suite.demo.events import Event, ProcessEnded, ProcessKilled, ProcessStarted, decode
-from tft_suite.demo.link import ReplicaOrder, give, take
+from tft_suite.demo.link import ReplicaOrder, receive_event, send_order
 from tft_suite.demo.process import ReplicaTask, replica_main
 from tft_suite.demo.schedule import draw_kills
 from tft_suite.demo.settings import DemoSettings
@@ -60,7 +68,7 @@ class Child:
     process: ForkServerProcess
     events: Connection
     orders: Connection
-    is_heard: bool = True  # False after a kill, or after the replica closed its end, because later messages are useless
+    is_read: bool = True  # False after a kill, or after the replica closed its end, because later messages are useless
 
 
 @final
@@ -88,7 +96,7 @@ class Supervisor:
         self._caught = caught
         self._context = multiprocessing.get_context("forkserver")
         kills = draw_kills(replicas=settings.replicas, steps=settings.steps, kills=settings.kills, seed=settings.seed)
-        self._director = Director(replicas=settings.replicas, kills=kills)
+        self._controller = DemoController(replicas=settings.replicas, kills=kills)
         self._children: dict[int, Child] = {}
         self._events: list[Event] = []
         self._end: EndRun | None = None
@@ -101,12 +109,12 @@ class Supervisor:
         """
         with self._view as view:
             try:
-                view.show(self._director.story, self._now_s())  # before the first start, which takes seconds
-                self._obey(self._director.begin())
+                view.show(self._controller.run_state, self._now_s())  # before the first start, which takes seconds
+                self._perform(self._controller.begin())
                 while self._end is None and not self._caught:
-                    self._wait_for_news()
-                    self._obey(self._director.tick(self._now_s()))
-                    view.show(self._director.story, self._now_s())
+                    self._wait_for_events()
+                    self._perform(self._controller.tick(self._now_s()))
+                    view.show(self._controller.run_state, self._now_s())
             finally:
                 self._end_children()
         failed = self._end is not None and self._end.error is not None
@@ -122,9 +130,9 @@ class Supervisor:
     def _now_s(self) -> float:
         return time.monotonic() - self._began
 
-    def _wait_for_news(self) -> None:
+    def _wait_for_events(self) -> None:
         """Handle what arrives within LOOK_EVERY_S. Messages of a process are handled before its end."""
-        by_pipe = {child.events: replica for replica, child in self._children.items() if child.is_heard}
+        by_pipe = {child.events: replica for replica, child in self._children.items() if child.is_read}
         by_sentinel = {child.process.sentinel: replica for replica, child in self._children.items()}
         ready = wait([*by_pipe, *by_sentinel], timeout=LOOK_EVERY_S)
         for connection, replica in by_pipe.items():
@@ -137,12 +145,12 @@ class Supervisor:
 
     def _take_messages(self, replica: int) -> None:
         child = self._children[replica]
-        while child.is_heard and child.events.poll():
-            message = take(child.events)
+        while child.is_read and child.events.poll():
+            message = receive_event(child.events)
             if message is None:
-                child.is_heard = False
+                child.is_read = False
             else:
-                self._happened(decode(message, replica=replica, at_s=self._now_s()))
+                self._record(decode(message, replica=replica, at_s=self._now_s()))
 
     def _reap(self, replica: int) -> None:
         child = self._children.pop(replica)
@@ -150,25 +158,25 @@ class Supervisor:
         exit_code = child.process.exitcode
         assert exit_code is not None
         close(child)
-        self._happened(ProcessEnded(at_s=self._now_s(), replica=replica, exit_code=exit_code))
+        self._record(ProcessEnded(at_s=self._now_s(), replica=replica, exit_code=exit_code))
 
-    def _happened(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         self._events.append(event)
-        self._obey(self._director.on_event(event))
+        self._perform(self._controller.on_event(event))
 
-    def _obey(self, orders: Sequence[Order]) -> None:
+    def _perform(self, orders: Sequence[Order]) -> None:
         for order in orders:
             match order:
                 case StartReplica(replica):
                     self._start(replica)
                 case KillReplica(replica, step):
                     self._children[replica].process.kill()
-                    self._children[replica].is_heard = False
-                    self._happened(ProcessKilled(at_s=self._now_s(), replica=replica, step=step))
+                    self._children[replica].is_read = False
+                    self._record(ProcessKilled(at_s=self._now_s(), replica=replica, step=step))
                 case HoldReplica(replica):
-                    give(self._children[replica].orders, ReplicaOrder.HOLD)
+                    send_order(self._children[replica].orders, ReplicaOrder.HOLD)
                 case StopReplica(replica):
-                    give(self._children[replica].orders, ReplicaOrder.STOP)
+                    send_order(self._children[replica].orders, ReplicaOrder.STOP)
                 case EndRun():
                     self._end = order
 
@@ -196,7 +204,7 @@ class Supervisor:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         assert process.pid is not None
         self._children[replica] = Child(process, events, orders)
-        self._happened(ProcessStarted(at_s=self._now_s(), replica=replica, pid=process.pid))
+        self._record(ProcessStarted(at_s=self._now_s(), replica=replica, pid=process.pid))
 
     def _end_children(self) -> None:
         """Kill the remaining replicas and wait for their end. Signals can't interrupt this, because they are caught."""

@@ -27,7 +27,7 @@ from tft_suite.demo.events import (
     StepCommitted,
 )
 from tft_suite.demo.report import deaths, faults, final_ends
-from tft_suite.demo.story import State
+from tft_suite.demo.run_state import State
 
 COLORS = {
     State.STARTING: "#9aa5b1",

@@ -1,8 +1,8 @@
 """The view of a running demo: a live picture on a terminal, lines elsewhere.
 
-Both views draw the same story, and keep no facts of their own.
+Both views draw the same state of the run, and keep no facts of their own.
 
-Law of this file: from a story and the time to the output. It starts nothing, and the run does not depend on it.
+Law of this file: from a RunState and the time to the output. It starts nothing, and the run does not depend on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tft_suite.demo.story import Note, ReplicaStory, State, Story
+from tft_suite.demo.run_state import Note, ReplicaState, RunState, State
 
 NOTES_MAX, NOTES_MIN = 12, 3
 REDRAW_AFTER_S = 0.1
@@ -43,7 +43,7 @@ class View(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def show(self, story: Story, now_s: float) -> None:
+    def show(self, run_state: RunState, now_s: float) -> None:
         """Show the run.
 
         The supervisor calls this after each batch of events, and some ten times a second without events.
@@ -66,7 +66,7 @@ class LiveView:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._drawn_s = -REDRAW_AFTER_S
-        self._latest: tuple[Story, float] | None = None
+        self._latest: tuple[RunState, float] | None = None
 
     def __enter__(self) -> LiveView:
         self._live.start()
@@ -79,16 +79,16 @@ class LiveView:
             self._draw(*self._latest)
         self._live.stop()
 
-    def show(self, story: Story, now_s: float) -> None:
-        self._latest = story, now_s
+    def show(self, run_state: RunState, now_s: float) -> None:
+        self._latest = run_state, now_s
         if now_s - self._drawn_s >= REDRAW_AFTER_S:
-            self._draw(story, now_s)
+            self._draw(run_state, now_s)
 
-    def _draw(self, story: Story, now_s: float) -> None:
+    def _draw(self, run_state: RunState, now_s: float) -> None:
         self._drawn_s = now_s
-        room = self._console.height - LINES_AROUND - len(story.replicas)
+        room = self._console.height - LINES_AROUND - len(run_state.replicas)
         num_notes = max(NOTES_MIN, min(NOTES_MAX, room))
-        self._live.update(picture(story, steps=self._steps, now_s=now_s, num_notes=num_notes), refresh=True)
+        self._live.update(picture(run_state, steps=self._steps, now_s=now_s, num_notes=num_notes), refresh=True)
 
 
 @final
@@ -109,32 +109,32 @@ class LineView:
     ) -> None:
         """Do nothing, because nothing is open."""
 
-    def show(self, story: Story, now_s: float) -> None:
-        for note in story.notes[self._num_notes :]:
+    def show(self, run_state: RunState, now_s: float) -> None:
+        for note in run_state.notes[self._num_notes :]:
             self._write(line_of(note))
-        self._num_notes = len(story.notes)
-        progress = story.step * PROGRESS_LINES // self._steps
+        self._num_notes = len(run_state.notes)
+        progress = run_state.step * PROGRESS_LINES // self._steps
         if progress > self._progress:
             self._progress = progress
-            self._write(line_of(Note(now_s, progress_of(story, steps=self._steps))))
+            self._write(line_of(Note(now_s, progress_of(run_state, steps=self._steps))))
 
 
 def line_of(note: Note) -> str:
     return f"[{note.at_s:6.1f} s] {note.text}"
 
 
-def progress_of(story: Story, *, steps: int) -> str:
+def progress_of(run_state: RunState, *, steps: int) -> str:
     """Return one line about the progress of the run."""
-    losses = [who.loss for who in story.replicas if who.loss is not None]
+    losses = [who.loss for who in run_state.replicas if who.loss is not None]
     loss = f", loss {sum(losses) / len(losses):.4f}" if losses else ""
-    return f"step {story.step} of {steps}, {participants_of(story)}{loss}"
+    return f"step {run_state.step} of {steps}, {participants_of(run_state)}{loss}"
 
 
-def participants_of(story: Story) -> str:
-    return f"{story.participants} participant{'' if story.participants == 1 else 's'}"
+def participants_of(run_state: RunState) -> str:
+    return f"{run_state.participants} participant{'' if run_state.participants == 1 else 's'}"
 
 
-def picture(story: Story, *, steps: int, now_s: float, num_notes: int = NOTES_MAX) -> RenderableType:
+def picture(run_state: RunState, *, steps: int, now_s: float, num_notes: int = NOTES_MAX) -> RenderableType:
     """Return the whole live view, with the last `num_notes` notes."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     table.add_column("replica", justify="right")
@@ -143,17 +143,17 @@ def picture(story: Story, *, steps: int, now_s: float, num_notes: int = NOTES_MA
     table.add_column("", ratio=1)
     table.add_column("loss", justify="right", min_width=7)
     table.add_column("starts", justify="right")
-    for who in story.replicas:
+    for who in run_state.replicas:
         table.add_row(*row(who, steps=steps))
-    summary = Text(f"step {story.step} of {steps}   {participants_of(story)}   {now_s:.0f} s", style="bold")
+    summary = Text(f"step {run_state.step} of {steps}   {participants_of(run_state)}   {now_s:.0f} s", style="bold")
     notes = Text(no_wrap=True, overflow="ellipsis")
-    for note in story.notes[-num_notes:]:
+    for note in run_state.notes[-num_notes:]:
         notes.append(f"{note.at_s:6.1f} s  ", style="dim")
         notes.append(f"{note.text}\n", style="red" if note.is_bad else "")
     return Panel(Group(summary, Text(), table, Text(), notes), title="tft demo", title_align="left", border_style="dim")
 
 
-def row(who: ReplicaStory, *, steps: int) -> list[RenderableType]:
+def row(who: ReplicaState, *, steps: int) -> list[RenderableType]:
     step = who.step or 0
     style = STYLES[who.state]
     return [

@@ -15,9 +15,9 @@ from typing import Final, final
 
 from tft_suite.doctor.facts import Facts, LighthouseFacts
 
-OURS: Final = ("tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos", "tft-suite")
+PACKAGES: Final = ("tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos", "tft-suite")
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-READ: Final = (
+KNOWN_VARIABLES: Final = (
     "TFT_LIGHTHOUSE",
     "TFT_JOB_ID",
     "TFT_SLOWEST_STEP_SEC",
@@ -41,8 +41,8 @@ READ: Final = (
     "TORCHFT_WATCHDOG_TIMEOUT_SEC",
     "TORCHFT_USE_BUCKETIZATION",
 )
-_ALIKE: Final = 0.85
-_LEAST_TORCH: Final = (2, 11)
+_SIMILARITY_MIN: Final = 0.85
+_TORCH_MIN: Final = (2, 11)
 _CLOCKS_DIFFER_MS: Final = 60_000
 _OTHERS_MAY_READ: Final = 0o044
 
@@ -63,17 +63,17 @@ def findings(facts: Facts) -> list[Finding]:
 
 
 def _of_versions(facts: Facts) -> Iterator[Finding]:
-    missing = [name for name in OURS if not facts.versions.get(name)]
+    missing = [name for name in PACKAGES if not facts.versions.get(name)]
     if missing:
         yield Finding(f"{', '.join(missing)} is not installed; install tft-suite, or only the packages that you use")
-    releases = {_release(facts.versions[name])[:2] for name in OURS if facts.versions.get(name)}
+    releases = {_release(facts.versions[name])[:2] for name in PACKAGES if facts.versions.get(name)}
     if len(releases) > 1:
-        mixed = ", ".join(f"{name} {facts.versions[name]}" for name in OURS if facts.versions.get(name))
+        mixed = ", ".join(f"{name} {facts.versions[name]}" for name in PACKAGES if facts.versions.get(name))
         yield Finding(f"packages of different releases are installed ({mixed}); install one release of all of them")
     torch = facts.versions.get("torch", "")
     if not torch:
         yield Finding("torch is not installed; install it for your accelerator")
-    elif _release(torch)[:2] < _LEAST_TORCH:
+    elif _release(torch)[:2] < _TORCH_MIN:
         yield Finding(f"torch {torch} is older than 2.11, the oldest that is tested; install a newer one")
 
 
@@ -81,12 +81,12 @@ def _of_settings(facts: Facts) -> Iterator[Finding]:
     if facts.setting_error:
         yield Finding(f"a Manager would refuse to start: {facts.setting_error}")
     for name in facts.environ:
-        meant = difflib.get_close_matches(name, READ, n=1, cutoff=_ALIKE)
-        if meant and name not in READ:
-            yield Finding(f"{name} is set and read by nothing here; if {meant[0]} is meant, correct the name", False)
+        similar = difflib.get_close_matches(name, KNOWN_VARIABLES, n=1, cutoff=_SIMILARITY_MIN)
+        if similar and name not in KNOWN_VARIABLES:
+            yield Finding(f"{name} is set, but no program reads it; if you mean {similar[0]}, correct the name", False)
     if not facts.token_is_set:
         yield Finding(
-            "no shared secret is set, so the job is this machine's alone, or whoever reaches a port can join it "
+            "no shared secret is set, so only this machine can join the job, or anyone who reaches a port "
             "(TFT_INSECURE=1); set TFT_TOKEN or TFT_TOKEN_FILE to the same secret, made with `openssl rand -hex 32`, "
             "on every process and on the lighthouse",
             is_problem=False,
@@ -101,10 +101,10 @@ def _of_settings(facts: Facts) -> Iterator[Finding]:
 def _of_network(facts: Facts) -> Iterator[Finding]:
     if facts.hostname_is_loopback and not all(_is_local(each) for each in facts.lighthouses):
         yield Finding(
-            f"other machines would be told to reach this one as {facts.hostname!r}, which means themselves to them; "
-            "give the Manager a hostname, or mend this machine's name in /etc/hosts"
+            f"other machines can't reach this one, because its name {facts.hostname!r} is a loopback address; give the "
+            "Manager a hostname, or fix this machine's name in /etc/hosts"
         )
-    ways = {
+    route_interfaces = {
         name
         for each in facts.lighthouses
         for name, addresses in facts.interfaces.items()
@@ -120,21 +120,22 @@ def _of_network(facts: Facts) -> Iterator[Finding]:
         for name in named:
             if not any(each == name or (not exact and each.startswith(name)) for each in facts.interfaces):
                 yield Finding(
-                    f"{variable} names {name!r}, and this machine has {', '.join(sorted(facts.interfaces)) or 'none'}; "
+                    f"{variable} names {name!r}, but this machine has {', '.join(sorted(facts.interfaces)) or 'none'}; "
                     "name one of these, or unset it"
                 )
         there = set(named) & set(facts.interfaces)
-        if not exact or not ways or not there or ways & there:
+        if not exact or not route_interfaces or not there or route_interfaces & there:
             continue
-        if all(_means_this_machine(address) for name in there for address in facts.interfaces[name]):
+        if all(_is_loopback(address) for name in there for address in facts.interfaces[name]):
             yield Finding(
-                f"{variable} is {','.join(named)}, which no other machine can reach, and the way to the lighthouse is "
-                f"{', '.join(sorted(ways))}; name that, or unset it"
+                f"{variable} is {','.join(named)}, which no other machine can reach; set it to "
+                f"{', '.join(sorted(route_interfaces))}, the route to the lighthouse, or unset it"
             )
         else:
             yield Finding(
-                f"{variable} is {','.join(named)}, and the way to the lighthouse is {', '.join(sorted(ways))}: the "
-                "replicas meet on one network and are judged on another; meant where the first is the faster one",
+                f"{variable} is {','.join(named)}, but the route to the lighthouse is "
+                f"{', '.join(sorted(route_interfaces))}: replicas exchange gradients on one network and heartbeats on "
+                "another; keep this only if the first network is faster",
                 is_problem=False,
             )
 
@@ -143,20 +144,21 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
     clusters = {each.description.cluster_id for each in facts.lighthouses if each.description is not None}
     if len(clusters) > 1:
         yield Finding(
-            "the lighthouses of the list are of different clusters, so that a replica stays with the first that it "
-            "reaches; start them with one --cluster_id"
+            "the listed lighthouses belong to different clusters, so a replica stays with the first that it reaches; "
+            "start them with the same --cluster_id"
         )
     for each in facts.lighthouses:
         if each.answers_anybody:
             yield Finding(
-                f"a shared secret is set here, and the lighthouse at {each.address} has none: whoever reaches its port "
-                "can join the job; start it with the same TFT_TOKEN or TFT_TOKEN_FILE, or unset both everywhere",
+                f"a shared secret is set here, but the lighthouse at {each.address} has none, so anyone who reaches "
+                "its port can join the job; start it with the same TFT_TOKEN or TFT_TOKEN_FILE, or unset both "
+                "everywhere",
                 is_problem=False,
             )
         if each.is_foreign:
             yield Finding(
-                f"the lighthouse at {each.address} is torchft's: it works, but a death is found by its heartbeat "
-                "time-out alone; start tft-lighthouse there",
+                f"the lighthouse at {each.address} is torchft's, which detects a dead replica only by its heartbeat "
+                "timeout; start tft-lighthouse there",
                 is_problem=False,
             )
         elif each.trouble:
@@ -165,10 +167,10 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
             for warning in job.warnings:
                 yield Finding(f"job {job.name}: {warning}")
         if abs(each.clock_ahead_ms) >= _CLOCKS_DIFFER_MS:
-            way = "ahead of" if each.clock_ahead_ms > 0 else "behind"
+            direction = "ahead of" if each.clock_ahead_ms > 0 else "behind"
             yield Finding(
-                f"the clock of the lighthouse at {each.address} is {abs(each.clock_ahead_ms) / 1000:.0f} s {way} this "
-                "machine's: logs can't be laid side by side, and new quorum ids come from it; set both by NTP",
+                f"the clock of the lighthouse at {each.address} is {abs(each.clock_ahead_ms) / 1000:.0f} s {direction} "
+                "this machine's, so times in logs don't match, and new quorum ids come from it; set both by NTP",
                 is_problem=False,
             )
 
@@ -176,18 +178,20 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
 def _of_time(facts: Facts) -> Iterator[Finding]:
     if facts.timeouts is None:
         return
-    heard = [each.description for each in facts.lighthouses if each.description is not None]
-    # Only what a lighthouse says of itself is judged, not what was assumed about it.
-    judged = [facts.timeouts.beside(each.heartbeat_timeout_ms, each.join_timeout_ms) for each in heard]
-    for doubt in dict.fromkeys(doubt for timeouts in judged or [facts.timeouts] for doubt in timeouts.doubts()):
-        yield Finding(f"time-outs: {doubt}", is_problem=False)
+    descriptions = [each.description for each in facts.lighthouses if each.description is not None]
+    # Only the reported timeouts of a lighthouse are judged, not assumed ones.
+    reported = [facts.timeouts.merged_with(each.heartbeat_timeout_ms, each.join_timeout_ms) for each in descriptions]
+    for warning in dict.fromkeys(
+        warning for timeouts in reported or [facts.timeouts] for warning in timeouts.warnings()
+    ):
+        yield Finding(f"timeouts: {warning}", is_problem=False)
 
 
 def _is_local(lighthouse: LighthouseFacts) -> bool:
-    return _means_this_machine(lighthouse.local_address)
+    return _is_loopback(lighthouse.local_address)
 
 
-def _means_this_machine(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 

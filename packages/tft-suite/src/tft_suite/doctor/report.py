@@ -39,16 +39,16 @@ def _lines(facts: Facts, found: Sequence[Finding]) -> Iterator[str]:
     for each in facts.lighthouses:
         yield f"  {each.address}: {_described(each)}"
     if not facts.lighthouses:
-        yield "  none is named"
+        yield "  none is set"
     if facts.timeouts is not None:
-        yield "time-outs, ms (a lighthouse goes by its own join, heartbeat and tick)"
+        yield "timeouts, ms (a lighthouse uses its own join, heartbeat and tick)"
         for item in fields(Timeouts):
             yield f"  {item.name.removesuffix('_ms'):<20} {getattr(facts.timeouts, item.name):>9}"
-    yield from _of(found, is_problem=True, heading="problems")
-    yield from _of(found, is_problem=False, heading="notes")
+    yield from _section(found, is_problem=True, heading="problems")
+    yield from _section(found, is_problem=False, heading="notes")
 
 
-def _of(found: Sequence[Finding], *, is_problem: bool, heading: str) -> Iterator[str]:
+def _section(found: Sequence[Finding], *, is_problem: bool, heading: str) -> Iterator[str]:
     sentences = [finding.sentence for finding in found if finding.is_problem is is_problem]
     yield f"{heading}: {len(sentences) or 'none'}"
     for number, sentence in enumerate(sentences, start=1):
@@ -58,7 +58,7 @@ def _of(found: Sequence[Finding], *, is_problem: bool, heading: str) -> Iterator
 def _described(lighthouse: LighthouseFacts) -> str:
     found = lighthouse.description
     if found is None:
-        return "torchft's" if lighthouse.is_foreign else "of no use, see the problems"
+        return "torchft's" if lighthouse.is_foreign else "unusable, see the problems"
     up_s = (found.now_ms - found.started_ms) // 1000
     named = [(f"job {job.name}", job) for job in found.jobs]
     if found.torchft is not None:

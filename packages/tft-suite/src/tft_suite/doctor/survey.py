@@ -28,11 +28,11 @@ from tft_coord.security import read_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
 from tft_suite.doctor.facts import Facts, LighthouseFacts
-from tft_suite.doctor.findings import INTERFACE_VARIABLES, OURS
-from tft_suite.drain import LIGHTHOUSE, in_our_words
+from tft_suite.doctor.findings import INTERFACE_VARIABLES, PACKAGES
+from tft_suite.drain import LIGHTHOUSE, message_for_cli
 
 SECRET: Final = "TFT_TOKEN"
-THEIRS: Final = ("torch", "grpcio", "protobuf", "aiohttp")
+DEPENDENCIES: Final = ("torch", "grpcio", "protobuf", "aiohttp")
 PREFIXES: Final = ("TFT_", "TORCHFT_", "TORCHELASTIC_")
 NAMES: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *INTERFACE_VARIABLES)
 
@@ -56,9 +56,9 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
         setting_error = str(error)
     else:
         timeouts = resolved.timeouts
-    said = list(dict.fromkeys(address.strip() for address in addresses.split(",") if _is_address(address)))
+    named = list(dict.fromkeys(address.strip() for address in addresses.split(",") if _is_address(address)))
     return Facts(
-        versions={name: _version(name) for name in (*OURS, *THEIRS)},
+        versions={name: _version(name) for name in (*PACKAGES, *DEPENDENCIES)},
         setting_error=setting_error,
         hostname=hostname,
         hostname_is_loopback=is_loopback(hostname),
@@ -71,7 +71,7 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
         token_is_set=token is not None or bool(environ.get("TFT_TOKEN_FILE")),
         token_file_mode=_mode(environ.get("TFT_TOKEN_FILE", "")),
         timeouts=timeouts,
-        lighthouses=tuple(_ask(address, token=token, timeout=timeout) for address in said),
+        lighthouses=tuple(_ask(address, token=token, timeout=timeout) for address in named),
         accelerator=_accelerator(),
     )
 
@@ -80,14 +80,14 @@ def _token(environ: Mapping[str, str]) -> str | None:
     try:
         return read_token(environ)
     except CoordinationConfigError:
-        return None  # the settings' own error says this
+        return None  # the settings' own error reports this
 
 
 def _is_address(address: str) -> bool:
     try:
         return bool(target(address.strip()))
     except CoordinationConfigError:
-        return False  # the settings' own error says this
+        return False  # the settings' own error reports this
 
 
 def _version(name: str) -> str:
@@ -108,7 +108,7 @@ def _mode(path: str) -> int | None:
     try:
         return stat.S_IMODE(Path(path).stat().st_mode) if path else None
     except OSError:
-        return None  # the settings' own error says that it can't be read
+        return None  # the settings' own error reports that it can't be read
 
 
 def _accelerator() -> str:
@@ -119,7 +119,7 @@ def _accelerator() -> str:
 
 
 def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFacts:
-    local_address = _way_to(address)
+    local_address = _route_to(address)
     try:
         with LighthouseClient(address, timeout, token=token, waits=False) as client:
             description = client.describe(timeout)
@@ -127,7 +127,7 @@ def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFa
     except UnknownCallError:
         return LighthouseFacts(address=address, is_foreign=True, local_address=local_address)
     except CoordinationError as error:
-        return LighthouseFacts(address=address, trouble=in_our_words(error), local_address=local_address)
+        return LighthouseFacts(address=address, trouble=message_for_cli(error), local_address=local_address)
     return LighthouseFacts(
         address=address,
         description=description,
@@ -147,7 +147,7 @@ def _answers_anybody(address: str, timeout: timedelta) -> bool:
     return True
 
 
-def _way_to(address: str) -> str:
+def _route_to(address: str) -> str:
     """Return this machine's address for packets to that address; "" if it can't be found."""
     try:
         parts = urlsplit(address if "//" in address else f"//{address}")

@@ -51,7 +51,7 @@ class FaultToleranceCallback(TrainerCallback):
         self._manager = manager
         self._optimizer: Optimizer | None = None
         self._passes = 0  # backward passes of this step
-        self._quiet = contextlib.ExitStack()  # while a context is entered, backward passes reduce nothing
+        self._no_sync = contextlib.ExitStack()  # while a context is entered, backward passes reduce nothing
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: Any
@@ -95,18 +95,18 @@ class FaultToleranceCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         committed = bool(self._manager.strategy.verdict)
-        leads = committed and self._manager.participating_rank() == 0
+        is_primary = committed and self._manager.participating_rank() == 0
         control.should_evaluate &= committed
-        control.should_log &= leads
-        control.should_save &= leads
+        control.should_log &= is_primary
+        control.should_save &= is_primary
         control.should_training_stop |= self._manager.left
 
     on_epoch_end = on_step_end
 
     def _reduce_if(self, reduces: bool) -> None:
-        self._quiet.close()
+        self._no_sync.close()
         if not reduces:
-            self._quiet.enter_context(self._model.no_sync())
+            self._no_sync.enter_context(self._model.no_sync())
 
 
 def _check(args: TrainingArguments, state: TrainerState, optimizer: Any) -> None:
@@ -120,9 +120,9 @@ def _check(args: TrainingArguments, state: TrainerState, optimizer: Any) -> None
             f"the Trainer's optimizer is a {name}, which can't wait for a commit; use AdamW or SGD"
         )
     if optimizer.scaler is not None:
-        raise UnsupportedFeatureError("fp16 needs a gradient scaler, which would step without a commit; say bf16=True")
+        raise UnsupportedFeatureError("fp16 needs a gradient scaler, which would step without a commit; set bf16=True")
     if state.num_train_epochs < sys.maxsize:
         raise ConfigError(
-            "the training data has a length, so that a discarded step would end the training before max_steps; give "
+            "the training data has a length, so a discarded step would end the training before max_steps; give "
             "max_steps, and train_dataset=endless(dataset) from tft_suite.integrations.data"
         )

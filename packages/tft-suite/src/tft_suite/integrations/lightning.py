@@ -58,7 +58,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
         self._optimizer: Optimizer | None = None
         self._is_open = False  # a step has begun and has not been voted on
         self._reduces = False  # the running backward pass is the last one of its step
-        self._leads = True
+        self._is_primary = True
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
@@ -97,7 +97,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
             self._reduces = self._is_open = False
         manager = self._manager
         self._steps.completed = manager.current_step() - 1  # the Trainer adds 1
-        self._leads = bool(manager.strategy.verdict) and manager.participating_rank() == 0
+        self._is_primary = bool(manager.strategy.verdict) and manager.participating_rank() == 0
         if manager.left:
             self.lightning_module.trainer.should_stop = True
         return result
@@ -114,7 +114,7 @@ class FaultTolerantStrategy(SingleDeviceStrategy):
 
     @property
     def is_global_zero(self) -> bool:
-        return self._leads
+        return self._is_primary
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
@@ -140,9 +140,9 @@ def _check(trainer: Any, module: Any, strategy: FaultTolerantStrategy) -> None:
         raise UnsupportedFeatureError("only automatic optimization with one optimizer can wait for a commit")
     if getattr(strategy.precision_plugin, "scaler", None) is not None:
         raise UnsupportedFeatureError(
-            "16-mixed needs a gradient scaler, which would step without a commit; say bf16-mixed"
+            "16-mixed needs a gradient scaler, which would step without a commit; use bf16-mixed"
         )
     if trainer.max_steps < 1 or trainer.max_epochs != -1:
         raise ConfigError("a discarded step must not count; give Trainer max_steps, and leave max_epochs out or -1")
     if any(config.interval != "step" for config in strategy.lr_scheduler_configs):
-        raise ConfigError("epochs differ between replicas; give each scheduler interval: step")
+        raise ConfigError("epochs differ between replicas; set interval: step for each scheduler")

@@ -1,7 +1,7 @@
-"""The life of one Manager outside its steps: news, beats, leaving and the end.
+"""The life of one Manager outside its steps: notifications, beats, leaving and the end.
 
-Law of this file: calls of other threads arrive here, and the end starts here. The step core decides the effect of news
-on the step.
+Law of this file: calls of other threads arrive here, and the end starts here. The step core decides the effect of a
+notification on the step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Lifecycle:
     """The life of one rank's Manager, from its start to its end.
 
     Args:
-        parts: of the Manager. From now on, its coordinator reports news to this object.
+        parts: of the Manager. From now on, its coordinator sends notifications to this object.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -51,7 +51,7 @@ class Lifecycle:
         if self._standing is not None:
             self._standing.number_beats(self._number_beat)
         parts.shared.coordinator.listen(self.hear)
-        parts.shared.coordinator.follow(self.look_often)
+        parts.shared.coordinator.follow(self.poll)
         at_exit.shut_down_at_exit(self)
 
     @property
@@ -71,42 +71,42 @@ class Lifecycle:
             raise ManagerClosedError(f"the Manager of replica {self._replica_id} was shut down; make a new one")
         if os.getpid() != self._pid:  # a forked child has none of its threads
             raise UsageError(
-                f"the Manager of replica {self._replica_id} belongs to process {self._pid}, of which this one was "
-                "forked; use it there, or make one here"
+                f"the Manager of replica {self._replica_id} belongs to process {self._pid}, the parent of this "
+                "process; use it there, or make a new one here"
             )
 
     @property
     def _replica_id(self) -> str:
         return self._parts.shared.coordinator.replica_id
 
-    # --- news, on threads of the coordinator, without waits -----------------------------------------------------------
+    # --- notifications, on threads of the coordinator, without waits -------------------------------------------------
 
-    def hear(self, news: Notification) -> None:
-        """Handle news: a loss in a quorum or of this group, a newcomer, or an order for this process."""
+    def hear(self, notification: Notification) -> None:
+        """Handle a notification: a loss in a quorum or of this group, a newcomer, or an order for this process."""
         parts, shared = self._parts, self._parts.shared
-        match news:
+        match notification:
             case LossNotice():
-                if not news.lives:
-                    parts.early.lost()
-                shared.step.tell(on.LossNoticed(news))
+                if not notification.lives:
+                    parts.speculative.lost()
+                shared.step.tell(on.LossNoticed(notification))
             case QuorumNews():
-                shared.step.tell(on.QuorumNamed(news))
+                shared.step.tell(on.QuorumNamed(notification))
             case NewcomerAsks(replica_id=replica_id):
-                parts.early.heard(replica_id)
+                parts.speculative.newcomer_asked(replica_id)
             case ReplicaGroupLostError():
-                shared.step.tell(on.GroupWasLost(news))
+                shared.step.tell(on.GroupWasLost(notification))
             case LeaveRequest(reason, serve_ms):
-                shared.reports.log(logging.WARNING, "asked to leave: %s", reason)
+                shared.reports.log(logging.WARNING, "received a request to leave the job: %s", reason)
                 self.leave(timedelta(milliseconds=serve_ms) if serve_ms else None, reason=reason)
             case DrainComplete():
-                parts.farewell.released.set()
+                parts.graceful_shutdown.released.set()
             case WaitsFor(sentence, warns):
                 if warns:
                     shared.reports.log(logging.WARNING, "%s", sentence)
                 else:
-                    parts.waits.told(sentence)
+                    parts.waits.reported(sentence)
             case StragglerNotice():
-                parts.straggling.told(news)
+                parts.straggling.notified(notification)
                 shared.step.tell(on.PaceHeard(bool(parts.straggling.left_out)))
             case KillOrder(message):
                 self._end_process(message)
@@ -122,7 +122,7 @@ class Lifecycle:
         """End the process with exit code 1, at once, whatever other threads do or which locks they hold."""
 
         def last_words() -> None:
-            self._parts.shared.reports.log(logging.CRITICAL, "this process is ended: %s", message)
+            self._parts.shared.reports.log(logging.CRITICAL, "ending this process: %s", message)
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
 
@@ -131,11 +131,11 @@ class Lifecycle:
         speaker.join(LAST_WORDS_S)
         os._exit(1)
 
-    def look_often(self) -> Progress:
+    def poll(self) -> Progress:
         """Return this rank's progress, several times a beat. Check everything else once a beat."""
         parts, now_s = self._parts, self._parts.shared.clock.monotonic()
         if now_s < self._next_look_s:
-            return parts.where.look()
+            return parts.step_progress.look()
         self._next_look_s = now_s + LOOK_EVERY_BEATS * parts.shared.config.timeouts.beat_interval_ms / 1_000
         return self.look()
 
@@ -149,7 +149,7 @@ class Lifecycle:
                 if isinstance(order, do.TellLate) and self._standing is not None:
                     self._standing.late(order.key, order.step)
         parts.shared.reports.look()
-        return parts.where.look()
+        return parts.step_progress.look()
 
     # --- leaving ------------------------------------------------------------------------------------------------------
 
@@ -170,8 +170,8 @@ class Lifecycle:
         self._deadline(deadline)
         self._signals.handle(signals, lambda name: self.leave(deadline, reason=f"it was sent {name}"))
 
-    def _deadline(self, said: timedelta | None) -> timedelta:
-        return limit_of(said, self._parts.shared.config.heal_timeout, "deadline")
+    def _deadline(self, deadline: timedelta | None) -> timedelta:
+        return limit_of(deadline, self._parts.shared.config.heal_timeout, "deadline")
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -187,9 +187,9 @@ class Lifecycle:
             serve_ms = round(shared.config.heal_timeout / MILLISECOND)
             for order in shared.step.tell(on.EndingAsked(clean, serve_ms)):
                 if isinstance(order, do.ServeOn):
-                    parts.farewell.serve_on(order)
+                    parts.graceful_shutdown.serve_on(order)
         finally:
-            shared.reports.write_held()  # later errors are caused by this end
+            shared.reports.write_pending()  # later errors are caused by this end
             self._closing.set()
             # The signal handlers go last, because a launcher that sends a signal twice would otherwise kill this
             # process during its shutdown.

@@ -37,7 +37,9 @@ class SignalHandlers:
         """
         for number in signals:
             if not isinstance(number, int) or number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-                raise ConfigError(f"{number!r} is no signal that can be handled; give some, such as signal.SIGTERM")
+                raise ConfigError(
+                    f"{number!r} is not a signal that can be handled; give a signal such as signal.SIGTERM"
+                )
 
         def handle(number: int, _frame: object) -> None:
             act(signal_name(number))

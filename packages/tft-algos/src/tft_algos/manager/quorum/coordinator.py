@@ -53,7 +53,7 @@ ANSWER_INTERVAL_S: Final = 0.02
 # after heartbeat_timeout. Checks are counted, so that a pause of this process does not count.
 UNANSWERED_LOOKS_MOST: Final = 10
 NOTICED_WITHIN_S: Final = 1.0
-MAX_UNHEARD: Final = 256
+MAX_UNDELIVERED: Final = 256
 MAX_STARTS: Final = 3  # of a manager server that is killed while it starts
 
 
@@ -91,8 +91,8 @@ class GroupCoordinator:
         self._closing = threading.Event()
         self._has_answered = threading.Event()  # rank 0 has answered all ranks, and all have claimed their ranks
         self._listener: Callable[[Notification], None] | None = None
-        self._unheard: deque[Notification] = deque(maxlen=MAX_UNHEARD)  # news that arrived before there was a listener
-        self._hearing = threading.Lock()
+        self._undelivered: deque[Notification] = deque(maxlen=MAX_UNDELIVERED)  # arrived before there was a listener
+        self._delivering = threading.Lock()
         self._progress: Callable[[], Progress | None] = lambda: None
         self._beat_number: Callable[[], int] = lambda: 0
         self._watch: threading.Thread | None = None
@@ -119,7 +119,7 @@ class GroupCoordinator:
             self._watch = None
             self.close()
             raise
-        _living[_place(config)] = self
+        _open_coordinators[_place(config)] = self
         if self._watch is not None:
             self._watch.start()
 
@@ -170,10 +170,10 @@ class GroupCoordinator:
             self._store.forget_id()  # the next start in this place has no predecessor
 
     def listen(self, listener: Callable[[Notification], None]) -> None:
-        with self._hearing:  # later news waits, so that the order is kept
-            for news in self._unheard:
-                listener(news)
-            self._unheard.clear()
+        with self._delivering:  # later notifications wait, so that the order is kept
+            for notification in self._undelivered:
+                listener(notification)
+            self._undelivered.clear()
             self._listener = listener
 
     def follow(self, progress: Callable[[], Progress]) -> None:
@@ -193,8 +193,8 @@ class GroupCoordinator:
             give_up_at = time.monotonic() + left.total_seconds()
             if not self._has_answered.wait(left.total_seconds()):
                 raise RequestTimeoutError(
-                    f"not all {self._config.world_size} ranks of replica {self.replica_id} have started within "
-                    f"{timeout.total_seconds():g} s; look at the logs of those that are not there"
+                    f"timed out after {timeout.total_seconds():g} s waiting for all {self._config.world_size} ranks of "
+                    f"replica {self.replica_id} to start; look at the logs of the missing ranks"
                 )
             left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
         return self._store.gather(f"{self.replica_id}/{name}", value, self._config.rank, self._config.world_size, left)
@@ -213,8 +213,8 @@ class GroupCoordinator:
 
     def close(self) -> None:
         place = _place(self._config)
-        if _living.get(place) is self:
-            del _living[place]
+        if _open_coordinators.get(place) is self:
+            del _open_coordinators[place]
         with self._lock:
             self._closing.set()
             server = self._server if self._stage is _Stage.STARTING else None
@@ -249,7 +249,7 @@ class GroupCoordinator:
                 )
             client = self._client
         if client is None:
-            raise self._gone() from self._no_start
+            raise self._end_error() from self._no_start
         return client, timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
 
     def _wait_for_start(self, give_up_at: float) -> bool:
@@ -279,15 +279,15 @@ class GroupCoordinator:
                 return ready
             self._lock.wait(min(1.0, give_up_at - now))
 
-    def _told(self, news: Notification) -> None:
-        with self._hearing:
+    def _notify(self, notification: Notification) -> None:
+        with self._delivering:
             listener = self._listener
             if listener is None:
-                self._unheard.append(news)
+                self._undelivered.append(notification)
                 return
-        listener(news)
+        listener(notification)
 
-    def _gone(self) -> CoordinationError:
+    def _end_error(self) -> CoordinationError:
         if self._closing.is_set():
             return CoordinationClosedError(f"the Manager of replica {self.replica_id} was shut down; make a new one")
         return self._lost()
@@ -297,8 +297,8 @@ class GroupCoordinator:
             why = f"the manager server of replica {self.replica_id} does not start: {self._no_start}"
             return ReplicaGroupLostError(why)
         return ReplicaGroupLostError(
-            f"the manager server of replica {self.replica_id} has ended, and without it its {self._config.world_size} "
-            f"ranks can't agree (this is rank {self._config.rank}); end this process and start the group again"
+            f"the manager server of replica {self.replica_id} has ended, and its {self._config.world_size} ranks can't "
+            f"vote without it (this is rank {self._config.rank}); end this process and start the group again"
         )
 
     def _after_the_loss(self, client: ManagerClient, error: CoordinationError) -> Exception:
@@ -317,10 +317,10 @@ class GroupCoordinator:
             return ServerRestartedError()
         if self._config.world_size == 1 and newer is not None and isinstance(error, UnreachableError):
             return RequestTimeoutError(
-                f"the manager server of replica {self.replica_id} runs and does not answer ({error}); look whether the "
-                "machine is out of memory or of processor time"
+                f"the manager server of replica {self.replica_id} runs but does not answer ({error}); check whether "
+                "the machine is out of memory or CPU time"
             )
-        return self._gone()
+        return self._end_error()
 
     def _serve(self, server: ManagerServer) -> None:
         """Run the manager server until this coordinator closes. This is the main function of a thread on rank 0.
@@ -343,7 +343,7 @@ class GroupCoordinator:
                 message = "[%s/0] the manager server ended; a new one runs at %s"
                 logger.warning(message, self.replica_id, self._server.address())
         if client is None and not self._closing.is_set():
-            self._told(self._lost())
+            self._notify(self._lost())
 
     def _start(self, server: ManagerServer | None) -> ManagerClient | None:
         """Wait until the server is ready, or a new one if `server` is None, and connect to it.
@@ -387,7 +387,7 @@ class GroupCoordinator:
         address = server.address()
         with self._lock:
             if self._closing.is_set():
-                raise self._gone()
+                raise self._end_error()
             self._stage = _Stage.CONNECTING
         self._own_name = unknown_name(self._config.hostname)
         # Not an error yet, because a name service may learn of a host after its processes have started.
@@ -400,7 +400,7 @@ class GroupCoordinator:
     def _replace_server(self) -> ManagerServer:
         with self._lock:  # `close` ends either the old server or the new one
             if self._closing.is_set():
-                raise self._gone()
+                raise self._end_error()
             server = self._server = self._new_server()
             return server
 
@@ -419,8 +419,8 @@ class GroupCoordinator:
             unanswered = 0 if client.is_answered else unanswered + 1
             if unanswered > UNANSWERED_LOOKS_MOST and self._config.world_size == 1 and server.alive():
                 logger.warning(
-                    "[%s/0] the manager server runs and does not answer; it is killed, and another one starts. Look "
-                    "whether it was stopped, or the machine is out of memory or of processor time",
+                    "[%s/0] killing the manager server, which does not answer, and starting another one; check "
+                    "whether it was stopped, or the machine is out of memory or CPU time",
                     self.replica_id,
                 )
                 server.kill()
@@ -438,8 +438,8 @@ class GroupCoordinator:
             all_came = self._store.answer(self.replica_id, self._address, self._config.world_size)
         except (DistStoreError, DistNetworkError) as error:
             logger.warning(
-                "[%s/0] lost the store %s of the replica group (%s), so ranks that have not started yet can't; look "
-                "whether torchrun, or what else hosts it, still runs",
+                "[%s/0] lost the connection to the replica group's store %s (%s), so ranks that have not started yet "
+                "can't start; check whether torchrun, or the process that hosts the store, still runs",
                 self.replica_id,
                 self._store.address,
                 str(error).partition("\n")[0],
@@ -478,7 +478,7 @@ class GroupCoordinator:
             group_rank=config.rank,
             token=config.token,
             timeouts=config.timeouts,
-            listener=self._told,
+            listener=self._notify,
             progress=lambda: self._progress(),
             beat_number=lambda: self._beat_number(),
             is_alive=server.alive if server is not None else lambda: True,
@@ -493,14 +493,14 @@ def unknown_name(hostname: str) -> str:
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
         return (
-            f"the name {hostname} is unknown on this host ({why}), and others are told to reach this replica by it; "
-            "set hostname= to a name or address of this host that all replicas know"
+            f"the name {hostname} can't be resolved on this host ({why}), and other replicas would use it to reach "
+            "this replica; set hostname= to a name or address of this host that all replicas can resolve"
         )
     return ""
 
 
 # The open coordinators of this process, by replica and rank. The pid separates a forked child from its parent.
-_living: weakref.WeakValueDictionary[tuple[object, ...], GroupCoordinator] = weakref.WeakValueDictionary()
+_open_coordinators: weakref.WeakValueDictionary[tuple[object, ...], GroupCoordinator] = weakref.WeakValueDictionary()
 
 
 def _place(config: ResolvedConfig) -> tuple[object, ...]:
@@ -515,7 +515,7 @@ def _check_alone(config: ResolvedConfig) -> None:
 
     Raises: UsageError: an earlier Manager is still open.
     """
-    earlier = _living.get(_place(config)) if config.replica_id else None
+    earlier = _open_coordinators.get(_place(config)) if config.replica_id else None
     if earlier is not None:
         raise UsageError(
             f"this process has an earlier Manager of replica {earlier.replica_id}, rank {config.rank}, of job "

@@ -41,12 +41,12 @@ class OwnFingerprint:
             "min_replica_size": str(config.min_replica_size),
             "init_sync": str(config.init_sync),
         }
-        self._is_island = config.rank0_synchronization_only
-        if not self._is_island:
+        self._is_rank0_only = config.rank0_synchronization_only
+        if not self._is_rank0_only:
             self._parts["group world size"] = str(config.world_size)
         self._lock = threading.Lock()
         self._whole: Fingerprint = ()  # the current fingerprint; empty: to be computed again
-        self._said: Fingerprint = ()
+        self._sent: Fingerprint = ()
         self._num_models = 0
         self._num_optimizers = 0
         for name, value in config.fingerprint.items():
@@ -86,7 +86,7 @@ class OwnFingerprint:
         ]
         names = hashlib.sha256("\n".join(name for name, _ in described).encode()).hexdigest()
         self.add(prefix, f"{len(described)} parameters, their names and order {names[:16]}")
-        if self._is_island:
+        if self._is_rank0_only:
             # Rank 0 communicates for all ranks. A parameter that only other ranks have would never be synchronized.
             whole = hashlib.sha256("\n".join(f"{name} {words}" for name, words in described).encode()).hexdigest()
             self.add(f"model {self._num_models - 1}", f"{len(described)} parameters, {whole[:16]}")
@@ -103,11 +103,11 @@ class OwnFingerprint:
         )
         self._num_optimizers += 1
 
-    def unsaid(self) -> Fingerprint:
+    def unsent(self) -> Fingerprint:
         """Return the fingerprint for the next request. Empty if everything was sent before."""
         with self._lock:
             self._whole = self._whole or fingerprint_of(self._parts)
-            return () if self._whole is self._said else self._whole
+            return () if self._whole is self._sent else self._whole
 
     def whole(self) -> Fingerprint:
         """Return the whole fingerprint, for a manager server that has received none."""
@@ -115,11 +115,11 @@ class OwnFingerprint:
             self._whole = self._whole or fingerprint_of(self._parts)
             return self._whole
 
-    def was_said(self, fingerprint: Fingerprint) -> None:
+    def was_sent(self, fingerprint: Fingerprint) -> None:
         """Record that a request with this fingerprint was answered."""
         if fingerprint:
             with self._lock:
-                self._said = fingerprint
+                self._sent = fingerprint
 
 
 def uncompiled(name: str) -> str:

@@ -87,8 +87,8 @@ class GroupStore:
             self.store.wait([f"{self.run_scope}/{ANSWER_KEY}/{word}"], timeout)
         except DistStoreError as error:
             raise RequestTimeoutError(
-                f"rank {rank} waited {timeout.total_seconds():g} s in the store {self.address} for the address of its "
-                "manager server; look whether group rank 0 has started"
+                f"rank {rank} timed out after {timeout.total_seconds():g} s waiting in the store {self.address} for "
+                "the address of its manager server; check whether group rank 0 has started"
             ) from error
         replica_id, address = self.store.get(f"{self.run_scope}/{ANSWER_KEY}/{word}").decode().rsplit(" ", 1)
         return replica_id, address
@@ -115,13 +115,13 @@ class GroupStore:
         first = self.store.compare_set(key, "", str(world_size)).decode()
         if first != str(world_size):
             raise ConfigError(
-                f"rank {rank} was told a WORLD_SIZE of {world_size}, and another process of its replica group one of "
-                f"{first}; give every process of the group the same"
+                f"rank {rank} has WORLD_SIZE {world_size}, and another process of its replica group has {first}; give "
+                "every process of the group the same WORLD_SIZE"
             )
         mine = _this_process()
         holder = self.store.compare_set(self._holder_key(replica_id, rank), "", mine).decode()
         if holder != mine:
-            raise _taken(rank, holder)
+            raise _duplicate_rank(rank, holder)
 
     def check_alone(self, rank: int) -> None:
         """Check that no other process of this rank runs on this machine, before this process waits for any.
@@ -132,8 +132,8 @@ class GroupStore:
         holder = self.store.compare_set(key, "", mine).decode()
         if holder == mine:
             return
-        if _lives_here(holder):
-            raise _taken(rank, holder)
+        if _is_running_here(holder):
+            raise _duplicate_rank(rank, holder)
         # The process has died, or a launcher has moved its rank here from another machine.
         self.store.set(key, mine)
 
@@ -158,8 +158,8 @@ class GroupStore:
             return tuple(found.decode() for found in self.store.multi_get(keys))
         except (DistStoreError, DistNetworkError) as error:
             raise RequestTimeoutError(
-                f"rank {rank} waited {timeout.total_seconds():g} s in the store {self.address} for what the others "
-                f"of its replica group give for {name!r}; look whether one of them hangs"
+                f"rank {rank} timed out after {timeout.total_seconds():g} s waiting in the store {self.address} for "
+                f"the values of the other ranks of its replica group for {name!r}; check whether one of them hangs"
             ) from error
 
     def predecessor(self) -> str:
@@ -218,7 +218,8 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
         except DistNetworkError as error:
             raise UnreachableError(
                 f"this process can't reach the replica group's store that it hosts at {host} "
-                f"({str(error).partition(chr(10))[0]}); look what keeps connections to own addresses from being made"
+                f"({str(error).partition(chr(10))[0]}); check what blocks connections from this host to its own "
+                "addresses"
             ) from error
         _hosted.add(store)
         return GroupStore(store, join_address(config.hostname, store.port), config.run_scope, config.group_scope)
@@ -232,8 +233,8 @@ def open_group_store(config: ResolvedConfig) -> GroupStore:
         client.connect(config.connect_timeout, keep_trying=lambda: None)
     except ProcessGroupError as error:
         raise UnreachableError(
-            f"what listens at {where} does not answer rank {config.rank} as its replica group's store would; check "
-            "that MASTER_ADDR and MASTER_PORT name that store (torchrun starts one)"
+            f"the server at {where} does not answer rank {config.rank} like its replica group's store; check that "
+            "MASTER_ADDR and MASTER_PORT name that store (torchrun starts one)"
         ) from error
     finally:
         connected.set()
@@ -267,7 +268,7 @@ def _listener(hostname: str) -> socket.socket:
         return socket.create_server(("0.0.0.0", 0), backlog=BACKLOG)
     except OSError as error:
         raise UnreachableError(
-            f"this process can't host its replica group's store: no port is to be had ({error})"
+            f"this process can't host its replica group's store, because no port is free ({error})"
         ) from error
 
 
@@ -309,7 +310,7 @@ def _this_process() -> str:
     return f"{socket.gethostname()}/{pid}:{_started(pid) or ''}"
 
 
-def _lives_here(holder: str) -> bool:
+def _is_running_here(holder: str) -> bool:
     """Return whether a process, as given by `_this_process`, still runs on this machine.
 
     A pid alone is not enough. The launcher may not have reaped an ended process, and the system reuses the pids of
@@ -341,7 +342,7 @@ def _started(pid: int) -> str | None:
     return None if state in _ENDED else start.decode()
 
 
-def _taken(rank: int, holder: str) -> ConfigError:
+def _duplicate_rank(rank: int, holder: str) -> ConfigError:
     host, _, process = holder.rpartition("/")
     return ConfigError(
         f"process {process.partition(':')[0]} on {host} is rank {rank} of this replica group already; give every "

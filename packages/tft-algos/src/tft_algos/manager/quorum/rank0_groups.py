@@ -11,7 +11,6 @@ happens, and `shards` how a whole tensor is sharded.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -26,6 +25,7 @@ from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.interfaces import Coordinator, ProcessGroupLike
 from tft_algos.manager.recovery.healing import state_key
 from tft_ckpt import CheckpointTransport, PGTransport
+from tft_ckpt.state.walk import Path, map_leaves
 from tft_coord.core.types import Plan
 from tft_pg import DummyWork
 
@@ -82,8 +82,8 @@ def check_transport(config: ResolvedConfig) -> None:
     spreads = config.rank0_synchronization_only and config.world_size > 1
     if spreads and isinstance(config.checkpoint_transport, PGTransport):
         raise ConfigError(
-            "checkpoint_transport is a PGTransport, which ends at group rank 0 with rank0_synchronization_only, and "
-            "the other ranks take the state from that one; give an HTTPTransport, or none"
+            "checkpoint_transport is a PGTransport, which reaches only group rank 0 with rank0_synchronization_only, "
+            "and the other ranks receive the state from rank 0; give an HTTPTransport, or none"
         )
 
 
@@ -123,26 +123,19 @@ def whole(state: Any, *, keep: bool = True) -> Any:
         state: mappings, lists and tuples. The state is not changed. A part without DTensors is not copied.
         keep: False: take part, and free each tensor at once.
     """
-    if is_dtensor(state):
-        if state.device_mesh.size() == 1 and not any(placement.is_partial() for placement in state.placements):
-            return state.to_local()
-        full: torch.Tensor = state.full_tensor().detach()
+
+    def unsharded(_: Path, leaf: Any) -> Any:
+        if not is_dtensor(leaf):
+            return leaf
+        if leaf.device_mesh.size() == 1 and not any(placement.is_partial() for placement in leaf.placements):
+            return leaf.to_local()
+        full: torch.Tensor = leaf.full_tensor().detach()
         return full.cpu() if keep else None
-    if isinstance(state, dict):
-        made = copy.copy(state)
-        for key, value in state.items():
-            made[key] = whole(value, keep=keep)
-        return made
-    if isinstance(state, list):
-        return [whole(value, keep=keep) for value in state]
-    if type(state) is tuple:
-        return tuple(whole(value, keep=keep) for value in state)
-    if isinstance(state, tuple) and hasattr(state, "_make"):
-        return state._make(whole(value, keep=keep) for value in state)
-    return state
+
+    return map_leaves(state, unsharded)
 
 
-def island_digests(
+def rank0_digests(
     state: Mapping[str, Any] | None,
     name: str,
     *,
@@ -174,26 +167,18 @@ def island_digests(
         return (NOTHING,)
     own = NOTHING
     error: UserStateError | None = None
-    entire = whole(state, keep=not config.stands_by)
+    entire = whole(state, keep=not config.is_passive_rank)
     try:
-        own = digest(_without_dtensors(state))
-        if not config.stands_by:
+        own = digest(map_leaves(state, lambda _, leaf: None if is_dtensor(leaf) else leaf))
+        if not config.is_passive_rank:
             own += f" {digest(entire)}"
     except UserStateError as failure:
         own, error = NOTHING, failure
-    told = [words.split() for words in gather("of", NOTHING if is_torn else own)]
+    digests = [words.split() for words in gather("of", NOTHING if is_torn else own)]
     if error is not None:
         raise error
-    alike = all(told) and len({words[0] for words in told}) == 1
-    return (told[0][1] if alike else NOTHING,)
-
-
-def _without_dtensors(state: Any) -> Any:
-    if isinstance(state, Mapping):
-        return {key: _without_dtensors(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [_without_dtensors(value) for value in state]
-    return None if is_dtensor(state) else state
+    alike = all(digests) and len({words[0] for words in digests}) == 1
+    return (digests[0][1] if alike else NOTHING,)
 
 
 # --- taking -----------------------------------------------------------------------------------------------------------
@@ -238,7 +223,10 @@ def spread(
                 raise failure
             return state
         if source == NOTHING:
-            raise HealingError(f"rank 0 of replica {plan.replica_id} could not offer step {plan.step} to its island")
+            raise HealingError(
+                f"rank 0 of replica {plan.replica_id} could not offer the state of step {plan.step} "
+                "to the other ranks of its group"
+            )
         left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
         received: Mapping[str, Any] = transport.recv_checkpoint(
             plan.replica_rank,
@@ -251,8 +239,8 @@ def spread(
         )
     except Exception as error:
         raise HealingError(
-            f"step {plan.step} did not get from rank 0 of replica {plan.replica_id} to rank {config.rank} ({error}); "
-            "the next quorum tries again",
+            f"rank {config.rank} could not receive the state of step {plan.step} from rank 0 of replica "
+            f"{plan.replica_id} ({error}); the next quorum tries again",
             sources=tuple(one.replica_id for one in plan.sources),
         ) from error
     return received

@@ -24,7 +24,7 @@ from tft_algos.manager.quorum.aborter import QuorumAborter
 from tft_algos.manager.quorum.fingerprint import OwnFingerprint
 from tft_algos.manager.quorum.rank0_groups import global_ranks
 from tft_algos.manager.quorum.unreached import UnreachedPeers
-from tft_algos.manager.step.error_reporter import raise_told
+from tft_algos.manager.step.error_reporter import raise_reported
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 from tft_coord.core.types import QuorumKey
@@ -66,7 +66,7 @@ class QuorumTask:
     Args:
         shared: what all parts share.
         group: the process group across replicas. Only this class builds it.
-        breaker: knows the quorum for which the group is built.
+        aborter: knows the quorum for which the group is built.
         fingerprint: sent whole to a manager server that has received none.
         unreached: told of each configure, so that the next request names the unreachable peers.
     """
@@ -76,7 +76,7 @@ class QuorumTask:
         shared: ManagerContext,
         *,
         group: ProcessGroupLike,
-        breaker: QuorumAborter,
+        aborter: QuorumAborter,
         fingerprint: OwnFingerprint,
         unreached: UnreachedPeers,
     ) -> None:
@@ -86,7 +86,7 @@ class QuorumTask:
         self._reports = shared.reports
         self._clock = shared.clock
         self._group = group
-        self._breaker = breaker
+        self._aborter = aborter
         self._fingerprint = fingerprint
         self._unreached = unreached
         self._closing = shared.closing
@@ -107,8 +107,8 @@ class QuorumTask:
         self._last = future
         self._questions.put(_Question(future, lambda: self._negotiate(ask, timeout)))
 
-    def goes_on(self) -> None:
-        """Record that a step begins in a quorum that stands, so no request is sent."""
+    def begin_without_request(self) -> None:
+        """Record that a step begins in the current quorum, so no request is sent."""
         self._last = _NOTHING_ASKED
         if self._reports.records.wants_quorums:
             self._record(reconfigures=False, duration_s=0.0)
@@ -132,7 +132,7 @@ class QuorumTask:
             try:
                 self._last.result()
             except (ReplicaGroupLostError, RefusedError) as error:
-                raise_told(error)
+                raise_reported(error)
 
     def settle(self) -> None:
         """Wait for the end of the request, whatever its result."""
@@ -189,7 +189,7 @@ class QuorumTask:
                     if isinstance(again, do.Ask):
                         request = replace(again.request, fingerprint=self._fingerprint.whole())
                 continue
-            self._fingerprint.was_said(request.fingerprint)
+            self._fingerprint.was_sent(request.fingerprint)
             if isinstance(answer, QuorumKey):
                 effects = self._step.tell(on.UnchangedArrived(ask.attempt, answer))
             else:
@@ -210,7 +210,7 @@ class QuorumTask:
         begun = self._clock.monotonic()
         store = f"{plan.store_address}/tft/{config.job}/{plan.key}/{config.rank}"
         try:
-            with self._breaker.configuring(plan.key):
+            with self._aborter.configuring(plan.key):
                 broken = self._step.status.broken
                 if broken is not None:
                     raise broken

@@ -25,13 +25,15 @@ from tft_pg.errors import ConfigError, ConfigureError, PeerDisconnectedError, Pr
 _NAMES_MOST: Final = 8  # in one sentence
 _WHY_MOST: Final = 300  # characters
 _CHECK: Final = (
-    "look whether a firewall stands between, and whether each replica listens on an interface and advertises a host "
-    "name by which the others reach it (GLOO_SOCKET_IFNAME, hostname=)"
+    "check for a firewall, and check that the other replicas can reach each replica's interface and host name "
+    "(GLOO_SOCKET_IFNAME, hostname=)"
 )
 _CHECK_STORE: Final = (
-    f"look whether the torchrun agent that hosts that store, or what else hosts it, has ended; else {_CHECK}"
+    f"check whether torchrun's agent, or the process that hosts the store, has ended; otherwise {_CHECK}"
 )
-_CHECK_OWN: Final = "look whether torchrun's agent, or what else hosts it, still runs, and restart this replica group"
+_CHECK_OWN: Final = (
+    "check whether torchrun's agent, or the process that hosts the store, still runs, and restart this replica group"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class UnreachedPeers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unsaid: dict[tuple[str, Via], Unreached] = {}
+        self._unsent: dict[tuple[str, Via], Unreached] = {}
         self._absent: frozenset[str] = frozenset()  # replicas missing at the last rendezvous
         self._blamed: frozenset[tuple[str, Via]] = frozenset()  # reported by the last configure
         self._repeats = 0  # in a row
@@ -62,9 +64,9 @@ class UnreachedPeers:
         self._sentence = ""  # of the last configure, if it failed
 
     @property
-    def has_unsaid(self) -> bool:
+    def has_unsent(self) -> bool:
         """Return whether a report for the lighthouse exists, so that the next quorum should be requested at once."""
-        return bool(self._unsaid)
+        return bool(self._unsent)
 
     @property
     def last(self) -> str:
@@ -73,11 +75,11 @@ class UnreachedPeers:
 
     def take(self) -> tuple[Unreached, ...]:
         """Return the reports for the request that is made now. Each report is returned once."""
-        if not self._unsaid:
+        if not self._unsent:
             return ()
         with self._lock:
-            said, self._unsaid = self._unsaid, {}
-        return tuple(said.values())[:UNREACHED_MOST]
+            reports, self._unsent = self._unsent, {}
+        return tuple(reports.values())[:UNREACHED_MOST]
 
     def group_configured(self) -> None:
         """Record that the process group was built, so every member was reached."""
@@ -125,7 +127,7 @@ class UnreachedPeers:
         return Diagnosis(named, f"{sentence}{times}" if is_due else "")
 
     def _own_failure(self, plan: Plan, error: Exception, *, broken: bool) -> Diagnosis | None:
-        """Report this replica itself where it can't build a group whoever the peers are. Return None where it may.
+        """Report this replica itself if it can't build a group with any peers. Return None if it may.
 
         Its peers can't report it: its next request ends their rendezvous before they miss it. A group of another kind
         may say by any error that a peer is gone, so its error counts only if it repeats.
@@ -157,8 +159,8 @@ class UnreachedPeers:
             return ""
         with self._lock:
             self._keep(Unreached(name, Via.GROUP, _plain(why)) for name, why in found.items())
-        said = "; ".join(f"replica {name} is not reached any more at {why}" for name, why in sorted(found.items()))
-        return f"{said}; {_CHECK}"
+        sentence = "; ".join(f"lost the connection to replica {name} at {why}" for name, why in sorted(found.items()))
+        return f"{sentence}; {_CHECK}"
 
     def sources_failed(self, found: Mapping[str, str]) -> None:
         """Record the sources of live state that did not answer.
@@ -170,13 +172,14 @@ class UnreachedPeers:
 
     def _keep(self, reports: Iterable[Unreached]) -> None:
         for each in reports:
-            self._unsaid[each.replica_id, each.via] = each
+            self._unsent[each.replica_id, each.via] = each
 
     def _of_store(self, plan: Plan, error: StoreUnreachableError) -> tuple[list[Unreached], list[str]]:
         owner = plan.store_replica_id
         whose = "its own rendezvous store" if owner == plan.replica_id else f"the rendezvous store of replica {owner}"
         clause = (
-            f"{whose if owner else 'the rendezvous store'} at {error.host}:{error.port} was not reached ({error.why})"
+            f"{whose if owner else 'the rendezvous store'} at {error.host}:{error.port} could not be reached "
+            f"({error.why})"
         )
         return [Unreached(owner, Via.STORE, _plain(f"{error.host}:{error.port}: {error.why}"))] if owner else [], [
             clause
@@ -189,14 +192,15 @@ class UnreachedPeers:
         again, self._absent = missing & self._absent, missing
         reports = [Unreached(name, Via.GROUP, _plain(why)) for name, why in unreached.items()]
         reports += [
-            Unreached(name, Via.GROUP, "did not come to the rendezvous of two quorums in a row")
-            for name in sorted(again)
+            Unreached(name, Via.GROUP, "did not join the rendezvous of two quorums in a row") for name in sorted(again)
         ]
-        clauses = [f"replica {name} was not reached at {why}" for name, why in list(unreached.items())[:_NAMES_MOST]]
+        clauses = [
+            f"replica {name} could not be reached at {why}" for name, why in list(unreached.items())[:_NAMES_MOST]
+        ]
         if len(unreached) > _NAMES_MOST:
-            clauses.append(f"{len(unreached) - _NAMES_MOST} more replicas were not reached")
+            clauses.append(f"{len(unreached) - _NAMES_MOST} more replicas could not be reached")
         if missing:
-            clauses.append(f"{_replicas(missing)} did not come to its rendezvous")
+            clauses.append(f"{_replicas(missing)} did not join its rendezvous")
         return reports, clauses
 
 

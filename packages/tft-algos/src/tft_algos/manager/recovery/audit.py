@@ -22,9 +22,9 @@ from tft_algos.errors import ConfigError, UserStateError
 from tft_algos.manager.context import ManagerContext
 from tft_algos.manager.recovery.coverage import (
     forgotten_schedulers,
-    held_by_models,
-    held_by_optimizers,
     shortened,
+    tensors_of_models,
+    tensors_of_optimizers,
     uncovered,
 )
 from tft_algos.manager.recovery.divergence import describe, difference, leaves
@@ -32,7 +32,7 @@ from tft_ckpt import StateUnsupportedError
 
 Leaves = Mapping[str, Any]
 _ADVICE: Final = (
-    "add them to a registered state_dict and its load_state_dict; register what rightly differs between replicas with "
+    "add them to a registered state_dict and its load_state_dict; register state that may differ between replicas with "
     "compared=False"
 )
 
@@ -54,8 +54,8 @@ class StateAudit:
         self._models: list[weakref.ref[torch.nn.Module]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._wrapped: list[str] = []  # class names
-        self._looked_at = (0, 0)  # numbers of wrapped objects and registered parts at the last check
-        self._looked_at_step: int | None = None  # the step of the last check, if one more is due after it
+        self._checked_parts = (0, 0)  # numbers of wrapped objects and registered parts at the last check
+        self._checked_step: int | None = None  # the step of the last check, if one more is due after it
         self._stateless: list[weakref.ref[torch.optim.Optimizer]] = []  # optimizers that had no state at the last check
         self._reported: set[str] = set()
 
@@ -80,8 +80,8 @@ class StateAudit:
         """
         user = self._shared.user_state
         now = len(self._wrapped), len(user.names)
-        is_news = now != self._looked_at
-        if not (is_news or self._is_due_again()):
+        is_new = now != self._checked_parts
+        if not (is_new or self._is_due_again()):
             return
         core = self._shared.step.status
         if core.torn or not user.readable:
@@ -92,8 +92,8 @@ class StateAudit:
             raise ConfigError(
                 f"replica {self._shared.coordinator.replica_id}, rank {self._shared.config.rank}, trains "
                 f"{shortened(self._wrapped)}, and no state is registered at its Manager, so a replica that joins would "
-                "train on with weights of its own, without an error; give Manager both load_state_dict and state_dict, "
-                "or call register_state_dict_fn before the second step"
+                "keep its own weights, without an error; give Manager both load_state_dict and state_dict, or call "
+                "register_state_dict_fn before the second step"
             )
         self._stateless = [ref for ref in self._optimizers if not _has_state(ref)]
         try:
@@ -102,15 +102,15 @@ class StateAudit:
             self._check_coverage(state)
         finally:
             # Torch's get_optimizer_state_dict makes the state with a step, which would count in the bias corrections.
-            for optimizer in _living(self._stateless):
+            for optimizer in _alive(self._stateless):
                 optimizer.state.clear()
-        self._looked_at = now
-        self._looked_at_step = core.step if is_news else None
+        self._checked_parts = now
+        self._checked_step = core.step if is_new else None
 
     def _is_due_again(self) -> bool:
         """Return whether a step was committed since the first check, or an optimizer has a state since the last one."""
-        if self._looked_at_step is not None:
-            return self._shared.step.status.step != self._looked_at_step
+        if self._checked_step is not None:
+            return self._shared.step.status.step != self._checked_step
         # In a larger group, the ranks may get their first gradients in different steps, and a state function may
         # gather.
         return self._shared.config.world_size == 1 and any(map(_has_state, self._stateless))
@@ -129,52 +129,52 @@ class StateAudit:
 
         An error of a user's class does not end the step, which does not depend on it.
         """
-        looks = [self._check_tensors]
+        checks = [self._check_tensors]
         if self._shared.step.status.name.attempt > 0:
-            looks.append(self._check_schedulers)  # a scheduler may still be registered after the first step
-        for look in looks:
+            checks.append(self._check_schedulers)  # a scheduler may still be registered after the first step
+        for check in checks:
             try:
-                look(state)
+                check(state)
             except Exception as error:
-                self._can_not_look([repr(error)])
+                self._report_unreadable([repr(error)])
 
-    def _can_not_look(self, reasons: list[str]) -> None:
+    def _report_unreadable(self, reasons: list[str]) -> None:
         reasons = [reason for reason in reasons if reason not in self._reported]
         if reasons:
             self._reported.update(reasons)
             self._shared.reports.log(
                 logging.DEBUG,
-                "can't tell whether the registered state has all that is trained: %s",
+                "can't tell whether the registered state has all trained tensors and schedulers: %s",
                 shortened(reasons),
             )
 
     def _check_tensors(self, state: Mapping[str, Any]) -> None:
-        models = held_by_models(_living(self._models))
-        held = [*models, *held_by_optimizers(_living(self._optimizers), models)]
-        lacking = [name for name in uncovered(held, state) if name not in self._reported]
-        if lacking:
-            self._reported.update(lacking)
+        models = tensors_of_models(_alive(self._models))
+        tensors = [*models, *tensors_of_optimizers(_alive(self._optimizers), models)]
+        missing = [name for name in uncovered(tensors, state) if name not in self._reported]
+        if missing:
+            self._reported.update(missing)
             self._shared.reports.log(
                 logging.WARNING,
-                "%d of %d tensors of wrapped models and optimizers stand in no registered state, so a replica that "
-                "joins keeps its own: %s; %s",
-                len(lacking),
-                sum(one.changes for one in held),
-                shortened(lacking),
+                "%d of %d tensors of wrapped models and optimizers are missing in the registered state, so a replica "
+                "that joins keeps its own values: %s; %s",
+                len(missing),
+                sum(one.changes for one in tensors),
+                shortened(missing),
                 _ADVICE,
             )
 
     def _check_schedulers(self, state: Mapping[str, Any]) -> None:
-        found = forgotten_schedulers(_living(self._optimizers), state)
-        self._can_not_look(found.unreadable)
+        found = forgotten_schedulers(_alive(self._optimizers), state)
+        self._report_unreadable(found.unreadable)
         forgotten = [name for name in found.forgotten if name not in self._reported]
         if forgotten:
             self._reported.update(forgotten)
             self._shared.reports.log(
                 logging.WARNING,
-                "learning-rate schedulers of wrapped optimizers stand in no registered state, so a replica that joins "
-                "goes on with a learning rate of its own: %s; register their state_dict and load_state_dict, under a "
-                "key with the word scheduler if it is another dict than torch's",
+                "learning-rate schedulers of wrapped optimizers are missing in the registered state, so a replica "
+                "that joins keeps its own learning rate: %s; register their state_dict and load_state_dict, under a "
+                "key with the word scheduler if the dict is not torch's",
                 shortened(forgotten),
             )
 
@@ -200,42 +200,42 @@ class StateAudit:
         self.loaded_exactly, self.left = None, ""
         try:
             own = dict(leaves(self._shared.user_state.take_compared()))
-            mended = self._mend_dtypes(received, own)
-            found = [(path, how) for path in sorted({*received, *own}) if (how := _how(path, own, received))]
+            restored = self._restore_dtypes(received, own)
+            found = [(path, how) for path in sorted({*received, *own}) if (how := _difference_at(path, own, received))]
         except UserStateError as error:
             reports.log(logging.WARNING, "can't compare the loaded state with what was received: %s", error)
             return
-        if mended:
+        if restored:
             reports.log(
                 logging.INFO,
-                "loaded in another dtype than received, as torch's optimizers do it, and set to what was received: %s",
-                shortened(mended),
+                "restored the received tensors, which torch's optimizers had loaded with another dtype: %s",
+                shortened(restored),
             )
         self.loaded_exactly = not found
         if found:
             self.left = describe(found)
             reports.log(
                 logging.WARNING,
-                "the loaded state is not what was received from %s: %s; look at what load_state_dict leaves out or "
-                "converts, and register what rightly differs with compared=False",
+                "the loaded state differs from the state received from %s: %s; check what load_state_dict omits or "
+                "converts, and register state that may differ with compared=False",
                 source,
                 self.left,
             )
 
-    def _mend_dtypes(self, received: Leaves, own: dict[str, Any]) -> list[str]:
+    def _restore_dtypes(self, received: Leaves, own: dict[str, Any]) -> list[str]:
         """Replace optimizer tensors that were loaded with another dtype by the received ones.
 
         Returns: the paths of these tensors. `own` is updated.
         """
         places = {
             id(value): (entries, key)
-            for optimizer in _living(self._optimizers)
+            for optimizer in _alive(self._optimizers)
             for entries in optimizer.state.values()
             if isinstance(entries, dict)
             for key, value in entries.items()
             if isinstance(value, torch.Tensor)
         }
-        mended = []
+        restored = []
         for path, here in own.items():
             came = received.get(path)
             if not isinstance(came, torch.Tensor) or not isinstance(here, torch.Tensor) or id(here) not in places:
@@ -245,19 +245,19 @@ class StateAudit:
             entries, key = places[id(here)]
             # A copy, because the received tensor shares one allocation with the rest of the state.
             entries[key] = own[path] = came.detach().to(here.device, copy=True)
-            mended.append(path)
-        return mended
+            restored.append(path)
+        return restored
 
 
-def _how(path: str, own: Leaves, received: Leaves) -> str:
+def _difference_at(path: str, own: Leaves, received: Leaves) -> str:
     if path not in own:
-        return "is at the source and not here"
+        return "is missing here"
     if path not in received:
-        return "is here and not at the source"
+        return "is missing at the source"
     return difference(own[path], received[path], path, sampled=True)
 
 
-def _living(references: Sequence[weakref.ref[Any]]) -> list[Any]:
+def _alive(references: Sequence[weakref.ref[Any]]) -> list[Any]:
     return [value for reference in references if (value := reference()) is not None]
 
 

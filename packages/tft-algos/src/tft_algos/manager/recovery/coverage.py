@@ -34,7 +34,7 @@ _Registered: TypeAlias = "Mapping[Any, Any] | int | None"
 _IsOf: TypeAlias = "Callable[[Mapping[Any, Any], Mapping[Any, Any]], bool]"
 
 
-class Held(NamedTuple):
+class NamedTensor(NamedTuple):
     """A tensor of a wrapped model or optimizer, its name (`Linear.weight`), and whether training changes it."""
 
     name: str
@@ -54,7 +54,7 @@ class Schedulers(NamedTuple):
     unreadable: list[str]
 
 
-def held_by_models(models: Iterable[torch.nn.Module]) -> list[Held]:
+def tensors_of_models(models: Iterable[torch.nn.Module]) -> list[NamedTensor]:
     """Return the parameters and persistent buffers of some models.
 
     Buffers that are not persistent are left out, because torch keeps them out of state dicts. Parameters and buffers
@@ -65,13 +65,13 @@ def held_by_models(models: Iterable[torch.nn.Module]) -> list[Held]:
     for model in models:
         kind = type(model).__name__
         for name, parameter in model.named_parameters():
-            found.append(Held(f"{kind}.{uncompiled(name)}", parameter, parameter.requires_grad))
+            found.append(NamedTensor(f"{kind}.{uncompiled(name)}", parameter, parameter.requires_grad))
         for prefix, module in model.named_modules():
             fleeting: set[str] = getattr(module, "_non_persistent_buffers_set", set())
             for name, tensor in module.named_buffers(prefix, recurse=False):
                 if name.rpartition(".")[2] not in fleeting:
-                    found.append(Held(f"{kind}.{uncompiled(name)}", tensor, not _is_frozen(module)))
-    return [held for held in found if not torch.nn.parameter.is_lazy(held.tensor)]
+                    found.append(NamedTensor(f"{kind}.{uncompiled(name)}", tensor, not _is_frozen(module)))
+    return [tensors for tensors in found if not torch.nn.parameter.is_lazy(tensors.tensor)]
 
 
 def _is_frozen(module: torch.nn.Module) -> bool:
@@ -80,13 +80,15 @@ def _is_frozen(module: torch.nn.Module) -> bool:
     return bool(parameters) and not any(each.requires_grad for each in parameters) and not keeps_statistics
 
 
-def held_by_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iterable[Held]) -> list[Held]:
+def tensors_of_optimizers(
+    optimizers: Iterable[torch.optim.Optimizer], models: Iterable[NamedTensor]
+) -> list[NamedTensor]:
     """Return the parameters of some optimizers that no model has, and the tensors of their states.
 
     Args:
         models: the tensors of the models, which give the parameters their names.
     """
-    names = {id(held.tensor): held.name for held in models}
+    names = {id(tensors.tensor): tensors.name for tensors in models}
     found = []
     for optimizer in optimizers:
         kind = type(optimizer).__name__
@@ -94,15 +96,15 @@ def held_by_optimizers(optimizers: Iterable[torch.optim.Optimizer], models: Iter
         for index, parameter in enumerate(parameters):
             if id(parameter) not in names:
                 names[id(parameter)] = f"{kind}.params[{index}]"
-                found.append(Held(names[id(parameter)], parameter, parameter.requires_grad))
+                found.append(NamedTensor(names[id(parameter)], parameter, parameter.requires_grad))
             entries = optimizer.state.get(parameter, {})  # `state` is a defaultdict, which indexing would change
             for key, value in entries.items() if isinstance(entries, Mapping) else ():
                 if isinstance(value, torch.Tensor):
-                    found.append(Held(f"{kind}.{key} of {names[id(parameter)]}", value))
+                    found.append(NamedTensor(f"{kind}.{key} of {names[id(parameter)]}", value))
     return found
 
 
-def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
+def uncovered(tensors: Iterable[NamedTensor], state: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors that training changes and a state lacks.
 
     A tensor is covered if a leaf uses the same memory. A state may hold copies. So a leaf of the same shape also covers
@@ -113,9 +115,9 @@ def uncovered(held: Iterable[Held], state: Mapping[str, Any]) -> list[str]:
     """
     registered = [as_tensor(leaf) for _, leaf in leaves(state)]
     covered = {memory for leaf in registered for memory in _memory(leaf)}
-    held = list(held)
-    known = {memory for one in held for memory in _memory(one.tensor)}
-    missing = [one for one in held if one.changes and not covered.issuperset(_memory(one.tensor))]
+    tensors = list(tensors)
+    known = {memory for one in tensors for memory in _memory(one.tensor)}
+    missing = [one for one in tensors if one.changes and not covered.issuperset(_memory(one.tensor))]
     if not missing:
         return []
     copies = [leaf for leaf in registered if not known.intersection(_memory(leaf))]
@@ -145,14 +147,14 @@ def forgotten_schedulers(optimizers: Iterable[torch.optim.Optimizer], state: Map
     registered = list(_registered(state))
     if None in registered:
         return Schedulers([], [])
-    found = _look(groups, registered)
+    found = _search(groups, registered)
     if found.forgotten:
         gc.collect()  # an unused scheduler may not have been collected yet
-        found = _look(groups, registered)
+        found = _search(groups, registered)
     return found
 
 
-def _look(groups: Mapping[int, str], registered: Iterable[_Registered]) -> Schedulers:
+def _search(groups: Mapping[int, str], registered: Iterable[_Registered]) -> Schedulers:
     numbers = {each for each in registered if isinstance(each, int)}
     dicts = [each for each in registered if isinstance(each, Mapping)]
     missing: list[tuple[str, Mapping[Any, Any]]] = []
@@ -165,11 +167,11 @@ def _look(groups: Mapping[int, str], registered: Iterable[_Registered]) -> Sched
         except Exception as error:  # an error of a user's class, which is only read here
             unreadable.append(f"{name}: {error!r}")
     for is_of in (_is_whole, _is_part):  # a dict is the state of one scheduler, so the best match is taken first
-        missing = [(name, own) for name, own in missing if not _took(dicts, own, is_of)]
+        missing = [(name, own) for name, own in missing if not _remove_match(dicts, own, is_of)]
     return Schedulers([name for name, _ in missing], unreadable)
 
 
-def _took(dicts: list[Mapping[Any, Any]], own: Mapping[Any, Any], is_of: _IsOf) -> bool:
+def _remove_match(dicts: list[Mapping[Any, Any]], own: Mapping[Any, Any], is_of: _IsOf) -> bool:
     for index, each in enumerate(dicts):
         if is_of(each, own):
             del dicts[index]
@@ -193,10 +195,10 @@ def _schedulers_of(groups: Collection[int]) -> Iterator[LRScheduler]:
     # An object refers to its class, so the collector finds the instances in one pass, without running code of the
     # objects. A check of the class of every object takes twice the time, and not every class has a hash.
     kinds = list(_kinds(LRScheduler))
-    living = [each for each in gc.get_referrers(*kinds) if any(type(each) is kind for kind in kinds)]
-    parts = [vars(each).get("_schedulers") for each in living]
+    schedulers = [each for each in gc.get_referrers(*kinds) if any(type(each) is kind for kind in kinds)]
+    parts = [vars(each).get("_schedulers") for each in schedulers]
     inside = {id(part) for several in parts if isinstance(several, list | tuple) for part in several}
-    for each in living:
+    for each in schedulers:
         optimizer = vars(each).get("optimizer")
         if id(each) not in inside and id(getattr(optimizer, "param_groups", None)) in groups:
             yield each

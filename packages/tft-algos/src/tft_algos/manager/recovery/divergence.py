@@ -23,9 +23,10 @@ import torch
 
 from tft_algos.dtensors import is_dtensor
 from tft_algos.errors import UserStateError
+from tft_ckpt import StateUnsupportedError
 from tft_ckpt.state.numpy_values import ARRAY
-from tft_ckpt.state.target import DEPTH_MAX
 from tft_ckpt.state.tree import tensor_subclass_of
+from tft_ckpt.state.walk import CONTAINERS, walk
 
 CHUNK_WORDS: Final = 1 << 18  # maximum size of one product in memory
 MOST_DIFFERENCES: Final = 16
@@ -42,7 +43,7 @@ class StateDigester:
     """A digest function, and the memory that it reuses: 4 MiB for each device."""
 
     def __init__(self) -> None:
-        self._kept: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def digest(self, state: Mapping[str, Any]) -> str:
         """Reduce a state to one number.
@@ -77,18 +78,18 @@ class StateDigester:
         words, rest = octets[:whole].view(torch.int64), octets[whole:].to(torch.int64)
         for piece in (*words.split(CHUNK_WORDS), rest):
             if piece.numel():
-                weights, scratch = (kept[: piece.numel()] for kept in self._kept_on(piece.device))
+                weights, scratch = (memory[: piece.numel()] for memory in self._scratch_on(piece.device))
                 # With only the high bits, which hold the signs, few positions could be told apart.
                 torch.bitwise_right_shift(piece, 32, out=scratch)
                 yield scratch.bitwise_xor_(piece).mul_(weights).sum()
 
-    def _kept_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scratch_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights, and scratch memory for a product."""
-        if device not in self._kept:
+        if device not in self._scratch:
             words = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device) * _SPREAD
             words = (words ^ (words >> 29)) * _MIX
-            self._kept[device] = ((words ^ (words >> 32)) | 1, torch.empty_like(words))
-        return self._kept[device]
+            self._scratch[device] = ((words ^ (words >> 32)) | 1, torch.empty_like(words))
+        return self._scratch[device]
 
 
 def combine(digests: Sequence[str]) -> bytes:
@@ -108,9 +109,9 @@ def differences(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[
     found = []
     for path in sorted({*ours, *theirs}):
         if path not in theirs:
-            found.append((path, "is here and not at the source"))
+            found.append((path, "is missing at the source"))
         elif path not in ours:
-            found.append((path, "is at the source and not here"))
+            found.append((path, "is missing here"))
         else:
             how = difference(ours[path], theirs[path], path)
             if how:
@@ -122,34 +123,24 @@ def describe(found: Sequence[tuple[str, str]]) -> str:
     """Describe the differences in one text. The first 16 are given in full."""
     if not found:
         return "no difference on this rank"
-    told = "; ".join(f"{path}: {how}" for path, how in found[:MOST_DIFFERENCES])
+    shown = "; ".join(f"{path}: {how}" for path, how in found[:MOST_DIFFERENCES])
     more = len(found) - MOST_DIFFERENCES
-    return f"{told}; and {more} more" if more > 0 else told
+    return f"{shown}; and {more} more" if more > 0 else shown
 
 
-def leaves(state: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+def leaves(state: Any) -> Iterator[tuple[str, Any]]:
     """Yield every tensor, plain value and empty container of a state with its path: `optimizer.param_groups.0.lr`.
 
-    Mappings are walked in the order of their keys' text, so the order of insertion has no effect.
+    Mappings are walked in the order of their keys' text, so the order of insertion has no effect. An empty container is
+    yielded as None.
 
     Raises: UserStateError: the state is nested too deep, for example because it contains itself.
     """
-    if depth > DEPTH_MAX:
-        raise UserStateError(
-            f"{path[:MOST_CHARACTERS]}... is nested deeper than {DEPTH_MAX} levels, or holds itself, which can't be "
-            "compared; make it flat"
-        )
-    if isinstance(state, Mapping):
-        pairs = sorted(((str(key), value) for key, value in state.items()), key=lambda pair: pair[0])
-    elif isinstance(state, list | tuple):
-        pairs = [(str(index), value) for index, value in enumerate(state)]
-    else:
-        yield path, state
-        return
-    if not pairs:
-        yield path, None
-    for key, value in pairs:
-        yield from leaves(value, f"{path}.{key}" if path else key, depth + 1)
+    try:
+        for path, leaf in walk(state, sort=True):
+            yield ".".join(map(str, path)), None if isinstance(leaf, CONTAINERS) else leaf
+    except StateUnsupportedError as error:
+        raise UserStateError(f"{error}, so it can't be compared; make it flat") from error
 
 
 def as_tensor(leaf: Any) -> Any:
@@ -169,7 +160,7 @@ def local_part(leaf: torch.Tensor, path: str) -> torch.Tensor:
     if part.layout is not torch.strided or part.is_meta or part.is_quantized:
         raise UserStateError(
             f"{path} is a tensor without plain memory ({part.layout}, on {part.device}), which can't be compared; "
-            "register what it belongs to with compared=False"
+            "register the state that contains it with compared=False"
         )
     return part
 

@@ -19,7 +19,7 @@ from tft_algos.manager.quorum.rank0_groups import spread, whole
 from tft_algos.manager.quorum.unreached import UnreachedPeers
 from tft_algos.manager.recovery.audit import StateAudit
 from tft_algos.manager.recovery.healing import Fetch, state_key, takers
-from tft_algos.manager.recovery.shards import cut_whole, has_shards, place_shards
+from tft_algos.manager.recovery.shards import has_shards, place_shards, shard_whole
 from tft_algos.manager.recovery.speculative import SpeculativeSnapshot
 from tft_algos.manager.recovery.state_check import StateCheck
 from tft_algos.manager.recovery.user_state import refusal_in
@@ -42,10 +42,10 @@ class StateExchange:
 
     Args:
         shared: what all parts share.
-        early: snapshots for newcomers.
+        speculative: snapshots for newcomers.
         check: reports the differences if a replica heals because its state has diverged.
         audit: compares the loaded state with the received one.
-        where: is told while this rank waits for state.
+        step_progress: marked as waiting while this rank waits for state.
         unreached: receives the sources that answer no connection.
     """
 
@@ -53,10 +53,10 @@ class StateExchange:
         self,
         shared: ManagerContext,
         *,
-        early: SpeculativeSnapshot,
+        speculative: SpeculativeSnapshot,
         check: StateCheck,
         audit: StateAudit,
-        where: StepProgress,
+        step_progress: StepProgress,
         unreached: UnreachedPeers,
     ) -> None:
         self._config = shared.config
@@ -67,10 +67,10 @@ class StateExchange:
         self._reports = shared.reports
         self._clock = shared.clock
         self._closing = shared.closing
-        self._early = early
+        self._speculative = speculative
         self._check = check
         self._audit = audit
-        self._where = where
+        self._step_progress = step_progress
         self._unreached = unreached
         self._fetch: Fetch | None = None
         self._staged: Mapping[str, Any] = {}  # the fetched state, until it is loaded
@@ -128,7 +128,7 @@ class StateExchange:
         now = self._clock.monotonic()
         found = {name: why for name, (why, since) in self._silent.items() if now - since < POOR_FOR_S}
         by_metadata = self._transport.poor_sources()
-        found |= {name: by_metadata[where] for name, where in self._metadata.items() if where in by_metadata}
+        found |= {name: by_metadata[place] for name, place in self._metadata.items() if place in by_metadata}
         for name in sorted(found.keys() - self._poor):
             self._reports.log(logging.WARNING, "source %s is asked last from now on: %s", name, found[name])
         self._poor = frozenset(found)
@@ -147,13 +147,13 @@ class StateExchange:
 
     def perform(self) -> None:
         """Serve the members that heal, or heal. Call this once a step, after its plan has arrived."""
-        before, self._where.waits = self._where.waits, True
+        before, self._step_progress.waits = self._step_progress.waits, True
         plan = self._step.status.plan
-        effects = self._step.tell(on.ExchangeAsked(offers=plan is not None and self._early.serves(plan)))
+        effects = self._step.tell(on.ExchangeAsked(offers=plan is not None and self._speculative.serves(plan)))
         while effects:
             (order,) = effects
             effects = self._step.tell(self._done(order))
-        self._where.waits = before
+        self._step_progress.waits = before
 
     def _done(self, order: do.Effect) -> Event:
         """Perform one effect, and return the event that reports its end."""
@@ -161,8 +161,8 @@ class StateExchange:
             case do.Serve():
                 self._serve(order)
                 return on.StateServed(order.attempt)
-            case do.StageState(plan, in_vain):
-                return self._stage(plan, in_vain)
+            case do.StageState(_, failure):
+                return self._stage(failure)
             case do.Agree(plan, purpose, yes):
                 return on.Agreed(purpose, self._agree(plan, yes, purpose))
             case do.SpreadState(plan):
@@ -183,7 +183,7 @@ class StateExchange:
         if not self._user.readable:
             sentence = (
                 f"replicas {list(plan.recover_dst_replica_ranks)} heal from replica {self._coordinator.replica_id}, "
-                "whose state was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
+                "whose state is marked as half written by disallow_state_dict_read; call allow_state_dict_read first"
             )
             # The members continue without this state, because the time of the next allowed read is unknown.
             self.refuse(plan, sentence)
@@ -200,7 +200,7 @@ class StateExchange:
             self.refuse(plan, str(error))
             return
         self._untakeable.forget()
-        if self._config.stands_by:
+        if self._config.is_passive_rank:
             return
         try:
             self._transport.send_checkpoint(
@@ -225,7 +225,7 @@ class StateExchange:
 
     def refuse(self, plan: Plan, sentence: str) -> None:
         """Tell the members that wait for this replica's state that they can't get it here."""
-        if self._config.stands_by:
+        if self._config.is_passive_rank:
             return
         try:
             self._transport.refuse_checkpoint(
@@ -233,7 +233,9 @@ class StateExchange:
             )
         except Exception as error:
             # As for a send, the step is valid, and the waiting members have their own time-out.
-            self._reports.log(logging.ERROR, "can't tell those that heal that they heal in vain: %s", error)
+            self._reports.log(
+                logging.ERROR, "could not notify the healing replicas that this source has failed: %s", error
+            )
 
     def _take_for_others(self, plan: Plan) -> dict[str, Any]:
         """Take the user's state for members that heal. On an island, the result of rank 0 counts.
@@ -254,18 +256,18 @@ class StateExchange:
             raise error or UserStateError(
                 f"another rank of replica {self._coordinator.replica_id} could not take its state"
             )
-        return whole(state, keep=not self._config.stands_by)  # type: ignore[no-any-return]
+        return whole(state, keep=not self._config.is_passive_rank)  # type: ignore[no-any-return]
 
     # --- taking -------------------------------------------------------------------------------------------------------
 
-    def _stage(self, plan: Plan, in_vain: Exception | None) -> on.StageEnded:
-        """Wait for the fetched state. `in_vain`: the reason not to wait."""
+    def _stage(self, failure: Exception | None) -> on.StageEnded:
+        """Wait for the fetched state. `failure`: the reason not to wait."""
         fetch = self._fetch  # the fetch stays until its step is over, because the loss of its source must reach it
         if fetch is None:
-            assert self._config.stands_by, "a plan that heals has no fetch"
-            return on.StageEnded(Stage.FETCH, in_vain)
-        ended = on.StageEnded(Stage.FETCH, in_vain)
-        if in_vain is not None:
+            assert self._config.is_passive_rank, "a plan that heals has no fetch"
+            return on.StageEnded(Stage.FETCH, failure)
+        ended = on.StageEnded(Stage.FETCH, failure)
+        if failure is not None:
             fetch.cancel()
         else:
             try:
@@ -284,7 +286,7 @@ class StateExchange:
         Raises: HealingError: the state does not fit what is registered here.
         """
         if not isinstance(state, Mapping) or not all(isinstance(state.get(key), Mapping) for key in ("user", "tft")):
-            raise StateLoadError("the fetched state is none of a Manager's; run the same release on every replica")
+            raise StateLoadError("the fetched state was not made by a Manager; run the same release on every replica")
         theirs, ours = set(state["user"]), self._user.names
         if theirs != ours:
             raise StateLoadError(
@@ -316,7 +318,7 @@ class StateExchange:
         The meshes come from the user's own state. The functions that return it may run collectives over the ranks of
         this group. On an island, the staged state does not show which tensors are sharded here.
         """
-        place = cut_whole if self._config.rank0_synchronization_only else place_shards
+        place = shard_whole if self._config.rank0_synchronization_only else place_shards
         try:
             self._staged = {**self._staged, "user": place(self._staged["user"], self._user.take())}
         except HealingError as failure:

@@ -73,7 +73,7 @@ class Fetch:
         self._state: Any = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="tft-heal", daemon=True)
-        self._watch = threading.Thread(target=self._look_for_silence, name="tft-heal-calls", daemon=True)
+        self._watch = threading.Thread(target=self._watch_connections, name="tft-heal-calls", daemon=True)
 
     def start(self) -> None:
         """Begin the fetch on its own thread."""
@@ -116,7 +116,7 @@ class Fetch:
             if thread.ident is not None and thread is not threading.current_thread():
                 join_within(thread)
 
-    def _look_for_silence(self) -> None:
+    def _watch_connections(self) -> None:
         """End the fetch if no source answers a connection, long before heal_timeout. Runs on its own thread."""
         if self._over.wait(UNHEARD_S) or self.received_bytes:
             return
@@ -126,8 +126,8 @@ class Fetch:
         self.unreached = found
         where = "; ".join(f"replica {name} at {why}" for name, why in sorted(found.items()))
         self._error = HealingError(
-            f"no source answers a connection: {where}; look whether a firewall stands between, and by which host name "
-            "and interface those replicas serve"
+            f"no source accepts a connection: {where}; check for a firewall, and check the host name and interface by "
+            "which those replicas serve"
         )
         self._cancelled.set()
         self._over.set()
@@ -156,7 +156,7 @@ class Fetch:
     def _fetch(self) -> Any:
         plan = self.plan
         # Most of the cost of a question is its new connection. So the further sources are asked in parallel.
-        others = _Beside(self._further_sources)
+        others = _FurtherSources(self._further_sources)
         if len(plan.sources) > 1:
             others.start()
         try:
@@ -187,7 +187,7 @@ class Fetch:
                 last_error = error
                 if not is_last and isinstance(error, RequestTimeoutError):
                     self.silent[source.replica_id] = str(error)
-        raise HealingError("no source's manager server says where its state is") from last_error
+        raise HealingError("no source's manager server returned the address of its state") from last_error
 
     def _further_sources(self) -> list[tuple[int, str]]:
         """Find further sources with the state. Return the index in the plan and the metadata of each.
@@ -214,7 +214,7 @@ class Fetch:
         give_up_at = time.monotonic() + patience.total_seconds()
         while True:
             if source.replica_id in self._lost or self._cancelled.is_set():
-                raise HealingError(f"replica {source.replica_id} was lost, or nobody wants its state any more")
+                raise HealingError(f"replica {source.replica_id} was lost, or its state is not needed any more")
             left = timedelta(seconds=max(give_up_at - time.monotonic(), 0.001))
             try:
                 metadata = self._coordinator.source_metadata(source.address, min(left, ATTEMPT))
@@ -237,7 +237,7 @@ class Fetch:
 
 
 @final
-class _Beside:
+class _FurtherSources:
     """A question that is asked on its own thread.
 
     Args:

@@ -15,20 +15,19 @@ Law of this file: two states in, one state out. Nothing is loaded, and nothing i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import torch
 
-from tft_algos.dtensors import cut_like, is_dtensor
+from tft_algos.dtensors import is_dtensor, shard_like
 from tft_algos.errors import HealingError
 from tft_ckpt import LocalShard, Sharding, StateUnsupportedError
+from tft_ckpt.state.walk import Path, map_leaves, name_of, walk
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-
-Path: TypeAlias = tuple[Any, ...]  # keys and indices from the root
 
 _MISSING: Final = object()
 Leaf = TypeVar("Leaf", bound=torch.Tensor)
@@ -36,7 +35,7 @@ Leaf = TypeVar("Leaf", bound=torch.Tensor)
 
 def has_shards(state: Any) -> bool:
     """Return whether a fetched state contains parts of sharded tensors."""
-    return any(isinstance(leaf, LocalShard) for _, leaf in _leaves(state, ()))
+    return any(isinstance(leaf, LocalShard) for _, leaf in walk(state))
 
 
 def place_shards(state: Any, own: Any) -> Any:
@@ -48,10 +47,10 @@ def place_shards(state: Any, own: Any) -> Any:
     Returns: the state with DTensors on the meshes of `own`. The DTensors use the memory of the parts.
     Raises: HealingError: a part does not fit the tensor of this process, or the right mesh can't be determined.
     """
-    return _Placer(own).place(state, own, ())
+    return map_leaves(state, _Placer(own).replace, in_place=True)
 
 
-def cut_whole(state: Any, own: Any) -> Any:
+def shard_whole(state: Any, own: Any) -> Any:
     """Make DTensors of the whole tensors in a fetched state that are sharded here, without communication.
 
     Args:
@@ -60,32 +59,21 @@ def cut_whole(state: Any, own: Any) -> Any:
     Returns: the state with DTensors on the meshes of `own`, with the same placements, that hold this process's parts.
     Raises: HealingError: a tensor does not fit the tensor of this process, or its sharding can't be determined.
     """
-    return _Cutter(own).place(state, own, ())
+    return map_leaves(state, _Cutter(own).replace, in_place=True)
 
 
-class _Walker(ABC):
-    """A parallel walk over two states, which replaces tensors in the first."""
+class _Placement(ABC):
+    """The replacement of the tensors in a fetched state, by comparison with the state of this process."""
 
-    def place(self, value: Any, own: Any, path: Path) -> Any:
-        if isinstance(value, LocalShard):
-            return self.place_part(value, own, path)
-        if isinstance(value, torch.Tensor):
-            return self.place_tensor(value, own, path)
-        if isinstance(value, dict):
-            for key in value:
-                value[key] = self.place(value[key], _item(own, key), (*path, key))
-            return value
-        if isinstance(value, list):
-            value[:] = self._items(value, own, path)
-            return value
-        if type(value) is tuple:
-            return tuple(self._items(value, own, path))
-        if isinstance(value, tuple) and hasattr(value, "_make"):
-            return value._make(self._items(value, own, path))
-        return value
+    def __init__(self, own: Any) -> None:
+        self._root = own
 
-    def _items(self, values: Sequence[Any], own: Any, path: Path) -> list[Any]:
-        return [self.place(value, _item(own, index), (*path, index)) for index, value in enumerate(values)]
+    def replace(self, path: Path, leaf: Any) -> Any:
+        if isinstance(leaf, LocalShard):
+            return self.place_part(leaf, _at(self._root, path), path)
+        if isinstance(leaf, torch.Tensor):
+            return self.place_tensor(leaf, _at(self._root, path), path)
+        return leaf
 
     @abstractmethod
     def place_part(self, part: LocalShard, own: Any, path: Path) -> DTensor: ...
@@ -95,16 +83,17 @@ class _Walker(ABC):
 
 
 @final
-class _Placer(_Walker):
-    """The walk that uses the meshes of one process's state."""
+class _Placer(_Placement):
+    """A placement of parts on the meshes of one process's state."""
 
     def __init__(self, own: Any) -> None:
-        self._own = [(path, leaf) for path, leaf in _leaves(own, ()) if is_dtensor(leaf)]
+        super().__init__(own)
+        self._own = [(path, leaf) for path, leaf in walk(own) if is_dtensor(leaf)]
 
     def place_tensor(self, value: torch.Tensor, own: Any, path: Path) -> torch.Tensor:
         if is_dtensor(own):
             raise HealingError(
-                f"{_name(path)} is a whole tensor of shape {tuple(value.shape)} at the source and a part of "
+                f"{name_of(path)} is a whole tensor of shape {tuple(value.shape)} at the source and a part of "
                 f"{LocalShard.of(own).sharding} here; shard the same tensors on every replica"
             )
         return value
@@ -114,15 +103,15 @@ class _Placer(_Walker):
             return part.to_dtensor(self._mesh_for(part.sharding, path))
         if not is_dtensor(own):
             raise HealingError(
-                f"{_name(path)} is a part of {part.sharding} at the source and a {type(own).__name__} here; shard the "
-                "same tensors on every replica"
+                f"{name_of(path)} is a part of {part.sharding} at the source and a {type(own).__name__} here; shard "
+                "the same tensors on every replica"
             )
         here = _part_of(own, path)
         if here.sharding != part.sharding or here.local.shape != part.local.shape:
             raise HealingError(
-                f"{_name(path)} is a part of shape {tuple(part.local.shape)} of {part.sharding} at the source and one "
-                f"of shape {tuple(here.local.shape)} of {here.sharding} here; give every replica group the same mesh "
-                "and the same placements"
+                f"{name_of(path)} is a part of shape {tuple(part.local.shape)} of {part.sharding} at the source and "
+                f"one of shape {tuple(here.local.shape)} of {here.sharding} here; give every replica group the same "
+                "mesh and the same placements"
             )
         return part.to_dtensor(own.device_mesh)
 
@@ -136,9 +125,9 @@ class _Placer(_Walker):
         if meshes:
             found = f"{len(meshes)} different meshes here have that form; give one of their dimensions another name"
         else:
-            found = "nothing else here is on a mesh of that form; give the sharded parameters in the state too"
+            found = "no tensor here is on a mesh of that form; register the sharded parameters too"
         raise HealingError(
-            f"{_name(path)} is a part of {sharding} at the source and missing here, and {found}, or have the "
+            f"{name_of(path)} is a part of {sharding} at the source and missing here, and {found}, or create the "
             "optimizer's state before its first step"
         )
 
@@ -152,16 +141,17 @@ class _Placer(_Walker):
 
 
 @final
-class _Cutter(_Walker):
-    """The walk that shards like one process's tensors."""
+class _Cutter(_Placement):
+    """A placement that shards whole tensors like one process's tensors."""
 
     def __init__(self, own: Any) -> None:
-        self._own = [(path, leaf) for path, leaf in _leaves(own, ()) if isinstance(leaf, torch.Tensor)]
+        super().__init__(own)
+        self._own = [(path, leaf) for path, leaf in walk(own) if isinstance(leaf, torch.Tensor)]
 
     def place_part(self, part: LocalShard, own: Any, path: Path) -> DTensor:
         raise HealingError(
-            f"{_name(path)} is a part of {part.sharding}, and between islands whole tensors go; run the same release "
-            "on every replica"
+            f"{name_of(path)} is a part of {part.sharding}, and replica groups with rank0_synchronization_only "
+            "exchange whole tensors; run the same release on every replica"
         )
 
     def place_tensor(self, value: torch.Tensor, own: Any, path: Path) -> torch.Tensor:
@@ -171,11 +161,11 @@ class _Cutter(_Walker):
             return value
         if own.shape != value.shape:
             raise HealingError(
-                f"{_name(path)} is of shape {tuple(value.shape)} at the source and of shape {tuple(own.shape)} here; "
+                f"{name_of(path)} is of shape {tuple(value.shape)} at the source and of shape {tuple(own.shape)} here; "
                 "train the same model on every replica"
             )
         # A copy, because the part must not keep the whole tensor in memory.
-        return cut_like(value.detach(), own)
+        return shard_like(value.detach(), own)
 
     def _like(self, value: torch.Tensor, path: Path) -> DTensor | None:
         """Return a tensor that shows how to shard a tensor that this process does not have.
@@ -188,8 +178,8 @@ class _Cutter(_Walker):
         found = [leaf for leaf in of_that_name if is_dtensor(leaf)]
         if len({(leaf.device_mesh, leaf.placements) for leaf in found}) > 1:
             raise HealingError(
-                f"{_name(path)} is of shape {tuple(value.shape)} at the source and missing here, where tensors of that "
-                "shape are sharded in several ways; have the optimizer's state before its first step"
+                f"{name_of(path)} is of shape {tuple(value.shape)} at the source and missing here, where tensors of "
+                "that shape are sharded in several ways; create the optimizer's state before its first step"
             )
         return found[0] if found else None
 
@@ -207,28 +197,16 @@ def _part_of(tensor: DTensor, path: Path) -> LocalShard:
     try:
         return LocalShard.of(tensor)
     except StateUnsupportedError as error:
-        raise HealingError(f"{_name(path)} is a part of a sharded tensor at the source, and here {error}") from error
+        raise HealingError(f"{name_of(path)} is a part of a sharded tensor at the source, and here {error}") from error
 
 
-def _item(own: Any, key: Any) -> Any:
-    if own is _MISSING:
-        return _MISSING
-    try:
-        return own[key] if not isinstance(own, Mapping) or key in own else _MISSING
-    except (TypeError, LookupError):
-        return _MISSING
-
-
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, key))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(item, (*path, index))
-    else:
-        yield path, value
-
-
-def _name(path: Path) -> str:
-    return "state" + "".join(f"[{str(key)[:100]!r}]" if isinstance(key, str) else f"[{key!r:.100}]" for key in path)
+def _at(own: Any, path: Path) -> Any:
+    """Return the value at a path of this process's state, or _MISSING."""
+    for key in path:
+        try:
+            if isinstance(own, Mapping) and key not in own:
+                return _MISSING
+            own = own[key]
+        except (TypeError, LookupError):
+            return _MISSING
+    return own

@@ -69,7 +69,7 @@ class SpeculativeSnapshot:
         self._moved_at = 0  # the last attempt in which a state was given or taken
         self._state_bytes = 0  # approximate size at the last check
         self._member_lost = False
-        self._look: dict[str, bytes] | None = None  # the digests at this step's boundary
+        self._digests: dict[str, bytes] | None = None  # the digests at this step's boundary
         self._staged: StagedCheckpoint | None = None
         self._reference: tuple[int, int] | None = None  # step and lineage of the snapshot in this step
         self._plan: Plan | None = None
@@ -77,7 +77,7 @@ class SpeculativeSnapshot:
 
     # --- events, in the order of a step -------------------------------------------------------------------------------
 
-    def heard(self, replica_id: str) -> None:
+    def newcomer_asked(self, replica_id: str) -> None:
         """Record that a newcomer that will heal requests a quorum. Any thread may call this."""
         self._newcomer = replica_id
 
@@ -91,7 +91,7 @@ class SpeculativeSnapshot:
         Args:
             attempt: the number of start_quorum calls.
             step, lineage: of this replica's state. None: the lineage is unknown, or the state can't be read.
-            num_pieces: number of parts of the user's state. If it changes, the state is checked anew.
+            num_pieces: number of parts of the user's state. If it changes, the state is checked again.
             asks: a quorum is requested. In a standing quorum, no replica joins before the next request.
         Returns: whether to call `take` during the request.
         """
@@ -105,7 +105,7 @@ class SpeculativeSnapshot:
             return False
         since = attempt - self._moved_at
         if self._is_stable is None and since >= LOOK_AFTER_ATTEMPTS:
-            self._look_before()
+            self._record_digests()
         if self._member_lost and self._state_bytes:
             self._member_lost = False
             self._transport.prepare_to_send(self._state_bytes)
@@ -131,7 +131,7 @@ class SpeculativeSnapshot:
         except Exception as error:
             # This snapshot is optional. A replica that heals is served after the reductions, and is refused then if
             # needed.
-            self._log(logging.INFO, "no state was taken early: %s", error)
+            self._log(logging.INFO, "took no snapshot before the reductions: %s", error)
         with self._lock:
             self._staged = staged
             plan = self._plan
@@ -140,7 +140,7 @@ class SpeculativeSnapshot:
         if plan is not None:
             self._settle(plan)
         if staged is not None:
-            self._look_before(state)  # only now, because the replica that heals waits for the offer
+            self._record_digests(state)  # only now, because the replica that heals waits for the offer
 
     def plan_arrived(self, plan: Plan) -> None:
         """Record the plan. The quorum thread calls this."""
@@ -160,13 +160,13 @@ class SpeculativeSnapshot:
         if staged is None:
             return
         if not plan.serve or reference != (plan.step, plan.lineage):
-            self._log(logging.INFO, "the state of step %d was taken for a newcomer in vain", plan.step)
+            self._log(logging.INFO, "discarded an unused snapshot of step %d", plan.step)
             staged.drop()
             return
         try:
             staged.offer(list(plan.recover_dst_replica_ranks), key=state_key(plan))
         except Exception as error:
-            self._log(logging.INFO, "no state was offered early: %s", error)
+            self._log(logging.INFO, "could not offer the snapshot that was taken before the reductions: %s", error)
             return
         self._offered = plan.key
         self._log(
@@ -186,25 +186,29 @@ class SpeculativeSnapshot:
         Args:
             readable: the user's state is complete.
         """
-        before, self._look = self._look, None
+        before, self._digests = self._digests, None
         if before is None or not readable:
             return
         try:
-            after = look_at(self._take())
+            after = leaf_digests(self._take())
         except UserStateError as error:
             self._is_stable = False
-            self._log(logging.INFO, "no state is taken early: %s", error)
+            self._log(logging.INFO, "taking snapshots after the reductions from now on: %s", error)
             return
         changed = sorted(path for path in {*before, *after} if before.get(path) != after.get(path))
         if changed and self._offered is not None and self._is_stable:
             self._log(
                 logging.WARNING,
-                "%s has changed during the step, and a newcomer was given it as it was before; from now on states are "
-                "taken after the reductions",
+                "%s changed during the step, after a joining replica had received it; taking snapshots after the "
+                "reductions from now on",
                 changed[0],
             )
         elif changed:
-            self._log(logging.INFO, "%s changes in a step, so no state is taken before the reductions", changed[0])
+            self._log(
+                logging.INFO,
+                "taking snapshots after the reductions, because %s changes during the forward pass",
+                changed[0],
+            )
         self._is_stable = not changed
 
     def step_ended(self, attempt: int, plan: Plan) -> None:
@@ -216,15 +220,15 @@ class SpeculativeSnapshot:
         """Discard what is left of an attempt. Its quorum request and its copy have ended."""
         with self._lock:
             staged, self._staged = self._staged, None
-            self._reference = self._plan = self._offered = self._look = None
+            self._reference = self._plan = self._offered = self._digests = None
         if staged is not None:
             staged.drop()
 
-    def _look_before(self, state: State | None = None) -> None:
+    def _record_digests(self, state: State | None = None) -> None:
         """Take digests before the forward pass. `state`: the current state. None: take it here."""
         try:
             state = self._take() if state is None else state
-            self._look = look_at(state)
+            self._digests = leaf_digests(state)
             self._state_bytes = bytes_of(state)
         except UserStateError as error:
             self._is_stable = False
@@ -238,7 +242,7 @@ def bytes_of(state: State) -> int:
     return sum(part.numel() * part.element_size() + ROOM_BYTES for part in parts)
 
 
-def look_at(state: State) -> dict[str, bytes]:
+def leaf_digests(state: State) -> dict[str, bytes]:
     """Return a digest for each leaf of a state, by path, to detect changes by a forward pass.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, final
 
 from tft_algos.errors import StateDivergedError, UserStateError
 from tft_algos.manager.context import ManagerContext
-from tft_algos.manager.quorum.rank0_groups import island_digests
+from tft_algos.manager.quorum.rank0_groups import rank0_digests
 from tft_algos.manager.recovery.audit import StateAudit
 from tft_algos.manager.recovery.divergence import StateDigester, combine, describe, differences
 from tft_coord.core.step.effects import CompareState, ExplainDivergence
@@ -43,8 +43,8 @@ class StateCheck:
         name = order.name
         if not user.readable:
             raise UserStateError(
-                f"the state of replica {self._shared.coordinator.replica_id} is to be compared at step {core.step}, "
-                "and was declared half written by disallow_state_dict_read; call allow_state_dict_read first"
+                f"can't compare the state of replica {self._shared.coordinator.replica_id} at step {core.step}, "
+                "because disallow_state_dict_read marked it as half written; call allow_state_dict_read first"
             )
         own = ""  # given by a rank without a state to show, because a group is compared as a whole
         state: dict[str, Any] | None = None
@@ -57,7 +57,7 @@ class StateCheck:
             self._cannot_compare(error)
         try:
             if config.rank0_synchronization_only:
-                digests = island_digests(
+                digests = rank0_digests(
                     state,
                     name,
                     digest=self._digester.digest,
@@ -87,23 +87,23 @@ class StateCheck:
         if plan.step == core.step:
             try:
                 found = differences(user.take_compared(), user.compared(fetched["user"]))
-                told = describe(found)
+                differing = describe(found)
             except UserStateError as error:
-                told = str(error)
+                differing = str(error)
         else:
-            told = f"the others are at step {plan.step} by now, so what differed can't be told any more"
+            differing = f"the difference is unknown, because the others are already at step {plan.step}"
         replica_id, source = self._shared.coordinator.replica_id, plan.sources[0].replica_id
         sentence = (
-            f"the state of replica {replica_id}, rank {config.rank}, at step {core.step} is not that of {source} "
-            f"({told})"
+            f"the state of replica {replica_id}, rank {config.rank}, at step {core.step} differs from that of {source} "
+            f"({differing})"
         )
         if not order.stops:
-            self._shared.reports.log(logging.ERROR, "%s; it heals", sentence)
+            self._shared.reports.log(logging.ERROR, "%s; this replica heals", sentence)
             return
         advice = (
-            f"healing did not cure it the last time, {self._why_not_cured()}"
+            f"the last healing did not fix this, {self._why_not_cured()}"
             if order.again
-            else "on_divergence is stop; start this replica again to have it heal"
+            else "on_divergence is stop, so restart this replica to heal it"
         )
         raise StateDivergedError(
             f"{sentence}; {advice}",
@@ -116,13 +116,13 @@ class StateCheck:
     def _why_not_cured(self) -> str:
         audit = self._audit
         if audit.loaded_exactly is None:
-            return "and what was loaded then could not be compared; look at what its load_state_dict leaves out"
+            return "and the state loaded then could not be compared; check what load_state_dict omits"
         if not audit.loaded_exactly:
-            return f"because load_state_dict left other values than it was given ({audit.left}); mend that"
+            return f"because load_state_dict did not restore the received values ({audit.left}); fix load_state_dict"
         return (
-            "though load_state_dict left what it was given, so the steps since then make it differ here: look for "
-            "gradients or layouts that are not the same on every replica, values that are set outside the reductions, "
-            "random numbers, kernels that are not deterministic, and this machine's memory"
+            "although load_state_dict restored the received values, so the steps since then cause the difference; look "
+            "for gradients or layouts that differ between replicas, values that are set outside the reductions, random "
+            "numbers, nondeterministic kernels, and faulty memory in this machine"
         )
 
     def _cannot_compare(self, error: Exception) -> None:

@@ -35,15 +35,15 @@ class UserState:
     """One process's parts of the state, by key.
 
     Args:
-        is_island: the ranks of this group may shard the state in any way, so other groups can use it only whole.
+        is_rank0_only: the ranks of this group may shard the state in any way, so other groups can use it only whole.
     Attributes:
         readable: False: the user says that the state is half written.
         optimizers: the wrapped optimizers. Their step hooks do not run inside a function that returns state.
     """
 
-    def __init__(self, *, is_island: bool) -> None:
+    def __init__(self, *, is_rank0_only: bool) -> None:
         self.readable = True
-        self._is_island = is_island
+        self._is_rank0_only = is_rank0_only
         self._functions: dict[str, tuple[LoadState, TakeState]] = {}
         self._not_compared: set[str] = set()
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -71,14 +71,14 @@ class UserState:
 
         Raises: UserStateError: a function of the user raised.
         """
-        return self._taken(self._functions)
+        return self._call(self._functions)
 
     def take_compared(self) -> dict[str, Any]:
         """Take the state that is the same on every replica, by key.
 
         Raises: as `take`.
         """
-        return self._taken([key for key in self._functions if key not in self._not_compared])
+        return self._call([key for key in self._functions if key not in self._not_compared])
 
     def take_whole(self) -> dict[str, Any]:
         """Take the state in the form that other replicas can use. On an island this is a collective of its ranks.
@@ -86,7 +86,7 @@ class UserState:
         Raises: as `take`.
         """
         state = self.take()
-        return whole(state) if self._is_island else state
+        return whole(state) if self._is_rank0_only else state
 
     def compared(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the part of a state, by key, that is the same on every replica."""
@@ -110,16 +110,16 @@ class UserState:
                 return failure
         return None
 
-    def _taken(self, keys: Iterable[str]) -> dict[str, Any]:
-        taken = {}
+    def _call(self, keys: Iterable[str]) -> dict[str, Any]:
+        state = {}
         for key in keys:
             _, take = self._functions[key]
             try:
                 with _without_step_hooks(self.optimizers):
-                    taken[key] = take()
+                    state[key] = take()
             except Exception as error:
                 raise UserStateError(f"the state_dict registered under {key!r} raised {error!r}") from error
-        return taken
+        return state
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from tft_algos.manager.reduce.reduction import (
     Reduction,
     check_weight,
     check_writable,
-    fill_with_nothing,
+    fill_with_neutral,
     times,
 )
 from tft_algos.manager.step.mailbox import StepMailbox
@@ -76,9 +76,9 @@ class Started:
             failure = denominator.failure()
             if failure is not None:
                 self._report(failure, name)
-        self.let_go()
+        self.release_all()
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Release all reductions, because no caller needs their results any more."""
         for reduction in self._reductions:
             reduction.release()
@@ -127,8 +127,8 @@ class Reducer:
         """Return whether a reduction of any step is under way. Any thread may call this."""
         return self._started.runs or any(started.runs for started in tuple(self._aside))
 
-    def put_aside(self) -> Started:
-        """Put the open step aside, to run beside later steps.
+    def detach(self) -> Started:
+        """Detach the open step, which then runs at the same time as later steps.
 
         Returns: what was started in the step. The end of the step must pass it to `forget`.
         """
@@ -139,7 +139,7 @@ class Reducer:
 
     def forget(self, started: Started) -> None:
         """Release the reductions of a deferred step that is over."""
-        started.let_go()
+        started.release_all()
         if started in self._aside:
             self._aside.remove(started)
 
@@ -152,9 +152,9 @@ class Reducer:
         self._started.release()
         self._denominators.clear()  # the Work of a backend keeps connections
 
-    def let_go(self) -> None:
+    def release_all(self) -> None:
         """Release all reductions of the open step, because no caller needs their results any more."""
-        self._started.let_go()
+        self._started.release_all()
         self._denominators.clear()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class Reducer:
                 return DummyWork([tensor])
             case do.LoseReduction(aborts):
                 if aborts:
-                    self._stay_out()
+                    self._abort_group()
         return LostReduction(tensor)
 
     def _start(self, order: do.Reduce, tensor: torch.Tensor, reduce_op: ReduceOp, limit: timedelta | None) -> dist.Work:
@@ -199,13 +199,13 @@ class Reducer:
         try:
             denominator = None if order.weight is None else self._denominator(order, order.weight, tensor.device)
             if not order.gives:
-                fill_with_nothing(tensor, reduce_op)
+                fill_with_neutral(tensor, reduce_op)
             data = times(tensor, order.factor if order.gives else 1.0, widens=average)
             work = self._group.allreduce([data], _SUM if average else reduce_op)
         except Exception as error:
             self._report(error, name)
             if order.num_others:
-                self._stay_out()
+                self._abort_group()
             return LostReduction(tensor)
         reduction = Reduction(
             work,
@@ -262,7 +262,7 @@ class Reducer:
             return LostReduction(tensor)
         return DummyWork([tensor])
 
-    def _stay_out(self) -> None:
+    def _abort_group(self) -> None:
         """Abort the group, so that the other members do not wait in this reduction."""
         if self._group.errored() is None:
             self._group.abort()

@@ -40,7 +40,7 @@ def changing(tensor: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def fill_with_nothing(tensor: torch.Tensor, reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
+def fill_with_neutral(tensor: torch.Tensor, reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> None:
     """Fill a tensor with the neutral value of a reduction. A member that does not participate contributes this."""
     with changing(tensor):
         _fill(tensor, reduce_op)
@@ -92,7 +92,7 @@ def check_weight(weight: object) -> float:
     return value
 
 
-def check_asked(
+def check_arguments(
     tensor: torch.Tensor,
     should_quantize: bool,
     reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
@@ -103,17 +103,14 @@ def check_asked(
     Raises: as `Manager.allreduce`.
     """
     if should_quantize:
-        raise UnsupportedFeatureError(
-            "quantized reductions do not exist here, and nothing is sent unquantized in their place; call allreduce "
-            "without should_quantize"
-        )
+        raise UnsupportedFeatureError("quantized reductions are not supported; call allreduce without should_quantize")
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"allreduce was given a {type(tensor).__name__}; give one tensor")
     if not isinstance(reduce_op, dist.ReduceOp | dist.ReduceOp.RedOpType):
         raise UsageError(f"reduce_op is {reduce_op!r}; give one of torch's, such as torch.distributed.ReduceOp.AVG")
     if reduce_op == dist.ReduceOp.PREMUL_SUM:
         raise UnsupportedFeatureError(
-            "PREMUL_SUM does not exist here; multiply the tensor, and reduce it with ReduceOp.SUM"
+            "PREMUL_SUM is not supported; multiply the tensor, and reduce it with ReduceOp.SUM"
         )
     average = reduce_op == dist.ReduceOp.AVG
     if average and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -138,7 +135,7 @@ def check_writable(tensor: torch.Tensor) -> None:
         if length > 1 and stride <= end:
             raise UnsupportedFeatureError(
                 f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} can't be reduced in "
-                "place, because several of its elements share memory; reduce its contiguous()"
+                "place, because several of its elements share memory; reduce tensor.contiguous()"
             )
         end += stride * (length - 1)
 
@@ -216,8 +213,8 @@ class Denominator:
         if 0.0 < total < math.inf:
             return None
         return ZeroWeightError(
-            f"the weights of {self._name} sum to {total:g} over all that gave something, so there is no mean; have at "
-            "least one participant give a finite weight above zero"
+            f"the weights of {self._name} sum to {total:g} over all contributing participants, so there is no mean; "
+            "give a finite weight above zero on at least one participant"
         )
 
 
@@ -299,7 +296,7 @@ class Reduction(dist.Work):
         self._ended: bool | None = None
         self._late = False
         self._future: torch.futures.Future[Any] | None = None
-        self._no_alarm: Callable[[], object] | None = None if limit is None else self._alarm(limit)
+        self._no_alarm: Callable[[], object] | None = None if limit is None else self._start_timer(limit)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the tensor holds the result.
@@ -312,10 +309,10 @@ class Reduction(dist.Work):
         Raises: UsageError: timeout is not a timedelta.
         """
         if timeout is not None and not isinstance(timeout, timedelta):
-            raise UsageError(f"wait was given the time-out {timeout!r}; give a timedelta: timedelta(seconds=5)")
+            raise UsageError(f"wait was given the timeout {timeout!r}; give a timedelta: timedelta(seconds=5)")
         if self._ended is not None:
             return self._ended
-        no_alarm = self._alarm(timeout) if timeout else None
+        no_alarm = self._start_timer(timeout) if timeout else None
         try:
             with self._waits:
                 for work in self._works:
@@ -361,10 +358,10 @@ class Reduction(dist.Work):
         if no_alarm is not None:
             no_alarm()
 
-    def _alarm(self, limit: timedelta) -> Callable[[], object]:
-        return self._clock.after(limit.total_seconds(), lambda: self._too_late(limit))
+    def _start_timer(self, limit: timedelta) -> Callable[[], object]:
+        return self._clock.after(limit.total_seconds(), lambda: self._timed_out(limit))
 
-    def _too_late(self, limit: timedelta) -> None:
+    def _timed_out(self, limit: timedelta) -> None:
         """Report a time-out and abort.
 
         Runs on the clock's thread. Waiting callers continue after the abort, without a result.
@@ -375,8 +372,8 @@ class Reduction(dist.Work):
             self._late = True
             self._report(
                 CollectiveTimeoutError(
-                    f"a reduction of {self._name} did not end within {limit.total_seconds():g} s and was aborted; the "
-                    "next step asks for another quorum"
+                    f"a reduction of {self._name} timed out after {limit.total_seconds():g} s and was aborted; the "
+                    "next step requests another quorum"
                 )
             )
         self._abort()

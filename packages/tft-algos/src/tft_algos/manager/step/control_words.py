@@ -152,7 +152,7 @@ class ControlWords:
 
     @property
     def _words(self) -> Exchange:
-        assert self._exchange is not None, "a word where this rank has said that it speaks none"
+        assert self._exchange is not None, "a control word from a rank that sends none"
         return self._exchange
 
     def _received(self, sent: _Sent) -> tuple[int, ...]:
@@ -163,8 +163,8 @@ class ControlWords:
         if not wait((sent.sums,), self._timeout.total_seconds()).done:
             key, number = sent.name
             raise RequestTimeoutError(
-                f"the words of the other members of quorum {key} for step {number + 1} did not come within "
-                f"{self._timeout.total_seconds():g} s after this rank's own sync; the next step asks for another quorum"
+                f"timed out waiting for the control words of the other members of quorum {key} for step {number + 1}, "
+                f"{self._timeout.total_seconds():g} s after this rank's own sync; the next step requests another quorum"
             )
         return sent.sums.result()
 

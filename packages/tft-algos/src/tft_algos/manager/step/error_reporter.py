@@ -40,7 +40,7 @@ def _explains(notice: LossNotice) -> bool:
     return not notice.lives or notice.reason.startswith(LEFT_OUT_REASON)
 
 
-def raise_told(error: Exception) -> NoReturn:
+def raise_reported(error: Exception) -> NoReturn:
     """Raise an error. An error that another process reported is raised without its traceback, which adds nothing."""
     if isinstance(error, (RefusedError, ReplicaGroupLostError)):
         raise error.with_traceback(None) from None
@@ -68,8 +68,8 @@ class ErrorReporter:
         self._group_is_lost = False
         self._plan: Plan | None = None  # the newest plan
         # The replicas of the previous plan that are not in the newest one.
-        self._gone: tuple[QuorumKey, tuple[str, ...]] | None = None
-        self._held: tuple[StepName, str] | None = None  # a failure that the loss of a member may explain
+        self._missing: tuple[QuorumKey, tuple[str, ...]] | None = None
+        self._pending: tuple[StepName, str] | None = None  # a failure that the loss of a member may explain
         self._looks = 0  # checks since that failure
         self._logged: dict[int, set[str]] = {}  # by attempt: the failures that were logged or held back
         self._holding = threading.Lock()
@@ -99,7 +99,7 @@ class ErrorReporter:
         else:
             with self._holding:
                 level = logging.DEBUG if self._is_explained(name, error) else logging.WARNING
-            self.log(level, "an error of %s came when that was over: %s", "a step" if is_between else name, error)
+            self.log(level, "an error of %s arrived after its end: %s", "a step" if is_between else name, error)
 
     def quorum_broke(self, notice: LossNotice, *, is_closing: bool) -> None:
         """Log, once, that the quorum of this replica is broken. Its later failures are not logged again.
@@ -107,19 +107,19 @@ class ErrorReporter:
         `is_closing`: this replica shuts down and breaks the quorum itself, whatever the others report about each other.
         """
         self._loss = shorten(str(notice))
-        held = self._explained_by(notice)
-        failed = f"step {held.step} will not commit, and " if held is not None else ""
+        pending = self._explained_by(notice)
+        failed = f"step {pending.step} will not commit, and " if pending is not None else ""
         level = logging.WARNING if _explains(notice) else logging.INFO
-        self.log(logging.DEBUG if is_closing else level, "%s; %swhat runs in it is ended", notice, failed)
+        self.log(logging.DEBUG if is_closing else level, "%s; %sits running operations are aborted", notice, failed)
 
     def loss_came_late(self, notice: LossNotice) -> None:
         """Log the loss of a member of an old quorum, if it explains the failure that is held back.
 
         A closed connection may fail the step, and the next quorum may form, before the notice arrives.
         """
-        held = self._explained_by(notice)
-        if held is not None:
-            self._log_of(held.step, logging.WARNING, f"{notice}; step {held.step} did not commit")
+        pending = self._explained_by(notice)
+        if pending is not None:
+            self._log_of(pending.step, logging.WARNING, f"{notice}; step {pending.step} did not commit")
 
     def _explained_by(self, notice: LossNotice) -> StepName | None:
         """Record the notice of a quorum. Return the step whose failure it explains, if one was held back."""
@@ -127,9 +127,9 @@ class ErrorReporter:
             self._broken[notice.key] = self._broken.get(notice.key, False) or _explains(notice)
             while len(self._broken) > _QUORUMS_KEPT:
                 del self._broken[min(self._broken)]
-            if not _explains(notice) or self._held is None or self._held[0].key != notice.key:
+            if not _explains(notice) or self._pending is None or self._pending[0].key != notice.key:
                 return None
-            (name, _), self._held = self._held, None
+            (name, _), self._pending = self._pending, None
             return name
 
     def plan_arrived(self, plan: Plan) -> None:
@@ -137,7 +137,7 @@ class ErrorReporter:
         with self._holding:
             before, self._plan = self._plan, plan
             if before is not None and before.key != plan.key:
-                self._gone = before.key, tuple(name for name in before.replica_ids if name not in plan.replica_ids)
+                self._missing = before.key, tuple(name for name in before.replica_ids if name not in plan.replica_ids)
 
     def look(self) -> None:
         """Log the failure that is held back, if no loss has explained it. Call this once a beat."""
@@ -145,21 +145,21 @@ class ErrorReporter:
             self._looks += 1
             is_due = self._looks > _LOOKS_TO_KNOW_WHO
         if is_due:
-            self.write_held()
+            self.write_pending()
 
-    def write_held(self) -> None:
+    def write_pending(self) -> None:
         """Log the failure that is held back, if there is one."""
         with self._holding:
-            held, self._held = self._held, None
-        if held is not None:
-            self._write(*held)
+            pending, self._pending = self._pending, None
+        if pending is not None:
+            self._write(*pending)
 
     def _write(self, name: StepName, sentence: str) -> None:
         """Log a failure that no notice has explained. The next quorum may show which replica is gone."""
-        key, gone = self._gone or (None, ())
-        if gone and key == name.key:
-            who = f"replica {gone[0]} was" if len(gone) == 1 else f"replicas {', '.join(gone)} were"
-            left = "has left" if len(gone) == 1 else "have left"
+        key, missing = self._missing or (None, ())
+        if missing and key == name.key:
+            who = f"replica {missing[0]} was" if len(missing) == 1 else f"replicas {', '.join(missing)} were"
+            left = "has left" if len(missing) == 1 else "have left"
             sentence = f"{who} lost or {left} in step {name.step}, which did not commit"
         self._log_of(name.step, logging.WARNING, sentence)
 
@@ -167,28 +167,28 @@ class ErrorReporter:
         """Log a failure of a step once, and only if no loss explains it. The records contain all failures."""
         before, level = None, logging.DEBUG
         with self._holding:
-            if not self._is_explained(name, error) and self._is_news(name, error):
+            if not self._is_explained(name, error) and self._is_new(name, error):
                 if isinstance(error, _BY_A_PEER) and name.key is not None:
-                    before, self._held, self._looks = self._held, (name, sentence), 0
+                    before, self._pending, self._looks = self._pending, (name, sentence), 0
                 elif not isinstance(error, FATAL):  # the training thread raises a fatal error, which is logged there
                     level = logging.WARNING
         if before is not None:
             self._write(*before)
         self._log_of(name.step, level, sentence)
 
-    def _is_news(self, name: StepName, error: Exception) -> bool:
+    def _is_new(self, name: StepName, error: Exception) -> bool:
         """Return whether no logged failure of this step is the same. The failure is recorded."""
         logged = self._logged.setdefault(name.attempt, set())
         while len(self._logged) > _STEPS_KEPT:
             del self._logged[min(self._logged)]
         kind = "the process group" if isinstance(error, _OF_THE_GROUP) else f"{type(error).__name__}: {error}"
         # An earlier failure is the cause of an abort.
-        is_news = (
+        is_new = (
             kind not in logged and len(logged) < MAX_ERRORS_KEPT and not (logged and isinstance(error, AbortedError))
         )
-        if is_news:
+        if is_new:
             logged.add(kind)
-        return is_news
+        return is_new
 
     def _is_explained(self, name: StepName, error: Exception) -> bool:
         """Return whether a logged loss explains an error."""
@@ -206,7 +206,9 @@ class ErrorReporter:
     def no_quorum(self, name: StepName, error: Exception) -> None:
         """Report that the step has no quorum."""
         # The training thread raises fatal errors, and their message appears there.
-        self._tell(name, logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error)
+        self._report(
+            name, logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error
+        )
 
     def configure_failed(self, name: StepName, error: Exception, *, warning: str = "") -> None:
         """Report that the process group could not be built for the quorum of a step.
@@ -219,7 +221,7 @@ class ErrorReporter:
         self.records.error(name, error, counts=True)
         if warning:
             with self._holding:
-                self._is_news(name, error)  # its consequences are not logged again
+                self._is_new(name, error)  # its consequences are not logged again
             self._log_of(name.step, logging.WARNING, f"this step will not commit: {warning}")
             return
         self._step_failed(name, error, f"could not configure quorum {name.key}, so this step will not commit: {error}")
@@ -233,7 +235,7 @@ class ErrorReporter:
             traceback_of: an error of a user's function, logged with its traceback.
         """
         if traceback_of is None:
-            self._tell(name, logging.WARNING, error, "%s", error)
+            self._report(name, logging.WARNING, error, "%s", error)
         else:
             self.records.error(name, error, counts=True)
             self.log_traceback(traceback_of, "%s", error)
@@ -246,8 +248,8 @@ class ErrorReporter:
         """Report that this replica group is lost."""
         with self._holding:
             self._group_is_lost = True
-            self._held = None  # the loss of the group is its reason
-        self._tell(name, logging.ERROR, error, "%s", error)
+            self._pending = None  # the loss of the group is its reason
+        self._report(name, logging.ERROR, error, "%s", error)
 
     def torn(self, error: BaseException) -> None:
         """Report that a commit could not be applied, so the state here is half written."""
@@ -258,8 +260,8 @@ class ErrorReporter:
         """Raise the fatal error of this process, if there is one."""
         fatal = self._status().fatal
         if fatal is not None:
-            raise_told(fatal)
+            raise_reported(fatal)
 
-    def _tell(self, name: StepName, level: int, error: Exception, message: str, *args: object) -> None:
+    def _report(self, name: StepName, level: int, error: Exception, message: str, *args: object) -> None:
         self.records.error(name, error, counts=True)
         self.log(logging.DEBUG if self.follows_from_a_loss(error) else level, message, *args)

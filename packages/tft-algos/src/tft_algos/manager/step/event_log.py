@@ -15,7 +15,7 @@ Every record has these attributes:
 Each logger adds its own:
 - `tft_quorums`, when a step's plan has arrived and its group is built or could not be built: `replica_world_size`:
   members. `num_participants`: members whose gradients count. `heal`: this group heals. `reconfigured`: the process
-  group was built anew. `duration_s`: seconds since the request for the quorum.
+  group was built again. `duration_s`: seconds since the request for the quorum.
 - `tft_commits`, at a verdict: `commit_result`: whether the optimizer steps. `num_participants`.
 - `tft_errors`, at an error: `error`: its text. `error_type`: the name of its class. `counts`: the step fails because of
   it. Otherwise the error came after its step.
@@ -82,8 +82,8 @@ class EventLog:
         if self.errors.isEnabledFor(logging.DEBUG):
             # Records for machines contain whole ids. The text for people has short ones.
             text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
-            told = {"error": text, "error_type": type(error).__name__, "counts": counts}
-            self._write(self.errors, name, "error", **told)
+            facts = {"error": text, "error_type": type(error).__name__, "counts": counts}
+            self._write(self.errors, name, "error", **facts)
 
     def _write(self, logger: logging.Logger, name: StepName, event: str, **facts: object) -> None:
         if logger.isEnabledFor(logging.DEBUG):

@@ -14,12 +14,12 @@ from typing import final
 from tft_algos.errors import ManagerClosedError, StateLoadError
 from tft_algos.manager.context import ManagerContext
 from tft_algos.manager.interfaces import ProcessGroupLike
-from tft_algos.manager.lifecycle.leaving import GracefulShutdown
+from tft_algos.manager.lifecycle.graceful_shutdown import GracefulShutdown
 from tft_algos.manager.quorum.aborter import QuorumAborter
 from tft_algos.manager.recovery.exchange import StateExchange
 from tft_algos.manager.recovery.speculative import SpeculativeSnapshot
 from tft_algos.manager.recovery.state_check import StateCheck
-from tft_algos.manager.step.error_reporter import raise_told
+from tft_algos.manager.step.error_reporter import raise_reported
 from tft_algos.manager.step.mailbox import Perform
 from tft_algos.manager.step.own_time import OwnTime
 from tft_coord.core.step import effects as do
@@ -33,17 +33,17 @@ class Orders:
     Args:
         shared: what all parts share.
         group: the process group across replicas.
-        breaker: aborts the group for one quorum.
-        early, exchange, check, farewell, own_time: parts of the Manager.
+        aborter: aborts the group for one quorum.
+        speculative, exchange, check, graceful_shutdown, own_time: parts of the Manager.
     """
 
     shared: ManagerContext
     group: ProcessGroupLike
-    breaker: QuorumAborter
-    early: SpeculativeSnapshot
+    aborter: QuorumAborter
+    speculative: SpeculativeSnapshot
     exchange: StateExchange
     check: StateCheck
-    farewell: GracefulShutdown
+    graceful_shutdown: GracefulShutdown
     own_time: OwnTime
 
     def performers(self) -> Mapping[type, Perform]:
@@ -58,7 +58,7 @@ class Orders:
             do.Fetch: self.exchange.start_fetch,
             do.BreakQuorum: self.break_quorum,
             do.EndQuorum: self.end_quorum,
-            do.BreakAll: lambda _: self.breaker.break_all(),
+            do.BreakAll: lambda _: self.aborter.break_all(),
             do.AbortGroup: lambda _: self.group.abort(),
             do.ReportHealed: self.exchange.healed,
             do.ReportHealFailed: self.exchange.heal_failed,
@@ -68,9 +68,9 @@ class Orders:
             do.ReportGroupLost: self.report_group_lost,
             do.ReportTooFew: self.report_too_few,
             do.ReportAbandoned: self.report_abandoned,
-            do.ReportLeft: self.farewell.left,
-            do.TellLeaving: self.farewell.tell,
-            do.Raise: self.raise_it,
+            do.ReportLeft: self.graceful_shutdown.left,
+            do.TellLeaving: self.graceful_shutdown.notify,
+            do.Raise: self.raise_error,
         }
 
     def pause(self, order: do.Pause) -> None:
@@ -88,18 +88,18 @@ class Orders:
 
     def use_plan(self, order: do.UsePlan) -> None:
         self.shared.reports.plan_arrived(order.plan)
-        self.early.plan_arrived(order.plan)
+        self.speculative.plan_arrived(order.plan)
 
     def break_quorum(self, order: do.BreakQuorum) -> None:
         notice = order.notice
         self.shared.reports.quorum_broke(notice, is_closing=self.shared.closing.is_set())
-        self.breaker.break_quorum(notice.key)
+        self.aborter.break_quorum(notice.key)
         self.exchange.source_lost(notice)
 
     def end_quorum(self, order: do.EndQuorum) -> None:
         if not self.shared.closing.is_set():
-            self.shared.reports.log(logging.INFO, "%s; what runs in it is ended", order.why)
-        self.breaker.break_quorum(order.key)
+            self.shared.reports.log(logging.INFO, "%s; its running operations are aborted", order.why)
+        self.aborter.break_quorum(order.key)
 
     def record_commit(self, order: do.RecordCommit) -> None:
         name, plan = order.name, order.plan
@@ -108,7 +108,7 @@ class Orders:
         )
         self.own_time.step_ended(counts=order.committed and not order.excused)
         if plan is not None:
-            self.early.step_ended(name.attempt, plan)
+            self.speculative.step_ended(name.attempt, plan)
 
     def report_error(self, order: do.ReportError) -> None:
         self.shared.reports.error(order.name, order.error, counts=order.counts, is_between=order.is_between)
@@ -118,7 +118,7 @@ class Orders:
             self.shared.reports.loss_came_late(order.notice)
 
     def report_group_lost(self, order: do.ReportGroupLost) -> None:
-        self.farewell.released.set()
+        self.graceful_shutdown.released.set()
         self.shared.reports.group_lost(order.name, order.error)
 
     def report_too_few(self, order: do.ReportTooFew) -> None:
@@ -132,10 +132,10 @@ class Orders:
     def report_abandoned(self, order: do.ReportAbandoned) -> None:
         self.shared.reports.log(logging.INFO, "should_commit=False: %s", order.error)
 
-    def raise_it(self, order: do.Raise) -> None:
+    def raise_error(self, order: do.Raise) -> None:
         cause: BaseException | None = order.cause
         if isinstance(cause, StateLoadError) and cause.__cause__ is not None:
             cause = cause.__cause__
         if cause is not None:
             raise order.error from cause
-        raise_told(order.error)
+        raise_reported(order.error)

@@ -58,7 +58,7 @@ class StepProgress:
         self._goes_on = False  # the training thread continues while a step is open
         self._inner_steps = 0
         self.waits = False  # the training thread waits in the vote or for state
-        self.speaks = False  # the training thread waits for the others' words
+        self.awaits_words = False  # the training thread waits for the others' words
         self.applies = False  # the training thread applies what was committed: the optimizer steps
 
     def step_begins(self) -> None:

@@ -44,10 +44,10 @@ class StepRunner:
         self._step = parts.shared.step
         self._config = parts.shared.config
         self._reports = parts.shared.reports
-        self._negotiation = parts.negotiation
+        self._quorum_task = parts.quorum_task
         self._reducer = parts.reducer
-        self._where = parts.where
-        self._own_time = parts.where.own_time
+        self._step_progress = parts.step_progress
+        self._own_time = parts.step_progress.own_time
         self._standing = standing_coordinator(parts.shared.coordinator)
         self._deferred: list[DeferredStep] = []  # deferred steps that have not ended
         self._synchronize: Callable[[], None] | None = (
@@ -61,9 +61,9 @@ class StepRunner:
         if self._step.tell(on.StartAsked()):
             self.raise_if_left()
         limit = limit_of(timeout, self._config.quorum_timeout)
-        for name, said in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
-            if not isinstance(said, bool):
-                raise ConfigError(f"{name} is {said!r}; give True or False")
+        for name, value in (("allow_heal", allow_heal), ("shrink_only", shrink_only)):
+            if not isinstance(value, bool):
+                raise ConfigError(f"{name} is {value!r}; give True or False")
         if asynchronous is not None and not isinstance(asynchronous, bool):
             raise ConfigError(f"use_async_quorum is {asynchronous!r}; give True, False or None")
         with self._own_time:
@@ -76,7 +76,7 @@ class StepRunner:
             if silent:
                 self._reports.log(logging.WARNING, "%s", silent)
         self._reducer.step_begins()
-        self._step.tell(on.StartReady(urgent=parts.unreached.has_unsaid))
+        self._step.tell(on.StartReady(urgent=parts.unreached.has_unsent))
         effects = self._step.tell(
             on.StepStarted(
                 checkpoint_metadata=self._shared.transport.metadata(),
@@ -86,24 +86,24 @@ class StepRunner:
                 use_async_quorum=asynchronous,
                 poor_sources=parts.exchange.poor_sources(),
                 unreached=parts.unreached.take(),
-                fingerprint=parts.fingerprint.unsaid(),
+                fingerprint=parts.fingerprint.unsent(),
             )
         )
         (begin,) = effects
         if isinstance(begin, do.GoOn):
-            self._goes_on(begin)
+            self._begin_without_request(begin)
         else:
             assert isinstance(begin, do.Ask), begin
             self._asked(begin, limit)
 
-    def _goes_on(self, order: do.GoOn) -> None:
+    def _begin_without_request(self, order: do.GoOn) -> None:
         """Begin a step without a request."""
         if order.looks_at_state:
-            self._look_at_state()
+            self._takes_snapshot()
         if order.prepares_to_serve:
             self._shared.transport.prepare_to_send()
-        self._where.step_begins()
-        self._negotiation.goes_on()
+        self._step_progress.step_begins()
+        self._quorum_task.begin_without_request()
         if not self._step.status.is_asynchronous:
             self._reports.raise_fatal()
 
@@ -111,13 +111,15 @@ class StepRunner:
         """Send the request for a quorum, and do other work during the request."""
         parts = self._parts
         if ask.breaks:
-            self._reports.log(logging.INFO, "asks for a quorum where the others go on in theirs: %s", ask.breaks)
+            self._reports.log(
+                logging.INFO, "requesting a new quorum, while the others continue in the current one: %s", ask.breaks
+            )
         own_state = self._step.status.own_state() if self._takes_early(ask) else None
-        self._where.step_begins()
+        self._step_progress.step_begins()
         parts.waits.quorum_limit = limit
-        self._negotiation.start(ask, limit)
+        self._quorum_task.start(ask, limit)
         if own_state is not None:
-            parts.early.take(own_state)
+            parts.speculative.take(own_state)
         if ask.prepares_to_serve:
             self._shared.transport.prepare_to_send()
         if not ask.request.use_async_quorum:
@@ -127,13 +129,15 @@ class StepRunner:
 
     def _takes_early(self, ask: do.Ask) -> bool:
         """Return whether the state is taken at this step boundary, for a newcomer."""
-        return ask.may_take_early and self._look_at_state(asks=True)
+        return ask.may_take_early and self._takes_snapshot(asks=True)
 
-    def _look_at_state(self, *, asks: bool = False) -> bool:
+    def _takes_snapshot(self, *, asks: bool = False) -> bool:
         """Return whether the state is taken at this step boundary. Check it periodically to know if it may be."""
         status, user = self._step.status, self._shared.user_state
         lineage = status.lineage if user.readable and not status.torn else None
-        return self._parts.early.step_begins(status.name.attempt, status.step, lineage, len(user.names), asks=asks)
+        return self._parts.speculative.step_begins(
+            status.name.attempt, status.step, lineage, len(user.names), asks=asks
+        )
 
     def raise_if_left(self) -> None:
         """Raise LeftJob if this replica has left. See `StepControl.raise_if_left`."""
@@ -145,9 +149,9 @@ class StepRunner:
 
     def settle(self) -> None:
         """End what an attempt has left running: its quorum request, its fetch, its reductions."""
-        self._negotiation.settle()
+        self._quorum_task.settle()
         plan = self._step.status.plan
-        self._step.tell(on.AttemptSettled(offers=plan is not None and self._parts.early.serves(plan)))
+        self._step.tell(on.AttemptSettled(offers=plan is not None and self._parts.speculative.serves(plan)))
         self._reducer.finish()
         self._reducer.release()
         dropped = [step for step in self._deferred if step.is_abandoned and not step.started.runs]
@@ -162,20 +166,20 @@ class StepRunner:
     @property
     def has_begun(self) -> bool:
         """Return whether a quorum was ever requested. Any thread may call this."""
-        return self._negotiation.has_begun
+        return self._quorum_task.has_begun
 
     def wait_quorum(self) -> None:
         """Wait for the quorum. See `Manager.wait_quorum`."""
-        if not self._negotiation.has_begun:
+        if not self._quorum_task.has_begun:
             raise UsageError("wait_quorum was called before start_quorum; call start_quorum first")
         with self._own_time:
-            self._negotiation.wait()
+            self._quorum_task.wait()
 
     def quorum_is_known(self) -> bool:
         """Return whether the quorum is known. See `StepControl.quorum_is_known`."""
-        if not self._negotiation.has_begun:
+        if not self._quorum_task.has_begun:
             raise UsageError("quorum_is_known was called before start_quorum; call start_quorum first")
-        return self._negotiation.has_ended
+        return self._quorum_task.has_ended
 
     def plan(self) -> Plan | None:
         """Wait for the plan of this step, on any thread.
@@ -191,11 +195,11 @@ class StepRunner:
 
         Raises: UsageError: no quorum was started. Errors of the quorum are not raised here.
         """
-        if not self._negotiation.has_begun:
+        if not self._quorum_task.has_begun:
             raise UsageError("a reduction needs a quorum; call start_quorum first")
-        if not self._negotiation.has_ended:
+        if not self._quorum_task.has_ended:
             with self._own_time:
-                self._negotiation.settle()
+                self._quorum_task.settle()
 
     def check_no_sync(self) -> None:
         """Refuse `Manager.allreduce` while a sync of the attached strategy is in flight.
@@ -207,9 +211,9 @@ class StepRunner:
         status = self._step.status
         if status.is_open or status.num_deferred:
             raise UsageError(
-                f"allreduce was called while a sync of {self.strategy} is in flight, whose reductions may begin before "
-                "or after it on other members; call it where none is in flight, as behind the inner step in which "
-                "current_step() has risen, with fragment_sync_delay below a period"
+                f"allreduce was called while a sync of {self.strategy} is in flight, and its reductions may begin in "
+                "another order on other members; call allreduce while no sync is in flight, for example after the "
+                "inner step in which current_step() rises, with a fragment_sync_delay shorter than a period"
             )
 
     # --- a step ends --------------------------------------------------------------------------------------------------
@@ -223,13 +227,13 @@ class StepRunner:
         self._wait_for(self._reducer.finish)
         effects = self._step.tell(on.ReductionsEnded())
         if isinstance(effects[-1], do.Concluded):
-            self._reducer.let_go()
+            self._reducer.release_all()
             return self._concluded(effects[-1])
         if self._synchronize is not None:
             self._synchronize()
         self._reducer.release()
-        self._parts.early.reductions_ended(readable=self._shared.user_state.readable)
-        self._where.waits = True  # for the word, for state, and for the verdict
+        self._parts.speculative.reductions_ended(readable=self._shared.user_state.readable)
+        self._step_progress.waits = True  # for the word, for state, and for the verdict
         effects = self._step.tell(
             on.DeviceSynchronized(group_error=self._parts.group.errored(), on_device=self._synchronize is not None)
         )
@@ -244,25 +248,25 @@ class StepRunner:
         order = effects[-1]
         if not isinstance(order, do.SendWord | do.HearWord):
             return effects
-        self._where.speaks = True
-        wording = self._parts.wording
+        self._step_progress.awaits_words = True
+        control_words = self._parts.control_words
         try:
-            ended = wording.exchange(order) if isinstance(order, do.SendWord) else wording.hear(order)
+            ended = control_words.exchange(order) if isinstance(order, do.SendWord) else control_words.hear(order)
         finally:
-            self._where.speaks = False
+            self._step_progress.awaits_words = False
         return self._step.tell(ended)
 
     def _wait_for(self, finish: Callable[[], None]) -> None:
         """Wait for what was begun in a step."""
-        self._where.finishes = True
+        self._step_progress.finishes = True
         try:
             finish()
         finally:
-            self._where.finishes = False
+            self._step_progress.finishes = False
 
     def _vote_limit(self, timeout: timedelta | None) -> timedelta:
         limit = limit_of(timeout, self._config.timeout)
-        if self._config.stands_by:
+        if self._config.is_passive_rank:
             limit += self._config.timeout  # rank 0 votes after its reductions, which may take this long
         return limit
 
@@ -321,12 +325,12 @@ class StepRunner:
     # --- several steps in flight --------------------------------------------------------------------------------------
 
     def defer(self) -> DeferredStep:
-        """Put the open step aside. See `StepControl.defer`."""
+        """Detach the open step. See `StepControl.defer`."""
         if self._step.status.is_open:
             self._exchange_open()
         (aside,) = self._step.tell(on.DeferAsked())
         assert isinstance(aside, do.PutAside), aside
-        step = DeferredStep(aside.name, self._step, self._reducer.put_aside(), end=self._end_deferred)
+        step = DeferredStep(aside.name, self._step, self._reducer.detach(), end=self._end_deferred)
         self._deferred.append(step)
         return step
 
@@ -348,7 +352,7 @@ class StepRunner:
                 self._synchronize()
             for order in self._step.tell(on.WordAsked(self._parts.group.errored())):
                 assert isinstance(order, do.SendWord), order
-                self._parts.wording.send(order)
+                self._parts.control_words.send(order)
         self._parts.exchange.perform()
 
     def _end_deferred(self, step: DeferredStep, timeout: timedelta | None) -> bool:
@@ -374,9 +378,9 @@ class StepRunner:
                 on.DeviceSynchronized(number, self._parts.group.errored(), on_device=self._synchronize is not None)
             )
             step.look()
-            before, self._where.waits = self._where.waits, True
+            before, self._step_progress.waits = self._step_progress.waits, True
             end = self._vote(self._worded(effects), limit)
-            self._where.waits = before
+            self._step_progress.waits = before
         self._reducer.forget(step.started)
         step.is_over = True
         if step in self._deferred:  # `settle` may have removed it

@@ -38,24 +38,26 @@ class Straggling:
         newest = self._newest
         return newest.sentence if newest is not None and newest.kind is PaceKind.LEFT_OUT else ""
 
-    def told(self, news: StragglerNotice) -> None:
+    def notified(self, notice: StragglerNotice) -> None:
         """Record a change of pace. The newest change may come again after a broken stream."""
-        says_nothing = news.kind is PaceKind.SHARE and news.share == self.share
-        is_new = news != self._newest and not says_nothing
-        self._newest = news
-        if is_new and news.kind is PaceKind.SHARE and news.share == 1.0:
+        says_nothing = notice.kind is PaceKind.SHARE and notice.share == self.share
+        is_new = notice != self._newest and not says_nothing
+        self._newest = notice
+        if is_new and notice.kind is PaceKind.SHARE and notice.share == 1.0:
             # This is another lighthouse, which does not know of a straggler.
-            said = f"replica {news.replica_id} is to take its whole batch: this lighthouse asks for no smaller share"
-            news = replace(news, kind=PaceKind.KEEPS_UP, sentence=news.sentence or said)
-        if news.kind in _OF_SHARES:
-            self.share = news.share
+            sentence = (
+                f"replica {notice.replica_id} takes its whole batch, because this lighthouse requests no smaller share"
+            )
+            notice = replace(notice, kind=PaceKind.KEEPS_UP, sentence=notice.sentence or sentence)
+        if notice.kind in _OF_SHARES:
+            self.share = notice.share
         if not is_new:
             return
-        is_well = news.kind in _WELL
-        self._reports.log(logging.INFO if is_well else logging.WARNING, "%s", news.sentence or f"{news.kind.name}")
+        is_well = notice.kind in _WELL
+        self._reports.log(logging.INFO if is_well else logging.WARNING, "%s", notice.sentence or f"{notice.kind.name}")
         if self._listener is not None:
             try:
-                self._listener(news)
+                self._listener(notice)
             except Exception as error:
                 # The step is valid, whatever the user's function did.
-                self._reports.log_traceback(error, "a function given to on_straggler raised at: %s", news.sentence)
+                self._reports.log_traceback(error, "a function given to on_straggler raised at: %s", notice.sentence)

@@ -64,7 +64,7 @@ class WaitWatch:
 
     Args:
         step: says whether a step is open, planned, and heals.
-        where: says where in the step the training thread is.
+        step_progress: says where in the step the training thread is.
         config: its time-outs end the waits.
         reports: the log.
         monotonic: returns the time in seconds.
@@ -75,7 +75,7 @@ class WaitWatch:
     def __init__(
         self,
         step: StepMailbox,
-        where: StepProgress,
+        step_progress: StepProgress,
         config: ResolvedConfig,
         reports: ErrorReporter,
         monotonic: Callable[[], float],
@@ -84,7 +84,7 @@ class WaitWatch:
         left_out: Callable[[], str] = lambda: "",
     ) -> None:
         self._step = step
-        self._where = where
+        self._step_progress = step_progress
         self._config = config
         self._reports = reports
         self._monotonic = monotonic
@@ -94,22 +94,26 @@ class WaitWatch:
         self._first_asked_s = 0.0  # the first of the requests in a row that got no quorum
         self._failed_before = 0  # when the wait for a quorum began
         self._has_failed = False  # the last wait for a quorum ended without one
-        self._told = ("", 0.0)
-        self._told_left_out_s: float | None = None
+        self._reported = ("", 0.0)
+        self._left_out_reported_s: float | None = None
         self._left_out = left_out
         self.quorum_limit: timedelta = config.quorum_timeout  # of the last request for a quorum
 
-    def told(self, sentence: str) -> None:
+    def reported(self, sentence: str) -> None:
         """Record a sentence of the lighthouse or the manager server that says what this rank waits for."""
-        self._told = (sentence, self._monotonic())
+        self._reported = (sentence, self._monotonic())
         if sentence.startswith(LEFT_OUT):
-            self._told_left_out_s = self._told[1]
+            self._left_out_reported_s = self._reported[1]
 
     @property
     def is_left_out(self) -> bool:
         """Return whether the last check saw a wait for a quorum while the others train without this replica."""
-        told_s = self._told_left_out_s
-        heard = told_s is not None and self._seen.since_s <= told_s and self._monotonic() - told_s < LEFT_OUT_FOR_S
+        reported_s = self._left_out_reported_s
+        heard = (
+            reported_s is not None
+            and self._seen.since_s <= reported_s
+            and self._monotonic() - reported_s < LEFT_OUT_FOR_S
+        )
         return self._seen.kind == QUORUM and (heard or bool(self._left_out()))
 
     @property
@@ -155,7 +159,7 @@ class WaitWatch:
         if notice.is_over and kind == QUORUM and self._has_failed:
             self._reports.log(
                 logging.INFO,
-                "no quorum within %d s (%d s in all); the next step asks again",
+                "timed out waiting for a quorum after %d s (%d s in total); the next step requests it again",
                 notice.seconds,
                 max(notice.seconds, now_s - self._first_asked_s),
             )
@@ -165,7 +169,7 @@ class WaitWatch:
             return
         self._reports.log(
             logging.WARNING,
-            "waiting for %s for %d s: %s; ends at the latest after %s",
+            "waiting for %s for %d s: %s; time limit: %s",
             kind,
             notice.seconds,
             self._who(kind),
@@ -173,12 +177,12 @@ class WaitWatch:
         )
 
     def _kind_now(self, status: StepStatus) -> str:
-        phase = self._where.phase(status)
+        phase = self._step_progress.phase(status)
         if phase is not Phase.WAITING:
             return REDUCTION if phase is Phase.REDUCING else ""
         if status.pends:
             return QUORUM if status.phase is StepPhase.ASKED else GROUP
-        if self._where.speaks:
+        if self._step_progress.awaits_words:
             return WORD
         return STATE if status.healing is Healing.FETCHING else VOTE
 
@@ -194,14 +198,14 @@ class WaitWatch:
     def _who(self, kind: str) -> str:
         if kind == QUORUM and (why := self._left_out()):
             return shorten(why)
-        sentence, told_s = self._told
-        if sentence and told_s >= self._seen.since_s:
+        sentence, reported_s = self._reported
+        if sentence and reported_s >= self._seen.since_s:
             return shorten(sentence)
         plan = self._step.status.plan
         if kind == QUORUM:
-            return "the lighthouse has not said yet for whom"
+            return "the lighthouse has not reported the missing replicas yet"
         if plan is None:
-            return "for whom is not known"
+            return "the missing replicas are unknown"
         if kind == STATE and plan.sources:
             source = plan.sources[0]
             return f"the state of step {plan.step} from {shorten(source.replica_id)} at {source.address}"

@@ -34,8 +34,9 @@ class Place(enum.Enum):
 
     QUORUM: the request. A replica that waits for such a fault makes a request in every step. CONFIGURE: of the process
     group. FORWARD: of the module. BACKWARD: of the module, when its first gradient is ready. REDUCTION: an allreduce
-    across the groups. WORD: the result of the step, sent to the same rank of the other groups. VOTE: on the commit.
-    OPTIMIZER: its step, after the commit. SERVING: offering live state. HEALING: fetching it.
+    across the groups. WORD: the result of the step, sent to the same rank of the other groups. VOTE: at the verdict on
+    the commit, also in a group of one rank, which sends no vote. OPTIMIZER: its step, after the commit. SERVING:
+    offering live state. HEALING: fetching it.
     """
 
     QUORUM = "quorum"
@@ -71,7 +72,9 @@ class FaultNotInjectedError(TrainingError, AssertionError):
 
     def __init__(self, faults: tuple[Fault, ...]) -> None:
         sentences = ", and ".join(fault.describe().rpartition(";")[0] for fault in faults)
-        super().__init__(f"not struck: {sentences}; look whether that replica and rank came to that place and step")
+        super().__init__(
+            f"faults that did not strike: {sentences}; check whether that replica and rank reached that place and step"
+        )
         self.faults = faults
 
 

@@ -3,7 +3,7 @@
 An attempt begins with the request for a quorum and ends with a verdict. A strategy may have several at once, each begun
 before the last one has ended. An error belongs to exactly one of them, whenever it comes.
 
-Law of this file: one attempt's facts. Other files decide what they mean for the others, and for the state.
+Law of this file: one attempt's facts. Other files decide the consequences for other attempts and for the state.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Attempt:
     """The facts about one attempt.
 
     Args:
-        name: its name until its plan arrives.
-        is_asynchronous: a healing member gives zeros in it.
+        name: of the attempt, until its plan arrives.
+        is_asynchronous: a healing member contributes zeros.
     Attributes:
         name, plan: the plan is None until it arrives.
         healing: the stage of its recovery.
-        exchanged: state was given or taken in it, or no member wanted any.
-        abandoned: why it has failed with others. All ranks of the group know this alike, so none votes on it.
-        fatal: the first error with which this process can't go on, however many others came before it.
-        agreed: what the word of its round means for this rank's vote; None: it has no word, or not yet.
-        heard_a_no: a member's word reports an error, which all that have the sum know.
-        is_unheard: this rank's word does not complete, and its process group was aborted because of that.
-        says_leave: this rank's word says that its group leaves.
+        exchanged: state was served or received in it, or no member needed any.
+        abandoned: why it failed together with other attempts. All ranks of the group know this, so none votes on it.
+        fatal: the first error that this process can't recover from.
+        agreed: the outcome of its round's control words; None: there are no words, or no outcome yet.
+        has_failed_member: the sum of the control words reports an error of a member.
+        is_word_incomplete: the exchange of control words did not complete, and the process group was aborted.
+        wants_leave: this rank's control word says that its group leaves.
         sent_word: number of the round whose word was sent before this attempt's end; None: none was.
         num_reductions, weight: of this rank; `is_weighted`: a reduction has used the weight.
     """
@@ -49,16 +49,16 @@ class Attempt:
         "agreed",
         "exchanged",
         "fatal",
+        "has_failed_member",
         "healing",
-        "heard_a_no",
         "is_asynchronous",
-        "is_unheard",
         "is_weighted",
+        "is_word_incomplete",
         "name",
         "num_reductions",
         "plan",
-        "says_leave",
         "sent_word",
+        "wants_leave",
         "weight",
     )
 
@@ -71,9 +71,9 @@ class Attempt:
         self.abandoned: Exception | None = None
         self.fatal: Exception | None = None
         self.agreed: Vote | None = None
-        self.heard_a_no = False
-        self.is_unheard = False
-        self.says_leave = False
+        self.has_failed_member = False
+        self.is_word_incomplete = False
+        self.wants_leave = False
         self.sent_word: int | None = None
         self.num_reductions = 0
         self.weight: float | None = None
@@ -99,7 +99,7 @@ class Attempt:
 
     @property
     def own_error(self) -> Exception | None:
-        """Return the first error that is its own."""
+        """Return the first error of this attempt itself."""
         return self._errors[0] if self._errors else None
 
     @property
@@ -111,8 +111,8 @@ class Attempt:
         return self.healing is Healing.NONE or self.healing is Healing.LOADED
 
     @property
-    def speaks(self) -> bool:
-        """Return whether it ends with a word to all members."""
+    def sends_word(self) -> bool:
+        """Return whether the attempt ends with an exchange of control words."""
         return self.plan is not None and self.plan.lease_ms is not None
 
     @property
@@ -122,5 +122,5 @@ class Attempt:
 
     @property
     def status(self) -> AttemptStatus:
-        """Return it as a frozen value."""
+        """Return the attempt as a frozen value."""
         return AttemptStatus(self.name, self.plan, self.error, self.abandoned)

@@ -17,16 +17,16 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from tft_coord.core.step import events as on
-from tft_coord.core.step.asking import Asking
 from tft_coord.core.step.effects import Effects
 from tft_coord.core.step.ending import Ending
 from tft_coord.core.step.events import Event
+from tft_coord.core.step.failures import Failures
 from tft_coord.core.step.recovery import Recovery
 from tft_coord.core.step.reducing import Reducing
 from tft_coord.core.step.rounds import Rounds
+from tft_coord.core.step.starting import Starting
 from tft_coord.core.step.state import StepState
 from tft_coord.core.step.status import StepStatus
-from tft_coord.core.step.troubles import Troubles
 from tft_coord.core.step.values import StepSettings
 
 Handler = Callable[[Any, int], Effects]
@@ -46,9 +46,9 @@ class StepCore:
     """
 
     def __init__(self, settings: StepSettings) -> None:
-        self._books = StepState(settings)
+        self._state = StepState(settings)
         self.known_status: StepStatus | None = None
-        self._handlers = _handlers_of(self._books)
+        self._handlers = _handlers_of(self._state)
 
     def handle(self, event: Event, now_ms: int) -> Effects:
         """Handle one event.
@@ -69,25 +69,25 @@ class StepCore:
         """Return the current status of the step as a frozen value, made on demand."""
         status = self.known_status
         if status is None:
-            status = self.known_status = self._books.status()
+            status = self.known_status = self._state.status()
         return status
 
 
-def _handlers_of(books: StepState) -> dict[type, Handler]:
-    asking, reducing, recovery = Asking(books), Reducing(books), Recovery(books)
-    ending, troubles, rounds = Ending(books), Troubles(books), Rounds(books)
+def _handlers_of(state: StepState) -> dict[type, Handler]:
+    starting, reducing, recovery = Starting(state), Reducing(state), Recovery(state)
+    ending, failures, rounds = Ending(state), Failures(state), Rounds(state)
     return {
-        on.StartAsked: asking.start_asked,
-        on.AttemptSettled: asking.attempt_settled,
-        on.StartReady: asking.start_ready,
-        on.StateCompared: asking.state_compared,
-        on.StepStarted: asking.step_started,
-        on.PlanArrived: asking.plan_arrived,
-        on.UnchangedArrived: asking.unchanged_arrived,
-        on.QuorumFailed: asking.quorum_failed,
-        on.GroupConfigured: asking.group_configured,
-        on.ConfigureFailed: asking.configure_failed,
-        on.ServerRestarted: asking.server_restarted,
+        on.StartAsked: starting.start_asked,
+        on.AttemptSettled: starting.attempt_settled,
+        on.StartReady: starting.start_ready,
+        on.StateCompared: starting.state_compared,
+        on.StepStarted: starting.step_started,
+        on.PlanArrived: starting.plan_arrived,
+        on.UnchangedArrived: starting.unchanged_arrived,
+        on.QuorumFailed: starting.quorum_failed,
+        on.GroupConfigured: starting.group_configured,
+        on.ConfigureFailed: starting.configure_failed,
+        on.ServerRestarted: starting.server_restarted,
         on.WeightSet: reducing.weight_set,
         on.ReductionAsked: reducing.reduction_asked,
         on.DeferAsked: ending.defer_asked,
@@ -109,11 +109,11 @@ def _handlers_of(books: StepState) -> dict[type, Handler]:
         on.StateTorn: recovery.state_torn,
         on.StateRegistered: recovery.state_registered,
         on.StateLoaded: recovery.state_loaded,
-        on.ErrorReported: troubles.error_reported,
-        on.UserReportedError: troubles.user_reported_error,
-        on.LossNoticed: troubles.loss_noticed,
-        on.GroupWasLost: troubles.group_was_lost,
-        on.PaceHeard: troubles.pace_heard,
+        on.ErrorReported: failures.error_reported,
+        on.UserReportedError: failures.user_reported_error,
+        on.LossNoticed: failures.loss_noticed,
+        on.GroupWasLost: failures.group_was_lost,
+        on.PaceHeard: failures.pace_heard,
         on.LeaveWished: ending.leave_wished,
         on.Looked: ending.looked,
         on.EndingAsked: ending.ending_asked,

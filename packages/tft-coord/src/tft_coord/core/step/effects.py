@@ -43,7 +43,7 @@ class EndFetch:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The order to wait before the next request: a failure that repeats fails as fast as it is tried."""
+    """The order to wait before the next request, so that a repeated failure does not retry in a busy loop."""
 
     ms: int
 
@@ -67,7 +67,7 @@ class Ask:
         request: the request.
         may_take_early: a snapshot may be taken while the request runs, for a newcomer that the plan may name.
         prepares_to_serve: this rank has time to prepare for serving its state to others.
-        breaks: why the quorum does not stand for this rank although it does for the others, one phrase; or empty.
+        breaks: why this rank leaves a quorum that stands for the others, one phrase; or empty.
     """
 
     attempt: int
@@ -105,8 +105,8 @@ class UsePlan:
 class Fetch:
     """The order to fetch the plan's reference from its sources, in the background.
 
-    After the start the shell must check the losses of the meantime (`StepStatus.losses`): a fetch that has not started
-    hears of none.
+    After the start the shell must check the losses of the meantime (`StepStatus.losses`), because a fetch that has not
+    started receives no notice.
     """
 
     attempt: int
@@ -131,14 +131,14 @@ class ForgetPace:
 
 @dataclass(frozen=True, slots=True)
 class BreakQuorum:
-    """The order to abort what runs in that quorum, soon; the notice says why. A fetch from the lost member ends."""
+    """The order to abort everything that runs in the notice's quorum. A fetch from the lost member ends."""
 
     notice: LossNotice
 
 
 @dataclass(frozen=True, slots=True)
 class EndQuorum:
-    """The order to abort what runs in that quorum, soon, because it is over. `why`: a sentence."""
+    """The order to abort everything that runs in that quorum, because it is over. `why`: a sentence."""
 
     key: QuorumKey
     why: str
@@ -177,7 +177,7 @@ class Reduce:
         weight: this rank's part of the sum of the weights; None: the mean has no weights.
         shared: the sum of the weights is that of the step, reduced once for all its means.
         inside: it belongs to the open attempt. Otherwise it fails no attempt, and a failed process group loses it.
-        num_others: members beside this group.
+        num_others: the number of the other members.
     """
 
     name: StepName
@@ -207,8 +207,8 @@ class KeepTensor:
 
 @dataclass(frozen=True, slots=True)
 class LoseReduction:
-    """The order to start nothing; the result is lost. `aborts`: end the reduction for the others, which may
-    wait in it."""
+    """The order to start no reduction; its result is lost. `aborts`: abort the process group, because the others may
+    wait in the reduction."""
 
     aborts: bool = False
 
@@ -231,7 +231,7 @@ class StageState:
     """The order to wait for the fetch and check that the state fits what is registered here; report
     `StageEnded(FETCH)`.
 
-    `in_vain`: end the fetch instead, and report this as the error.
+    `in_vain`: why the fetch is useless; end it instead, and report this as the error.
     """
 
     plan: Plan
@@ -267,7 +267,7 @@ class ExplainDivergence:
     """The order to log what differs between this replica's state and the source's.
 
     Args:
-        plan: that says to heal.
+        plan: with the order to heal.
         stops: raise `StateDivergedError`; otherwise log it, and report `DivergenceExplained`.
         again: the last recovery has not repaired it.
     """
@@ -317,7 +317,7 @@ class WarnLateState:
 
 @dataclass(frozen=True, slots=True)
 class PutAside:
-    """The order to put the open attempt aside: it goes on beside later ones, under its number."""
+    """The order to defer the open attempt: it continues under its number while later ones run."""
 
     name: StepName
 
@@ -535,7 +535,7 @@ class ServeOn:
 
     Args:
         until_ms: at the latest; in the past: none does.
-        meets: then wait for the other ranks of this group, unless this process can't go on.
+        meets: then wait for the other ranks of this group, unless this process has a fatal error.
     """
 
     until_ms: int

@@ -36,7 +36,7 @@ class SyncAbandonedError(TrainingError, RuntimeError):
 
 
 class QuorumBrokenError(TrainingError, RuntimeError):
-    """A member of this quorum was lost, so its reductions can't run. Next: go on; the next step gets a new quorum.
+    """A member of this quorum was lost, so its reductions can't run. Next: continue; the next step gets a new quorum.
 
     Args:
         message: one sentence.
@@ -49,7 +49,7 @@ class QuorumBrokenError(TrainingError, RuntimeError):
 
 
 class HealingError(TrainingError, RuntimeError):
-    """The live state could not be fetched or loaded. Next: go on; the next quorum tries again, from another source.
+    """The live state could not be fetched or loaded. Next: continue; the next quorum tries again, from another source.
 
     Args:
         message: one sentence.

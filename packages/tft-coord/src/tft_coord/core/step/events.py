@@ -38,7 +38,7 @@ class AttemptSettled:
 
 @dataclass(frozen=True, slots=True)
 class StartReady:
-    """The last attempt is settled, and the next may begin. `urgent`: there is news for the lighthouse, so no pause."""
+    """The last attempt is settled, and the next may begin. `urgent`: the lighthouse needs a report, so do not pause."""
 
     urgent: bool = False
 
@@ -153,7 +153,7 @@ class ReductionAsked:
 
 @dataclass(frozen=True, slots=True)
 class DeferAsked:
-    """The open attempt must go on beside later ones."""
+    """The open attempt must be deferred: it continues while later ones run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class WordEnded:
 
     Args:
         attempt: as in `EndAsked`.
-        sums: of all members' words; None: it did not complete.
+        sums: of all members' control words; None: the exchange did not complete.
         error: of an incomplete exchange.
     """
 
@@ -235,7 +235,7 @@ class VerdictArrived:
 
 @dataclass(frozen=True, slots=True)
 class FlightsDropped:
-    """Attempts that were put aside and failed with others will never end; nothing of them runs."""
+    """Deferred attempts that failed with others will never end; none of their reductions runs."""
 
     attempts: tuple[int, ...]
 
@@ -258,7 +258,8 @@ class StrategyExchanges:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeAsked:
-    """State must be given or taken now, if the plan says so and it is not done yet. `offers`: see AttemptSettled."""
+    """State must be served or received now, if the plan requires it and it is not done yet. `offers`: see
+    AttemptSettled."""
 
     offers: bool = False
 
@@ -278,7 +279,7 @@ class StageEnded:
         stage: the stage.
         error: why it failed; None: it succeeded.
         own: the source's own part of the state (`StepStatus.own_state` there); of FETCH and SPREAD.
-        needs_own: this rank's own state has to say where the fetched parts belong; of FETCH and SPREAD.
+        needs_own: only this rank's own state shows where the fetched parts belong; of FETCH and SPREAD.
         again: a sentence; if the next failure has the same one, a further attempt would fail in the same way. Empty:
             the failure may pass.
     """
@@ -300,7 +301,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceExplained:
-    """The log says what differs between this replica's state and the source's."""
+    """The log now shows the differences between this replica's state and the source's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +343,7 @@ class UserReportedError:
 
 @dataclass(frozen=True, slots=True)
 class LossNoticed:
-    """A member of a quorum was lost, or can't go on in it."""
+    """A member of a quorum was lost, or can't continue in it."""
 
     notice: LossNotice
 
@@ -356,7 +357,7 @@ class GroupWasLost:
 
 @dataclass(frozen=True, slots=True)
 class WordsRefused:
-    """This rank can't exchange words from now on, because they would meet the reductions of steps in flight."""
+    """This rank can't exchange control words any longer, because they would mix with reductions of steps in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,10 +397,10 @@ class LeaveWished:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """The periodic look, once a beat.
+    """The periodic check, once a beat.
 
     Args:
-        hears_left_out: the others train without this replica, as the lighthouse has just said.
+        hears_left_out: the lighthouse has just reported that the others train without this replica.
         waits_ms: for how long this rank has waited in the reductions or the word of its round; None: it does not wait.
     """
 

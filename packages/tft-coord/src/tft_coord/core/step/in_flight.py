@@ -1,4 +1,4 @@
-"""The attempts of one rank: the open one, those in flight beside it, and how often in a row they failed.
+"""The attempts of one rank: the open one, the deferred ones in flight, and the number of failures in a row.
 
 Attempts that are in flight together belong to one quorum and end in the order of their start. Each builds on the
 earlier ones. Another quorum, or one no, therefore fails all of them, here and at every other member.
@@ -28,12 +28,12 @@ class StepsInFlight:
     Attributes:
         last: the attempt that was begun last, whether it is open or not.
         phase, verdict: of that.
-        deferred: in flight beside it, oldest first; those that have not failed with others.
+        deferred: earlier attempts in flight, oldest first, without those that have failed with others.
         aside: all that were put aside and are not over, by number.
-        left_others: this rank has left reductions of the configured group in which the others may still wait, or steps
-            that they have begun. Its next request therefore breaks their quorum.
-        failure_is_news: the last failed commit came after the held key.
-        commit_failures, failed_quorums, lost_flights: in a row; the last are flights that another quorum ended.
+        peers_may_wait: this rank has left reductions of the configured group, or steps, in which the others may still
+            wait. Its next request therefore breaks their quorum.
+        has_unreported_failure: a commit has failed since the current quorum formed.
+        commit_failures, failed_quorums, lost_attempts: in a row. Another quorum has ended the lost ones.
     """
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class StepsInFlight:
         self.verdict: bool | None = None
         self.deferred: list[Attempt] = []
         self.aside: dict[int, Attempt] = {}
-        self.left_others = False
-        self.failure_is_news = False
+        self.peers_may_wait = False
+        self.has_unreported_failure = False
         self.commit_failures = 0
         self.failed_quorums = 0
-        self.lost_flights = 0
+        self.lost_attempts = 0
 
     # --- beginning ----------------------------------------------------------------------------------------------------
 
@@ -58,14 +58,14 @@ class StepsInFlight:
         # After an error of its own this rank may have left out reductions in which the others still wait. The others do
         # not wait for those of an attempt in flight before its end, and others in flight may end well before that.
         last = self.last
-        left_others = self.left_others or (
+        peers_may_wait = self.peers_may_wait or (
             last.plan is not None and last.own_error is not None and last not in self.deferred
         )
         name = StepName(last.name.attempt + 1, step + len(self.deferred))
         self.last = Attempt(name, is_asynchronous=is_asynchronous)
         self.phase = Phase.ASKED
         self.verdict = None
-        return left_others
+        return peers_may_wait
 
     def planned(self, plan: Plan, step: int) -> None:
         """Give the open attempt its plan. Those in flight that belong to another quorum fail."""
@@ -80,7 +80,7 @@ class StepsInFlight:
         last = self.last
         last.healing = Healing.LOADED
         last.name = StepName(last.name.attempt, step + len(self.deferred), last.name.key)
-        self.commit_failures = self.lost_flights = 0
+        self.commit_failures = self.lost_attempts = 0
 
     def without_quorum(self, error: Exception, *, others_go_on: bool) -> None:
         """Fail the open attempt and those in flight, because it is unknown whether their quorum stands.
@@ -93,7 +93,7 @@ class StepsInFlight:
         if self.phase is Phase.ASKED:
             self.phase = Phase.FAILED
             self.fail_deferred(error)
-            self.left_others = self.left_others or others_go_on
+            self.peers_may_wait = self.peers_may_wait or others_go_on
         self.last.note(error)
 
     @property
@@ -108,7 +108,7 @@ class StepsInFlight:
 
     # --- finding ------------------------------------------------------------------------------------------------------
 
-    def counting(self, name: StepName | None) -> Attempt | None:
+    def find(self, name: StepName | None) -> Attempt | None:
         """Return the attempt for which an error of that name counts; None if it is over. `name`: None: the open one."""
         last = self.last
         if self.phase is not Phase.IDLE and (name is None or last.name.attempt == name.attempt):
@@ -122,7 +122,7 @@ class StepsInFlight:
     # --- several in flight --------------------------------------------------------------------------------------------
 
     def defer(self) -> Attempt:
-        """Put the open attempt aside: it goes on beside later ones, and ends before them."""
+        """Defer the open attempt: it continues while later ones run, and ends before them."""
         attempt, self.phase = self.last, Phase.IDLE
         self.aside[attempt.name.attempt] = attempt
         if attempt.abandoned is None:
@@ -144,14 +144,14 @@ class StepsInFlight:
         """
         for attempt in self.deferred:
             attempt.note(error)
-            self.left_others = self.left_others or attempt.plan is not None
+            self.peers_may_wait = self.peers_may_wait or attempt.plan is not None
 
     def fail_own(self, error: Exception) -> None:
         """Fail the open attempt and those in flight for a reason of this rank's own: its state has changed
         under them."""
         if self.phase is not Phase.IDLE:
             self.last.note(error)
-            self.left_others = self.left_others or self.last.plan is not None
+            self.peers_may_wait = self.peers_may_wait or self.last.plan is not None
         self.fail_deferred(error)
 
     def _abandon_those_of_other_quorums(self, key: QuorumKey) -> None:
@@ -159,14 +159,14 @@ class StepsInFlight:
         for attempt in others:
             self.deferred.remove(attempt)
             attempt.abandoned = SyncAbandonedError(
-                f"{attempt.name} was in flight when quorum {key} came; all that are in flight fail with it"
+                f"{attempt.name} was in flight when quorum {key} replaced its quorum; all steps in flight fail"
             )
         self.failed_quorums += sum(attempt.plan is None for attempt in others)
-        self.lost_flights += any(attempt.plan is not None for attempt in others)
+        self.lost_attempts += any(attempt.plan is not None for attempt in others)
 
     def give_up(self, error: Exception) -> None:
         """Abandon all attempts while the other members have theirs in flight: the next request breaks the quorum."""
-        self.left_others = self.left_others or bool(self.deferred)
+        self.peers_may_wait = self.peers_may_wait or bool(self.deferred)
         if self.phase is not Phase.IDLE:
             self.last.note(error)  # its plan may still come, and others begin by it
         self.abandon_all(error)
@@ -178,7 +178,7 @@ class StepsInFlight:
         self.deferred.clear()
         if self.phase is not Phase.IDLE:
             self.last.abandoned = error
-            self.left_others = self.left_others or self.last.plan is not None
+            self.peers_may_wait = self.peers_may_wait or self.last.plan is not None
 
     # --- ending -------------------------------------------------------------------------------------------------------
 
@@ -201,27 +201,25 @@ class StepsInFlight:
         if attempt in self.deferred:
             self.deferred.remove(attempt)
             if not yes:
-                left_others = attempt.plan is not None and attempt.own_error is not None
-                self.left_others = self.left_others or left_others
+                peers_may_wait = attempt.plan is not None and attempt.own_error is not None
+                self.peers_may_wait = self.peers_may_wait or peers_may_wait
                 self.abandon_all(
-                    SyncAbandonedError(
-                        f"{attempt.name} was not committed; all that were in flight with it fail with it"
-                    )
+                    SyncAbandonedError(f"{attempt.name} was not committed; all steps in flight fail with it")
                 )
         self._count(attempt, yes=yes, planned=attempt.plan is not None, is_left_out=is_left_out)
 
     def _count(self, attempt: Attempt, *, yes: bool, planned: bool, is_left_out: bool) -> None:
         if yes:
-            self.commit_failures = self.failed_quorums = self.lost_flights = 0
+            self.commit_failures = self.failed_quorums = self.lost_attempts = 0
         elif attempt.abandoned is not None:
             pass  # counted once, with the attempt it failed with
         elif planned:
             self.commit_failures += 1
-            self.failure_is_news = True
+            self.has_unreported_failure = True
         elif not is_left_out:
             self.failed_quorums += 1
 
     @property
     def failures(self) -> int:
         """Return how many failed in a row."""
-        return self.commit_failures + self.failed_quorums + self.lost_flights
+        return self.commit_failures + self.failed_quorums + self.lost_attempts

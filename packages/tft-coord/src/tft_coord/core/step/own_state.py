@@ -2,7 +2,7 @@
 
 Only three events change it: a commit, a recovery, and a checkpoint that the user loads.
 
-Law of this file: counting and folding. Other files decide when a commit or a recovery has happened.
+Law of this file: find and folding. Other files decide when a commit or a recovery has happened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class OwnState:
     """The state of one rank.
 
     Args:
-        job: it begins with the fresh state of this job.
+        job: gives the lineage of a state that was never trained.
     """
 
     def __init__(self, job: str) -> None:
@@ -111,13 +111,13 @@ class OwnState:
         Args:
             own: the source's part.
         """
-        mine, theirs = self.check, _check_of(own)
-        if mine is None or theirs is None or self.torn:
+        here, theirs = self.check, _check_of(own)
+        if here is None or theirs is None or self.torn:
             return False
-        if (mine.step, mine.before) != (theirs.step, theirs.before) or mine.after == theirs.after:
+        if (here.step, here.before) != (theirs.step, theirs.before) or here.after == theirs.after:
             return False
-        if mine.step > self._diverged_step:
-            self._diverged_step = mine.step
+        if here.step > self._diverged_step:
+            self._diverged_step = here.step
             self.divergences += 1
         return True
 
@@ -129,7 +129,7 @@ def mismatch(plan: Plan, own: Mapping[str, Any]) -> HealingError | None:
     if got == wanted and isinstance(own.get("batches_committed"), int):
         return None
     return HealingError(
-        f"the fetched state says {got} and the plan {wanted}; it was dropped, and the next quorum tries again",
+        f"the fetched state has {got} and the plan {wanted}; it was discarded, and the next quorum tries again",
         sources=tuple(source.replica_id for source in plan.sources),
     )
 

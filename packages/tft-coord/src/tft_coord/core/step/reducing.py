@@ -1,8 +1,8 @@
 """The inputs of a reduction: which members give what, and the divisor.
 
 Inside a step a member either gives its tensor or, while it heals or is a spare, takes part with values that change
-nothing. After an error of the step it stays out, and ends for the others what they would wait for in vain. Between a
-verdict and the next quorum no step can fail any more. Each member with a usable group takes part, and gives if it has
+nothing. After an error of the step it takes no part, and aborts the reductions in which the others would wait. Between
+a verdict and the next quorum no step can fail any more. Each member with a usable group takes part, and gives if it has
 committed the step, so that a mean is over those that did. Their number is unknown beforehand, so that mean is always a
 weighted one.
 
@@ -26,8 +26,8 @@ from tft_coord.core.types import Plan
 # any float32 or bfloat16 in range as long as the weights sum to at most 2**32. A power of two causes no rounding.
 WEIGHT_SCALE: Final = 2.0**-32
 
-_LOST: Final[Effects] = (do.LoseReduction(),)
-_STAYS_OUT: Final[Effects] = (do.LoseReduction(aborts=True),)
+_LOST_RESULT: Final[Effects] = (do.LoseReduction(),)
+_ABORTED_RESULT: Final[Effects] = (do.LoseReduction(aborts=True),)
 _KEPT: Final[Effects] = (do.KeepTensor(),)
 
 
@@ -48,53 +48,53 @@ class Reducing:
     """The reductions of one rank.
 
     Args:
-        books: what the rank knows.
+        state: the facts about the rank's steps, which all handlers share.
     """
 
-    def __init__(self, books: StepState) -> None:
-        self._books = books
+    def __init__(self, state: StepState) -> None:
+        self._state = state
 
     def weight_set(self, event: on.WeightSet, now_ms: int) -> Effects:
         """Set the weight of this step.
 
         Raises: UsageError: no step is open, or a reduction of this step has used another weight.
         """
-        flights = self._books.flights
-        attempt = flights.last
-        if flights.phase is Phase.IDLE:
+        attempts = self._state.attempts
+        attempt = attempts.last
+        if attempts.phase is Phase.IDLE:
             raise UsageError("set_weight was called outside a step; call it after start_quorum, before backward")
         if attempt.is_weighted and event.weight != attempt.weight:
             raise UsageError(
                 f"set_weight was called with {event.weight:g} after a reduction of this step was weighted with "
-                f"{attempt.weight:g}; say one weight a step, before its first reduction"
+                f"{attempt.weight:g}; set one weight per step, before its first reduction"
             )
         attempt.weight = event.weight
         return ()
 
     def reduction_asked(self, event: on.ReductionAsked, now_ms: int) -> Effects:
-        books, flights = self._books, self._books.flights
-        attempt = flights.last
+        state, attempts = self._state, self._state.attempts
+        attempt = attempts.last
         plan, name = attempt.plan, attempt.name
-        inside = flights.phase is not Phase.IDLE
+        inside = attempts.phase is not Phase.IDLE
         if inside:
             attempt.num_reductions += 1
         else:
             name = replace(name, attempt=0)  # of no attempt: the last one may be in flight, and does not fail by it
         if plan is None:
-            return _LOST
+            return _LOST_RESULT
         if inside and attempt.error is not None:
-            return _STAYS_OUT if plan.replica_world_size > 1 else _LOST
-        if books.settings.stands_by:
+            return _ABORTED_RESULT if plan.replica_world_size > 1 else _LOST_RESULT
+        if state.settings.is_passive_rank:
             return _KEPT
-        gives = attempt.is_participating and (inside or flights.verdict is True)
+        gives = attempt.is_participating and (inside or attempts.verdict is True)
         weight = None
         if event.average:
-            weight = self._enters(event.weight, plan, gives=gives, inside=inside)
+            weight = self._weight_part(event.weight, plan, gives=gives, inside=inside)
         if gives and plan.replica_world_size == 1:
             return (do.ReduceAlone(name, weight),)
-        broken = books.losses.broken
+        broken = state.losses.broken
         if broken is not None:
-            return self._lost_with(broken, name, inside=inside)
+            return self._lose(broken, name, inside=inside)
         if weight is not None:
             factor, divide_by = weight, 1.0
         else:
@@ -115,19 +115,19 @@ class Reducing:
             ),
         )
 
-    def _lost_with(self, error: Exception, name: StepName, *, inside: bool) -> Effects:
+    def _lose(self, error: Exception, name: StepName, *, inside: bool) -> Effects:
         if inside:
-            self._books.flights.last.note(error)
-        return do.ReportError(name, error, inside), *_LOST
+            self._state.attempts.last.note(error)
+        return do.ReportError(name, error, inside), *_LOST_RESULT
 
-    def _enters(self, weight: float | None, plan: Plan, *, gives: bool, inside: bool) -> float | None:
+    def _weight_part(self, weight: float | None, plan: Plan, *, gives: bool, inside: bool) -> float | None:
         """Return this member's part of the sum of the weights of a mean, scaled; None: the mean has no weights.
 
         The only participant's gradient is the mean, to the last bit, whatever its weight; that weight is therefore one.
         """
         if weight is None and not inside:  # only the sum shows how many members give
             return 1.0 / max(plan.num_participants, 1) if gives else 0.0
-        weight = self._books.flights.last.weight if weight is None else weight
+        weight = self._state.attempts.last.weight if weight is None else weight
         if weight is None:
             return None
         if not gives:

@@ -1,4 +1,4 @@
-"""The knowledge of one rank about its steps, in one place for the handlers of the step's events.
+"""The facts about one rank's steps, in one place for the handlers of the step's events.
 
 Law of this file: the kept facts, and what follows from several of them. The handlers change them, one event at a time;
 no code outside this package sees them.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 LATE_BEATS: Final = 5  # a late round is reported so many beats before its reductions time out
 
 
-def _patient(timeouts: Timeouts) -> Timeouts:
-    """Return the timeouts by which a round is late.
+def _round_timeouts(timeouts: Timeouts) -> Timeouts:
+    """Return the timeouts after which a round counts as late.
 
     If the reductions of a round time out sooner than `join_timeout`, the round is late shortly before that. The
-    lighthouse then hears of it in time.
+    lighthouse then learns of it in time.
     """
     ends_ms = max(timeouts.timeout_ms // 2, timeouts.timeout_ms - LATE_BEATS * timeouts.beat_interval_ms)
     return replace(timeouts, join_timeout_ms=min(timeouts.join_timeout_ms, ends_ms))
@@ -39,24 +39,24 @@ def _patient(timeouts: Timeouts) -> Timeouts:
 
 @final
 class StepState:
-    """The knowledge of one rank.
+    """The facts about one rank's steps.
 
     Attributes:
         settings: the decisions depend on them.
         own: the state that this rank holds.
-        flights: its attempts.
+        attempts: its attempts.
         losses: of other members.
         standing: decides whether the next round asks the lighthouse.
-        lease_ms: in its requests; None: it exchanges no word.
-        changed: why this rank can't go on in its quorum without asking, one phrase; empty: it can.
+        lease_ms: in its requests; None: it exchanges no control words.
+        changed: why this rank must ask for a quorum before its next step, one phrase; or empty.
         num_reductions: of the attempt that was committed last.
-        aborts_at_start: the process group must be aborted before the next request.
-        asks_next: why this rank wants the next round to ask, one phrase, or empty.
+        abort_at_start: the process group must be aborted before the next request.
+        ask_reason: why the next round must ask the lighthouse, one phrase; or empty.
         leaving: whether and how it leaves.
         held, configured: keys of the newest quorum that it was given, and of the one that its process group is built
             for.
         is_aborted: this rank has aborted the configured process group.
-        group_lost: why this replica group can't go on, or None.
+        group_lost: why this replica group is lost, or None.
         failed_heals: recoveries in a row that failed.
         healed_in: the last attempt in which the state came from a source, or None.
         is_left_out: as a straggler: no quorum comes, and that is no failure.
@@ -69,14 +69,14 @@ class StepState:
     def __init__(self, settings: StepSettings) -> None:
         self.settings = settings
         self.own = OwnState(settings.job)
-        self.flights = StepsInFlight()
+        self.attempts = StepsInFlight()
         self.losses = Losses()
-        self.standing = StandingQuorum(_patient(settings.timeouts))
+        self.standing = StandingQuorum(_round_timeouts(settings.timeouts))
         self.lease_ms = settings.lease_ms
         self.changed = ""
-        self.asks_next = ""
+        self.ask_reason = ""
         self.num_reductions = 0
-        self.aborts_at_start = False
+        self.abort_at_start = False
         self.leaving = GracefulShutdown()
         self.held: QuorumKey | None = None
         self.configured: QuorumKey | None = None
@@ -91,7 +91,7 @@ class StepState:
         self.failed_between = False
 
     def hold(self, key: QuorumKey | None) -> None:
-        """Hold the quorum of that key from now on."""
+        """Make the quorum of that key the current one."""
         self.held = key
         self.losses.hold(key)
 
@@ -103,7 +103,7 @@ class StepState:
         self.is_aborted = True
 
     def fatal_of(self, attempt: Attempt) -> Exception | None:
-        """Return why this process can't go on with that attempt or any other, or None."""
+        """Return the error that this process can't recover from, in that attempt or in general; or None."""
         if isinstance(attempt.fatal, ReplicaGroupLostError):
             return self.group_lost or attempt.fatal  # the manager server knows which rank was lost
         return attempt.fatal or self.group_lost
@@ -115,13 +115,13 @@ class StepState:
 
         They learn it when this rank asks again. Until then no source reaches the end of its step, where it serves.
         """
-        plan = self.flights.last.plan
+        plan = self.attempts.last.plan
         return plan is not None and self.configured != plan.key and self.losses.broken is None
 
     def status(self) -> StepStatus:
-        """Return all of it as a frozen value."""
-        own, flights, leaving = self.own, self.flights, self.leaving
-        last = flights.last
+        """Return the status of the step as a frozen value."""
+        own, attempts, leaving = self.own, self.attempts, self.leaving
+        last = attempts.last
         return StepStatus(
             own.step,
             own.batches_committed,
@@ -131,7 +131,7 @@ class StepState:
             own.check,
             own.divergences,
             last.name,
-            flights.phase,
+            attempts.phase,
             last.plan,
             last.healing,
             last.is_asynchronous,
@@ -139,7 +139,7 @@ class StepState:
             last.num_reductions > 0,
             last.abandoned is not None,
             last.errors,
-            flights.verdict,
+            attempts.verdict,
             last.exchanged,
             self.fatal_of(last),
             self.losses.broken,
@@ -148,15 +148,15 @@ class StepState:
             self.pends,
             self.excused,
             self.healed_in,
-            len(flights.deferred),
-            tuple(attempt.status for attempt in flights.aside.values()) if flights.aside else (),
-            flights.failed_quorums,
-            flights.commit_failures,
+            len(attempts.deferred),
+            tuple(attempt.status for attempt in attempts.aside.values()) if attempts.aside else (),
+            attempts.failed_quorums,
+            attempts.commit_failures,
             self.is_left_out,
             self.by_strategy,
-            leaving.is_wished,
+            leaving.is_requested,
             leaving.left,
             leaving.reason,
-            self.losses.of_held,
+            self.losses.of_current_quorum,
             self.standing.state,
         )

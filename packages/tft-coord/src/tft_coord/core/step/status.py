@@ -40,21 +40,21 @@ class StepStatus(NamedTuple):
         name, phase, plan, healing, is_asynchronous, is_participating, has_reduced, is_abandoned, errors: of the attempt
             that was begun last, whether it is open or not.
         verdict: of that attempt; None while there is none.
-        exchanged: state was given or taken in it, or no member wanted any.
-        fatal: why this process can't go on, or None.
+        exchanged: state was served or received in it, or no member needed any.
+        fatal: the error that this process can't recover from, or None.
         broken: why nothing can start in the held quorum, or None.
         held, configured: keys of the newest quorum that this rank was given, and of the one that its process group is
             built for.
         pends: the plan has not arrived, or the process group is not built.
         excused: the attempt is the first after a start, a recovery or a reconfiguration, or has no quorum.
         healed_in: the last attempt in which the state came from a source, or None.
-        num_deferred: attempts beside the open one that may still commit.
+        num_deferred: earlier attempts that may still commit.
         aside: all that were put aside and are not over, oldest first.
         failed_quorums, commit_failures: attempts in a row that had no quorum, or that did not commit.
         is_left_out: as a straggler; no quorum comes.
         by_strategy: a strategy decides when state is exchanged.
-        wishes: a leave of this replica is wished.
-        left: it has left; no step begins any more.
+        wishes: a leave of this replica is requested.
+        left: it has left, and no further step begins.
         leave_reason: one phrase.
         losses: the notices that have broken the held quorum; empty while it stands.
         standing: the rank's state in its quorum: whether the next step asks the lighthouse.
@@ -120,7 +120,7 @@ class StepStatus(NamedTuple):
 
     @property
     def speaks_first(self) -> bool:
-        """Return whether this rank sends its word of the round before it takes the state that it needs.
+        """Return whether this rank sends its control word before it receives the state that it needs.
 
         Otherwise all members would wait at their ends for that transfer. The shell reports `WordAsked` when the word
         may go.
@@ -150,7 +150,7 @@ class StepStatus(NamedTuple):
         state: dict[str, int | str] = {"step": self.step, "batches_committed": self.batches_committed}
         lineage = self.lineage
         if self.check is not None and lineage == self.check.after:
-            lineage = self.check.before  # a replica that loads it compares anew, at this very step
+            lineage = self.check.before  # a replica that loads it repeats the comparison at this step
         if lineage is not None:
             state["lineage"] = f"{lineage:016x}"
         return state

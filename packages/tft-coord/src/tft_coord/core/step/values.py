@@ -41,17 +41,17 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """The settings that the decisions depend on; the same on every rank of a group, except `rank` and `stands_by`.
+    """The settings that the decisions depend on; the same on every rank but `rank` and `is_passive_rank`.
 
     Args:
         replica_id, rank, world_size: of this process; for sentences, and for whether a group has to agree.
         job, min_replica_size, use_async_quorum, fixed_with_spares, init_sync, max_retries: as in ManagerConfig.
         check_every: committed steps between two comparisons of the user's state; 0: none.
         heals_divergence: a replica whose state differs heals once before it stops.
-        is_island: rank 0 fetches, serves and reduces for all ranks of this group.
-        stands_by: another rank does so for this one.
-        lease_ms: how long this rank goes on in a standing quorum without hearing from the lighthouse. 0: it exchanges
-            the word of a round and asks in every step. None: it exchanges no word.
+        is_rank0_only: rank 0 fetches, serves and reduces for all ranks of this group.
+        is_passive_rank: another rank does so for this one.
+        lease_ms: how long this rank continues in a standing quorum without an answer of the lighthouse. 0: it
+            exchanges control words and asks in every step. None: it exchanges no control words.
         timeouts: of the job.
     """
 
@@ -66,8 +66,8 @@ class StepSettings:
     max_retries: int | None = None
     check_every: int = 0
     heals_divergence: bool = True
-    is_island: bool = False
-    stands_by: bool = False
+    is_rank0_only: bool = False
+    is_passive_rank: bool = False
     lease_ms: int | None = None
     timeouts: Timeouts = Timeouts()  # noqa: RUF009  # frozen
 

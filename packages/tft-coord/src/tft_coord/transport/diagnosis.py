@@ -29,9 +29,9 @@ _TLS: Final = (b"\x15\x03", b"\x16\x03")
 _STATUS: Final = re.compile(rb"HTTP/1\.[01] (\d{3})\b")
 _NOT_YET: Final = ("502", "503", "504")  # of a proxy: the server behind it is unreachable, not ready, or slow
 _WITHIN_S: Final = 1.0
-_LOOK_WITHIN_S: Final = 3 * _WITHIN_S  # two connections and a name that is slow to resolve
+_DIAGNOSE_WITHIN_S: Final = 3 * _WITHIN_S  # two connections and a name that is slow to resolve
 
-OF_ANOTHER_KIND: Final = "a gRPC server of another kind answers there; check the host and the port"
+OF_ANOTHER_KIND: Final = "another gRPC service answers there; check the host and the port"
 
 
 def no_peer(peer: str, why: UnreachableError | ProtocolError, *, within: str = "") -> str:
@@ -44,7 +44,7 @@ def no_peer(peer: str, why: UnreachableError | ProtocolError, *, within: str = "
     """
     if isinstance(why, UnreachableError):
         return f"can't be reached{within}: {why}; check the address, and that the server runs"
-    return f"is no {peer}: {why}"
+    return f"is not a {peer}: {why}"
 
 
 def secret_refused(details: str, *, shown: bool) -> str:
@@ -53,18 +53,18 @@ def secret_refused(details: str, *, shown: bool) -> str:
     return f"refuses {what}: {details}"
 
 
-def look(address: str) -> UnreachableError | ProtocolError:
-    """Look as `why_unreachable` does, and wait for the answer; from any thread."""
+def diagnose(address: str) -> UnreachableError | ProtocolError:
+    """Do the same as `why_unreachable`, blocking, from any thread."""
     found: list[UnreachableError | ProtocolError] = []
 
     async def ask() -> None:
         found.append(await why_unreachable(address))
 
-    # The look runs on a thread of its own, because a loop may run in this one.
-    thread = threading.Thread(target=asyncio.run, args=(ask(),), name="tft-look", daemon=True)
+    # The check runs on a thread of its own, because a loop may run in this one.
+    thread = threading.Thread(target=asyncio.run, args=(ask(),), name="tft-diagnose", daemon=True)
     thread.start()
-    thread.join(_LOOK_WITHIN_S)
-    return found[0] if found else UnreachableError(f"no look at it has ended within {_LOOK_WITHIN_S:g} s")
+    thread.join(_DIAGNOSE_WITHIN_S)
+    return found[0] if found else UnreachableError(f"the check of its address timed out after {_DIAGNOSE_WITHIN_S:g} s")
 
 
 async def why_unreachable(address: str) -> UnreachableError | ProtocolError:
@@ -80,7 +80,7 @@ async def why_unreachable(address: str) -> UnreachableError | ProtocolError:
         if answer is not None and not answer and await _speaks_tls(address):
             answer = b"\x15\x03"
     except ConnectionRefusedError:
-        return UnreachableError("nobody listens there (connection refused)")
+        return UnreachableError("no server listens there (connection refused)")
     except socket.gaierror as error:
         return UnreachableError(f"the name {host_of(address)} is unknown ({error.strerror})")
     except (OSError, UnicodeError) as error:
@@ -91,20 +91,20 @@ async def why_unreachable(address: str) -> UnreachableError | ProtocolError:
 def _verdict(answer: bytes | None) -> UnreachableError | ProtocolError:
     """Return the meaning of an answer's first bytes; None: none came in time, b"": the server closed the connection."""
     if answer is None:
-        return UnreachableError(f"a server takes the connection and says nothing within {_WITHIN_S:g} s")
+        return UnreachableError(f"a server accepts the connection and sends nothing within {_WITHIN_S:g} s")
     if not answer:
-        return UnreachableError("a server takes the connection and ends it")
+        return UnreachableError("a server accepts the connection and closes it")
     if answer.startswith(_TLS):
-        return ProtocolError("a server answers there that wants TLS, which a lighthouse does not use; check the port")
+        return ProtocolError("the server there expects TLS, which a lighthouse does not use; check the port")
     if _may_be_http2(answer):
-        return UnreachableError("a server answers there, and the connection broke")
+        return UnreachableError("a server answers there, but the connection broke")
     status = _STATUS.match(answer)
     if status is not None and status[1].decode() in _NOT_YET:
         return UnreachableError(
             f"a proxy answers there with HTTP status {status[1].decode()}, so the server behind it may be starting"
         )
-    what = "an HTTP server" if answer.startswith((b"HTTP/", b"<")) else "a server of another kind"
-    return ProtocolError(f"{what} answers there that is no gRPC server; check the host and the port")
+    what = "an HTTP server" if answer.startswith((b"HTTP/", b"<")) else "a server of another protocol"
+    return ProtocolError(f"{what} answers there instead of a gRPC server; check the host and the port")
 
 
 def _may_be_http2(answer: bytes) -> bool:
@@ -163,7 +163,7 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
         if asking.done():
             return asking.result()
         if writer is None:
-            raise TimeoutError(f"none stands after {_WITHIN_S:g} s; the host is down, or a firewall drops packets")
+            raise TimeoutError(f"timed out after {_WITHIN_S:g} s; the host is down, or a firewall drops packets")
         return answer or None
     finally:
         asking.cancel()

@@ -61,14 +61,14 @@ class OptimizerStepHook:
         self._parameters = set(trained_by(self._optimizer))
         self._others.clear()
         self._handle = self._optimizer.register_step_post_hook(self._has_stepped)
-        _ALL_STEPS.tell(self._another_may_have_stepped)
+        _ALL_STEPS.add(self._another_may_have_stepped)
 
     def end(self) -> None:
         """Stop following the optimizer."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
-            _ALL_STEPS.tell_no_more(self._another_may_have_stepped)
+            _ALL_STEPS.remove(self._another_may_have_stepped)
 
     def _has_stepped(self, *_: Any) -> None:
         self._others.clear()
@@ -85,9 +85,9 @@ class OptimizerStepHook:
         if self._others[id(optimizer)] > self._patience:
             raise UsageError(
                 f"another {type(optimizer).__name__} has stepped {self._others[id(optimizer)]} times with parameters "
-                f"of the inner optimizer, a {type(self._optimizer).__name__} that has not stepped meanwhile, so that "
-                "nothing is synchronized; step the one that the strategy was given, or give the strategy the one that "
-                "steps"
+                f"of the inner optimizer, but the inner optimizer (a {type(self._optimizer).__name__}) has not "
+                "stepped, so nothing is synchronized; step the inner optimizer, or give the strategy the optimizer "
+                "that steps"
             )
 
 
@@ -101,24 +101,24 @@ class _AllSteps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: tuple[Callable[[Optimizer], None], ...] = ()
+        self._followers: tuple[Callable[[Optimizer], None], ...] = ()
         self._handle: RemovableHandle | None = None
 
-    def tell(self, follower: Callable[[Optimizer], None]) -> None:
+    def add(self, follower: Callable[[Optimizer], None]) -> None:
         with self._lock:
-            self._told = (*self._told, follower)
+            self._followers = (*self._followers, follower)
             if self._handle is None:
                 self._handle = register_optimizer_step_post_hook(self._one_has_stepped)
 
-    def tell_no_more(self, follower: Callable[[Optimizer], None]) -> None:
+    def remove(self, follower: Callable[[Optimizer], None]) -> None:
         with self._lock:
-            self._told = tuple(each for each in self._told if each != follower)
-            if not self._told and self._handle is not None:
+            self._followers = tuple(each for each in self._followers if each != follower)
+            if not self._followers and self._handle is not None:
                 self._handle.remove()
                 self._handle = None
 
     def _one_has_stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        for follower in self._told:
+        for follower in self._followers:
             follower(optimizer)
 
 

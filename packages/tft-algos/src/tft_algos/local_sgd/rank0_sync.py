@@ -19,13 +19,13 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from tft_algos.dtensors import cut_like, is_dtensor
+from tft_algos.dtensors import is_dtensor, shard_like
 from tft_algos.errors import ConfigError
 from tft_algos.manager import Manager
 
 
 @final
-class Island:
+class Rank0Sync:
     """One rank's part in an island.
 
     Args:
@@ -72,10 +72,10 @@ class Island:
             else:
                 whole = torch.empty(tensor.shape, dtype=part.dtype, device=part.device)
             dist.broadcast(whole, src=0)
-            part.copy_(cut_like(whole, tensor).to_local())
+            part.copy_(shard_like(whole, tensor).to_local())
 
 
-def island_of(manager: Manager) -> Island | None:
+def rank0_sync_of(manager: Manager) -> Rank0Sync | None:
     """Return the island of this rank. None: every rank synchronizes for itself, or the group has one rank.
 
     Raises: ConfigError: torch's default group is not the group of this replica group's ranks.
@@ -87,8 +87,8 @@ def island_of(manager: Manager) -> Island | None:
     if found != (config.rank, config.world_size):
         is_ = "does not exist" if found is None else f"has this process as rank {found[0]} of {found[1]}"
         raise ConfigError(
-            f"with rank0_synchronization_only the ranks of a replica group meet in torch's default group, which {is_}, "
-            f"and this is rank {config.rank} of {config.world_size}; call torch.distributed.init_process_group with "
-            "the ranks of this replica group before"
+            f"rank0_synchronization_only needs torch's default group of this replica group's ranks, which {is_}, and "
+            f"this is rank {config.rank} of {config.world_size}; call torch.distributed.init_process_group with the "
+            "ranks of this replica group first"
         )
-    return Island(config.rank)
+    return Rank0Sync(config.rank)

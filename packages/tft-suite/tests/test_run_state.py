@@ -9,15 +9,15 @@ from demo_script import a_good_run, committed, done, ended, healing, killed, sta
 from rich.console import Console
 
 from tft_suite.demo.events import Event, ReplicaFailed, StepDiscarded
-from tft_suite.demo.story import State, Story
+from tft_suite.demo.run_state import RunState, State
 from tft_suite.demo.view import LineView, LiveView, picture, view_for
 
 
-def story_of(*events: Event, replicas: int = 3) -> Story:
-    story = Story(replicas)
+def story_of(*events: Event, replicas: int = 3) -> RunState:
+    run_state = RunState(replicas)
     for event in events:
-        story.apply(event)
-    return story
+        run_state.apply(event)
+    return run_state
 
 
 def test_the_states_of_a_replica() -> None:
@@ -33,12 +33,12 @@ def test_the_states_of_a_replica() -> None:
         (done(1, 3, 2.2), State.DONE),
         (ended(1, 2.3), State.DONE),
     ]
-    story = Story(3)
+    run_state = RunState(3)
     for event, state in life:
-        story.apply(event)
-        assert story.replicas[1].state is state
-    assert story.replicas[1].num_starts == 2
-    assert story.replicas[1].is_gone
+        run_state.apply(event)
+        assert run_state.replicas[1].state is state
+    assert run_state.replicas[1].num_starts == 2
+    assert run_state.replicas[1].is_gone
 
 
 def test_the_notes_tell_the_run_with_times() -> None:
@@ -57,7 +57,7 @@ def test_the_notes_tell_the_run_with_times() -> None:
 
 
 def test_what_went_wrong_is_told_too() -> None:
-    story = story_of(
+    run_state = story_of(
         started(0),
         StepDiscarded(at_s=1.0, replica=0, step=3, reason="PeerDisconnectedError: gone"),
         StepDiscarded(at_s=1.1, replica=0, step=3, reason="PeerDisconnectedError: gone"),
@@ -65,7 +65,7 @@ def test_what_went_wrong_is_told_too() -> None:
         ended(0, 2.1, 1),
         ended(1, 2.2, -SIGSEGV),
     )
-    assert [note.text for note in story.notes if note.is_bad] == [
+    assert [note.text for note in run_state.notes if note.is_bad] == [
         "replica 0 discards the step after 3: PeerDisconnectedError: gone",
         "replica 0 failed: ValueError: no",
         "replica 0 ended: exit code 1",
@@ -76,22 +76,22 @@ def test_what_went_wrong_is_told_too() -> None:
 def test_lines_come_once_each_and_progress_with_every_tenth() -> None:
     lines: list[str] = []
     view = LineView(lines.append, steps=10)
-    story = Story(3)
+    run_state = RunState(3)
     with view:
         for event in a_good_run():
-            story.apply(event)
-            view.show(story, event.at_s)
-            view.show(story, event.at_s)
+            run_state.apply(event)
+            view.show(run_state, event.at_s)
+            view.show(run_state, event.at_s)
     assert lines[0] == "[   0.0 s] replica 0 starts (pid 1000)"
     assert "[   4.0 s] step 4 of 10, 3 participants, loss 0.5000" in lines
     assert len([line for line in lines if " of 10, " in line]) == 10
-    assert len(lines) == len(story.notes) + 10
+    assert len(lines) == len(run_state.notes) + 10
 
 
 def test_the_picture_shows_every_replica_its_state_and_the_last_notes() -> None:
     console = Console(width=100, height=40, record=True, force_terminal=True, file=StringIO())
-    story = story_of(*a_good_run()[:18])
-    console.print(picture(story, steps=10, now_s=4.06))
+    run_state = story_of(*a_good_run()[:18])
+    console.print(picture(run_state, steps=10, now_s=4.06))
     text = console.export_text()
     assert "step 4 of 10" in text
     assert "3 participants" in text
@@ -102,11 +102,11 @@ def test_the_picture_shows_every_replica_its_state_and_the_last_notes() -> None:
 
 def test_the_live_view_draws_what_was_last_whenever_that_was() -> None:
     file = StringIO()
-    story = Story(3)
+    run_state = RunState(3)
     with LiveView(Console(width=100, height=40, force_terminal=True, file=file), steps=10) as view:
         for event in a_good_run():
-            story.apply(event)
-            view.show(story, 1.0 + event.at_s / 1_000)
+            run_state.apply(event)
+            view.show(run_state, 1.0 + event.at_s / 1_000)
         drawn = file.getvalue()
     assert "step 10 of 10" not in drawn
     assert "step 10 of 10" in file.getvalue()

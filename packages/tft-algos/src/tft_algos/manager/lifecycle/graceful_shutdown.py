@@ -34,19 +34,19 @@ class GracefulShutdown:
     def __init__(self, shared: ManagerContext) -> None:
         self.released = threading.Event()
         self._shared = shared
-        self._teller: threading.Thread | None = None
+        self._notifier: threading.Thread | None = None
 
     def left(self, order: ReportLeft) -> None:
         """Log that this replica leaves."""
-        self._shared.reports.log(logging.INFO, "leaves: %s", order.reason)
+        self._shared.reports.log(logging.INFO, "leaving the job: %s", order.reason)
 
-    def tell(self, order: TellLeaving) -> None:
+    def notify(self, order: TellLeaving) -> None:
         """Tell the manager server that this group leaves."""
         if order.waits:
             self._call(order)
         elif not self._shared.closing.is_set():
-            self._teller = threading.Thread(target=self._call, args=[order], name="tft-leave", daemon=True)
-            self._teller.start()
+            self._notifier = threading.Thread(target=self._call, args=[order], name="tft-leave", daemon=True)
+            self._notifier.start()
 
     def _call(self, order: TellLeaving) -> None:
         config, serve = self._shared.config, timedelta(milliseconds=order.serve_ms)
@@ -57,7 +57,9 @@ class GracefulShutdown:
             # The other replicas then detect that this process ends, and lose the running step. In a group that has
             # finished, one report is enough, and the manager server may have ended with rank 0.
             level = logging.WARNING if order.finished_step is None or config.world_size == 1 else logging.DEBUG
-            self._shared.reports.log(level, "nobody was told that this replica leaves: %s", error)
+            self._shared.reports.log(
+                level, "could not notify the manager server that this replica is leaving: %s", error
+            )
             self.released.set()
 
     def serve_on(self, order: ServeOn) -> None:
@@ -66,7 +68,8 @@ class GracefulShutdown:
         remaining_s = order.until_ms / 1_000 - shared.clock.monotonic()
         if remaining_s > 0 and not shared.clock.wait(self.released, remaining_s):
             shared.reports.log(
-                logging.WARNING, "ends though others may still heal from it: its deadline to leave has passed"
+                logging.WARNING,
+                "the deadline to leave has passed, so this replica ends although others may still heal from it",
             )
         if order.meets and shared.step.status.fatal is None:
             # The manager server, which knows the location of each rank's state, ends with rank 0.
@@ -75,5 +78,5 @@ class GracefulShutdown:
 
     def close(self) -> None:
         """Wait for a report that is still being sent."""
-        if self._teller is not None:
-            join_within(self._teller)
+        if self._notifier is not None:
+            join_within(self._notifier)

@@ -15,7 +15,7 @@ from typing import Final, final
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.lifeline import Lifeline
 
-__all__ = ["WordMeeting", "attach", "detach"]
+__all__ = ["WordSetup", "attach", "detach"]
 
 _MARK: Final = b"tft-pg"
 _TAIL: Final = struct.Struct("=6sH")  # the mark, and the length of the data before it
@@ -41,7 +41,7 @@ def detach(published: bytes) -> tuple[bytes, bytes | None]:
 
 
 @final
-class WordMeeting:
+class WordSetup:
     """The connections for words of one rank, while its group is built.
 
     Args:
@@ -71,22 +71,22 @@ class WordMeeting:
         self._lifeline = Lifeline(where.rank or 0, where.world_size or 1, address, where.replica_id)
         return attach(record, self._lifeline.record())
 
-    def met(self, device: str, rank: int, published: bytes) -> bytes:
+    def add_record(self, device: str, rank: int, published: bytes) -> bytes:
         """Record another rank's invitation. Returns: Gloo's record."""
         record, invitation = detach(published)
         if device == self._device:
             self._invitations[rank] = invitation
         return record
 
-    def call(self, device: str) -> None:
-        """Connect to the lower ranks, after all ranks of a device are known. Raises: as `Lifeline.call`."""
+    def connect_lower(self, device: str) -> None:
+        """Connect to the lower ranks, after all ranks of a device are known. Raises: as `Lifeline.connect_lower`."""
         if self._lifeline is None or device != self._device:
             return
         where = self._attempt.where
         found = {**self._invitations, where.rank or 0: self._lifeline.record()}
         records = [record for rank in range(where.world_size or 1) if (record := found.get(rank)) is not None]
         if len(records) == where.world_size:
-            self._lifeline.call(records, self._attempt)
+            self._lifeline.connect_lower(records, self._attempt)
         else:
             self.end()
             self._lifeline = None
@@ -97,7 +97,7 @@ class WordMeeting:
         if where.world_size == 1:
             return Lifeline(0, 1, "")
         if self._lifeline is not None:
-            self._lifeline.take_calls(self._attempt)
+            self._lifeline.accept_callers(self._attempt)
         return self._lifeline
 
     def end(self) -> None:

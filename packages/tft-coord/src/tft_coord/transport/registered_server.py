@@ -1,9 +1,8 @@
-"""A grpc server that a method whose name is no text can't end.
+"""A grpc server whose methods are registered, so that an invalid method name can't close its port.
 
-From version 1.84 on, grpc's asyncio server decodes the name of a method outside of the call's own task. One stranger's
-name that is no text ends its listening. This happens only with methods that are not registered in advance. This server
-therefore registers all known methods. It answers all other calls itself, without a look at the name: they are
-unimplemented, whatever they name.
+From version 1.84 on, grpc's asyncio server decodes the name of a method outside of the call's own task. One name that
+is not valid text closes the port. This happens only with methods that are not registered in advance. This server
+therefore registers all known methods. It answers every other call as unimplemented, without decoding the name.
 
 Law of this file: all uses of grpc's private parts, and nothing else; its user has a fallback.
 """
@@ -31,7 +30,7 @@ _NEEDED: Final = {  # the methods that are called or replaced here, as in versio
 
 
 @final
-class SteadyServer:
+class RegisteredServer:
     """The used part of a `grpc.aio.Server`, under the same names.
 
     Args:
@@ -64,8 +63,8 @@ class SteadyServer:
 
 
 @functools.cache
-def is_offered() -> bool:
-    """Return whether this version of grpc has the needed parts. Versions before 1.84 have neither the parts nor the
+def is_supported() -> bool:
+    """Return whether this version of grpc has the needed parts. Versions before 1.84 lack both the parts and the
     fault."""
     for name, parameters in _NEEDED.items():
         part: Any = _cygrpc()

@@ -41,7 +41,7 @@ class State(Enum):
 
 @final
 @dataclass(slots=True)
-class ReplicaStory:
+class ReplicaState:
     """One replica. `step` and `loss` are of its last commit. None: its current process has not committed yet."""
 
     replica: int
@@ -66,11 +66,11 @@ class Note:
 
 
 @final
-class Story:
+class RunState:
     """The run so far. `apply` receives each event once, in order."""
 
     def __init__(self, replicas: int) -> None:
-        self.replicas: Sequence[ReplicaStory] = tuple(ReplicaStory(replica) for replica in range(replicas))
+        self.replicas: Sequence[ReplicaState] = tuple(ReplicaState(replica) for replica in range(replicas))
         self.notes: list[Note] = []
         self.step = 0  # the highest committed step of any replica
         self.participants = 0  # in that step
@@ -116,7 +116,7 @@ class Story:
                     self._killed_at_s[event.replica] = event.at_s
                     who.state = State.DEAD
 
-    def _committed(self, who: ReplicaStory, event: StepCommitted) -> None:
+    def _committed(self, who: ReplicaState, event: StepCommitted) -> None:
         if who.num_commits == 0:
             text = f"replica {who.replica} commits step {event.step}, its first"
             killed_at_s = self._killed_at_s.pop(who.replica, None)
