@@ -9,8 +9,8 @@ PACKAGES := $(sort $(wildcard packages/*))
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
-# Tests wait more than they compute; those of one file stay together, because they share what they have started.
-TEST_PROCESSES ?= 3
+# Tests of one file stay together, because they share what they have started.
+TEST_PROCESSES ?= 2
 # The slow tests run in parts: the hash of the commit chooses one. Without a hash it is the first. PART=all: all parts.
 PART ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)
 BENCH_ARGS ?=
