@@ -132,6 +132,14 @@ def test_one_that_passes_ends_what_was_overruled() -> None:
     assert list(trials.failed()) == ["n"]
 
 
+def test_an_open_trial_of_an_earlier_session_keeps_no_replica_out_that_begins_none() -> None:
+    trials = Trials()
+    trials.look([replica("n")], MEMBERS, LIVING, 0)
+    assert list(trials.running()) == ["n"]
+    assert trials.look([replica("n", 9)], MEMBERS, LIVING, 100, {"n": {"b"}, "b": {"n"}}) == []
+    assert list(trials.running()) == []
+
+
 def test_an_overrule_is_ended_for_those_named_and_can_be_made_again() -> None:
     """Where a quorum fits without a newcomer by now, it stays out; where none does, it is in as before."""
     trials = Trials()

@@ -164,6 +164,8 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
         154_090,
         201_179,
         206_083,
+        209_566,
+        210_626,
         148_582,
     ],
 )

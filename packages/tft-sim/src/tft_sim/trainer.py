@@ -267,7 +267,7 @@ class Trainer(Rank):
         Returns: the outcome for the training loop, and the voted round, or None.
         """
         if number and self.core.status.is_open:
-            yield from self.exchange_now()
+            yield from self.exchange_now(speaks=False)  # the reductions of the open step may still come
         orders = self.report(on.EndAsked(number))
         if not number:
             yield from self.quorum.wait()
@@ -305,11 +305,16 @@ class Trainer(Rank):
             assert asks is not None, f"{self.name} does not know what to do after {orders}"
             orders = self.report(asks)
 
-    def exchange_now(self, results: Collection[Waiter] = ()) -> Life:
-        """Give or take state as soon as the plan is known, as a strategy wants it. `results`: of the reductions."""
+    def exchange_now(self, results: Collection[Waiter] = (), *, speaks: bool = True) -> Life:
+        """Give or take state as soon as the plan is known, as a strategy wants it.
+
+        Args:
+            results: of the reductions.
+            speaks: all reductions of the attempt were asked for, so its control word may go first.
+        """
         self.report(on.StrategyExchanges())
         yield from self.quorum.wait()
-        if self.status.speaks_first:
+        if speaks and self.status.speaks_first:
             for result in results:
                 if not result.done:
                     self.phase = "reduction"

@@ -93,6 +93,8 @@ class Trials:
             is_new = trial is None or trial.connection != connection
             is_due = trial is not None and trial.is_over and trial.keeps_out and now_ms >= trial.again_ms
             is_known = not members.keys().isdisjoint(bad_links.get(name, ()))
+            if is_known and is_new and trial is not None and trial.is_first:
+                del self._trials[name]  # an earlier session was asked, which answers no more
             if is_known or not (is_new or is_due):
                 continue
             peers = self._peers(members, living)

@@ -335,10 +335,13 @@ class StepRunner:
         return step
 
     def _exchange_open(self) -> None:
-        """Finish what the open step has deferred: wait for its quorum, then give or take state."""
+        """Finish what the open step has deferred: wait for its quorum, then give or take state.
+
+        The control word waits for the end of the step, because its reductions may not have been asked for yet.
+        """
         self._step.tell(on.StrategyExchanges())
         if self.plan() is not None:
-            self._exchange()
+            self._parts.exchange.perform()
 
     def _exchange(self) -> None:
         """Give or take state before the step ends.
