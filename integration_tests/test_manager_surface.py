@@ -168,11 +168,11 @@ def test_a_reduction_that_takes_too_long_ends_for_all_and_the_next_step_commits(
     first, second = both
     worked, _ = first.call("allreduce", value=1.0, timeout=timedelta(milliseconds=300))
     assert not worked
-    assert first.call("errors")[0] == "RequestTimeoutError"
+    assert first.call("errors")[0] == "CollectiveTimeoutError"
     # The other one comes later. Its partner no longer waits, and it does not wait for its own 20 seconds.
     worked, _ = second.call("allreduce", value=1.0, timeout=timedelta(seconds=15))
     assert not worked
-    assert "RequestTimeoutError" not in second.call("errors")
+    assert "CollectiveTimeoutError" not in second.call("errors")
     assert all_call(both, "should_commit") == [False, False]
     assert step(both) == [True, True]
     assert all_call(both, "current_step") == [2, 2]
