@@ -481,6 +481,7 @@ def test_gpu_a_busy_stream_is_called_for_and_an_idle_one_is_not() -> None:
 @_on_gpu
 def test_gpu_a_future_of_a_busy_device_is_late_though_it_counts_as_done() -> None:
     future: Future[torch.Tensor] = Future(devices=[torch.device("cuda", 0)])
+    _ = (torch.ones(3, device="cuda") * 2).sum().item()  # the first use of a kernel waits for the whole device
     torch.cuda._sleep(_LONG_CYCLES)
     tensor = torch.ones(3, device="cuda") * 2
     future.set_result(tensor)

@@ -10,11 +10,12 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tft_pg import (
     AcceleratorBackend,
     CollectiveTimeoutError,
     Communicator,
+    CommunicatorFailedError,
     ConfigError,
     ConfigureError,
     OperationRefusedError,
@@ -45,7 +47,20 @@ from tft_pg.backends.nccl import _NCCL
 from tft_pg.backends.torch_library import TorchLibrary
 from tft_pg.errors import Where
 from tft_pg.futures import timer
-from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, FakeAccelerator, Subject, WaitsOnHost, fake_backend
+from tft_pg.testing import (
+    CHECKS,
+    GLOO_LACKS,
+    NCCL_LACKS,
+    Bench,
+    FakeAccelerator,
+    Subject,
+    WaitsOnHost,
+    computing,
+    fake_backend,
+)
+from tft_pg.testing.cases import CASES, REDUCTIONS, Sample
+from tft_pg.testing.computing import DTYPES
+from tft_pg.testing.subject import agree
 
 HOUR = timedelta(hours=1)
 GUARD_S = 20.0
@@ -258,6 +273,115 @@ def test_a_lost_data_connection_is_an_error_that_shows_late(
         bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
 
 
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no watch find a failure, so that it is found by the group's user only."""
+    monkeypatch.setattr(accelerator._OperationList, "_check", lambda operations: None)
+    monkeypatch.setattr(accelerator._OperationList, "_on_peer_disconnected", lambda operations, rank: None)
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_who_has_waited_for_the_device_finds_its_failure_at_once() -> None:
+    """NCCL on a GPU: a kernel ended by a failure, its stream was waited for, and the group was not in error yet."""
+    library = FakeAccelerator(propagates=True)
+    with Bench(lambda: ProcessGroupNCCL(backend=library), timeout=GUARD) as bench:
+        groups = bench.configured(2)
+        work = groups[0].allreduce([torch.ones(3)])
+        library.pull_the_cable()
+        until(lambda: bool(work._operation.work.is_completed()))  # type: ignore[attr-defined]
+        assert isinstance(groups[0].errored(), PeerDisconnectedError)
+        assert isinstance(failure(work.wait), PeerDisconnectedError)
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_a_failure_that_another_thread_is_reporting_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The query of a failed operation aborts the communicator, so kernels end before the failure is reported."""
+    library = FakeAccelerator(propagates=True)
+    found, go_on = threading.Event(), threading.Event()
+    report = accelerator._OperationList.fail
+
+    def report_late(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            found.set()
+            go_on.wait(GUARD_S)
+        report(*args)
+
+    monkeypatch.setattr(accelerator._OperationList, "fail", report_late)
+    with Bench(lambda: ProcessGroupNCCL(backend=library), timeout=GUARD) as bench:
+        groups = bench.configured(2)
+        works = [groups[0].allreduce([torch.ones(3)]) for _ in range(3)]
+        library.pull_the_cable()
+        until(lambda: bool(works[0]._operation.work.is_completed()))  # type: ignore[attr-defined]
+        other = threading.Thread(target=works[1].is_completed)
+        other.start()
+        assert found.wait(GUARD_S)
+        # The last one's kernel has ended without a result, and looks successful to the library.
+        assert isinstance(failure(works[2].wait), PeerDisconnectedError)
+        assert isinstance(groups[0].errored(), PeerDisconnectedError)
+        assert [type(failure(work.wait)) for work in works] == [PeerDisconnectedError] * 3
+        go_on.set()
+        other.join(GUARD_S)
+
+
+def test_a_barrier_of_torch_runs_on_the_groups_device(bench: Bench) -> None:
+    """NCCL on a GPU: torch names the CPU in a barrier of a group that it did not make, and NCCL has no CPU."""
+    seen: list[object] = []
+    groups = bench.configured(2)
+    device = torch.device("meta")
+    opts = dist.BarrierOptions()
+    opts.device = device
+    inner = fake_backend._FakeGroup._run
+
+    def barrier(group: Any, collective: Any, args: Any, kwargs: Any) -> dist.Work:
+        seen.extend(each.device for each in (*args, *kwargs.values()))
+        return inner(group, collective, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fake_backend._FakeGroup, "_run", barrier)
+        works = [group.barrier(opts) for group in groups]
+    assert [work.wait() for work in works] == [True, True]
+    assert seen == [torch.device("cpu")] * 2  # the fake's device
+    assert opts.device == device
+
+
+def test_a_call_that_breaks_the_library_ends_the_group_until_it_is_configured(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL on a GPU: after an invalid argument, each later call of any kind failed with the same error."""
+    groups = bench.configured(2)
+
+    def broken(*args: object) -> dist.Work:
+        raise RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:3780, invalid argument (run with NCCL_DEBUG=WARN)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_backend._FakeGroup, "allreduce", broken)
+        error = failure(lambda: groups[0].allreduce([torch.ones(3)]))
+    for found in (error, groups[0].errored()):
+        assert isinstance(found, CommunicatorFailedError)
+        assert "invalid argument" in str(found)
+    bench.configure(groups)
+    bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_a_reduction_that_torch_refuses_is_a_refusal_of_the_call(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    groups = bench.configured(2)
+
+    def refused(*args: object) -> dist.Work:
+        raise kind("Cannot use ReduceOp.BAND with NCCL")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_backend._FakeGroup, "allreduce", refused)
+        error = failure(lambda: groups[0].allreduce([torch.ones(3)]))
+    assert isinstance(error, OperationRefusedError)
+    assert "ReduceOp.BAND" in str(error)
+    bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait(GUARD))
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        groups[0].allreduce([1], None)
+
+
 def test_a_group_that_nobody_holds_any_more_leaves_no_thread(library: FakeAccelerator) -> None:
     with Bench(lambda: ProcessGroupNCCL(backend=library), timeout=GUARD) as bench:
         store = bench.fresh_address()
@@ -364,7 +488,7 @@ def test_a_stream_that_can_not_be_ordered_is_an_error_of_that_wait(
     library.hold()
     works = [group.allreduce([torch.ones(3)]) for group in groups]
     with monkeypatch.context() as patched:
-        patched.setattr(fake_backend._FakeWork, "synchronize", _raises_illegal)
+        patched.setattr(fake_backend._FakeWork, "block_current_stream", _raises_illegal)
         assert isinstance(failure(works[0].wait), OperationRefusedError)
     library.release()
     assert all(work.wait(GUARD) for work in works)
@@ -401,6 +525,10 @@ class Stubborn(Communicator, AcceleratorBackend):
     @property
     def torch_group(self) -> dist.ProcessGroup:
         raise AssertionError("it never connects")
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def connect(self) -> None:
         self.connecting.set()
@@ -724,10 +852,11 @@ def alone_on_gpu() -> ProcessGroup:
 @on_gpu
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_gpu_conformance_of_one_rank(check: Callable[..., None]) -> None:
-    check(Subject(alone_on_gpu, world_sizes=(1,)))
+    check(Subject(alone_on_gpu, world_sizes=(1,), lacks=NCCL_LACKS))
 
 
 _Scenario = Callable[["Rank"], None]
+_NO_REPORT = "no report in time"
 
 
 class Rank:
@@ -759,7 +888,7 @@ class Rank:
         tensor = torch.ones(1 << 16, device="cuda")
         self.group.allreduce([tensor], ReduceOp.SUM).wait()
         torch.cuda.current_stream().synchronize()
-        assert self.group.errored() is None
+        assert self.group.errored() is None, self.group.errored()
         assert bool((tensor == expected).all())
 
 
@@ -773,7 +902,7 @@ def _child(scenario: _Scenario, rank: int, port: int, peer: Connection, report: 
         me.group.shutdown()
         report.send("")
     except BaseException as error:
-        report.send(f"{type(error).__name__}: {error}")
+        report.send(f"{type(error).__name__}: {error} {traceback.format_exc()}")
         raise
 
 
@@ -792,12 +921,18 @@ def play(scenario: _Scenario) -> list[str | None]:
             process.start()
         for end in (*peers, *(theirs for _, theirs in reports)):
             end.close()
-        found: list[str | None] = []
-        for ours, _ in reports:
-            try:
-                found.append(ours.recv() if ours.poll(240) else "no report in time")
-            except EOFError:
-                found.append(None)
+        found: list[str | None] = [_NO_REPORT] * len(reports)
+        waiting = {ours: rank for rank, (ours, _) in enumerate(reports)}
+        give_up_s = time.monotonic() + 240
+        while waiting and time.monotonic() < give_up_s:
+            for ours in wait(list(waiting), timeout=1):
+                rank = waiting.pop(ours)  # type: ignore[index]
+                try:
+                    found[rank] = ours.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    found[rank] = None
+                if found[rank]:  # the other one may wait for this one for ever
+                    give_up_s = min(give_up_s, time.monotonic() + GUARD_S)
         return found
     finally:
         for process in processes:
@@ -833,20 +968,18 @@ def test_gpu_a_result_is_used_on_another_stream_after_a_wait() -> None:
 def _aborts_with_a_missing_peer(me: Rank) -> None:
     me.configure(0)
     me.reduce(2.0)
-    me.group.set_timeout(HOUR)
+    me.group.set_timeout(timedelta(seconds=60))
     if me.rank == 0:
         work = me.group.allreduce([torch.ones(1 << 20, device="cuda")])
         work.wait()
-        me.meet()
         threading.Thread(target=me.group.abort).start()
         torch.cuda.current_stream().synchronize()  # the kernel has left the device
-        assert isinstance(me.group.errored(), AbortedError)
+        assert isinstance(me.group.errored(), AbortedError), me.group.errored()
         assert isinstance(failure(work.wait), AbortedError)
+        me.meet()
     else:
         me.meet()
-        error = None
-        while error is None:
-            error = failure(lambda: me.group.broadcast([torch.ones(4, device="cuda")], 1).wait(HOUR))
+        error = failure(lambda: me.group.allreduce([torch.ones(1 << 20, device="cuda")]).wait(GUARD))
         assert isinstance(error, PeerDisconnectedError), error
     me.configure(1)
     me.reduce(2.0)
@@ -917,7 +1050,7 @@ def _records_a_graph(me: Rank) -> None:
     with torch.cuda.stream(side):
         graph.capture_begin(capture_error_mode="global")
         doubled = tensor * 2
-        time.sleep(10 * accelerator._LOOK_S)
+        time.sleep(10 * accelerator._CHECK_S)
         assert isinstance(failure(lambda: me.group.allreduce([tensor])), OperationRefusedError)
         graph.capture_end()
         graph.replay()
@@ -930,6 +1063,47 @@ def _records_a_graph(me: Rank) -> None:
 @on_gpu
 def test_gpu_the_watch_spoils_no_graph_that_is_recorded() -> None:
     assert play(_records_a_graph) == ["", ""]
+
+
+def _tries_every_combination(me: Rank) -> None:
+    me.configure(0)
+    group = WaitsOnHost(me.group, device=torch.device("cuda"))
+    refused = failure(lambda: me.group.recv_anysource([torch.ones(1, device="cuda")], 0))
+    assert isinstance(refused, OperationRefusedError), refused
+    faults = []
+    for case in CASES:
+        if case.row == "recv_anysource":
+            continue  # it is refused, but its sends would wait for ever
+        for dtype in DTYPES if case.sends else (torch.float32,):
+            for op in REDUCTIONS if case.reduces else ("SUM",):
+                error = computing._tried(group, case, Sample(me.rank, 2, dtype, op=op))
+                if error is None and case.row not in NCCL_LACKS:
+                    continue
+                words = str(error)
+                named = str(dtype).removeprefix("torch.") in words or op in words or case.row in NCCL_LACKS
+                if not isinstance(error, OperationRefusedError) or not named:
+                    faults.append(f"{case.row} of {dtype}, {op}: {error!r}")
+    assert not faults, faults
+    me.reduce(2.0)
+
+
+@on_gpu
+def test_gpu_two_ranks_agree_in_every_combination_or_refuse_it_alike() -> None:
+    assert play(_tries_every_combination) == ["", ""]
+
+
+def _uses_torchs_functions(me: Rank) -> None:
+    me.configure(0)
+    group = WaitsOnHost(me.group, device=torch.device("cuda"))
+    for name, form in computing._FUNCTIONS.items():
+        for got, expected in form(group, Sample(me.rank, 2)):
+            agree(got, expected)
+        assert group.errored() is None, name
+
+
+@on_gpu
+def test_gpu_two_ranks_use_torchs_functions() -> None:
+    assert play(_uses_torchs_functions) == ["", ""]
 
 
 def _gives_a_tensor_on_the_cpu(me: Rank) -> None:

@@ -1,6 +1,7 @@
 """PyTorch process groups that can be reconfigured, aborted from another thread, and composed."""
 
-from tft_pg.backends.accelerator import AcceleratorBackend, AcceleratorProcessGroup, Communicator
+from tft_pg.backends.accelerator import AcceleratorProcessGroup
+from tft_pg.backends.device_library import AcceleratorBackend, Communicator
 from tft_pg.backends.gloo import ProcessGroupGloo
 from tft_pg.backends.nccl import ProcessGroupNCCL
 from tft_pg.backends.xccl import ProcessGroupXCCL
@@ -8,6 +9,7 @@ from tft_pg.base import ProcessGroup
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
+    CommunicatorFailedError,
     ConfigError,
     ConfigureError,
     NotConfiguredError,
@@ -44,6 +46,7 @@ __all__ = [
     "Collective",
     "CollectiveTimeoutError",
     "Communicator",
+    "CommunicatorFailedError",
     "ConfigError",
     "ConfigureError",
     "DummyWork",

@@ -16,6 +16,7 @@ from typing import Final
 __all__ = [
     "AbortedError",
     "CollectiveTimeoutError",
+    "CommunicatorFailedError",
     "ConfigError",
     "ConfigureError",
     "NotConfiguredError",
@@ -177,6 +178,10 @@ class PeerDisconnectedError(ProcessGroupError):
 
 class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
     """An operation exceeded its timeout (cause attached). Next: abort, then configure."""
+
+
+class CommunicatorFailedError(ProcessGroupError):
+    """The device library failed in a call, and no operation works any more (cause attached). Next: configure again."""
 
 
 class OperationRefusedError(ProcessGroupError):

@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from tft_pg import (
         AbortedError,
         CollectiveTimeoutError,
+        CommunicatorFailedError,
         ConfigureError,
         ErrorSwallowingProcessGroupWrapper,
         FakeProcessGroupWrapper,
@@ -118,6 +119,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointTransport",
     "CollectiveTimeoutError",
+    "CommunicatorFailedError",
     "ConfigError",
     "ConfigureError",
     "CoordinationClosedError",
@@ -276,6 +278,7 @@ _HOMES = {
     "tft_pg": (
         "AbortedError",
         "CollectiveTimeoutError",
+        "CommunicatorFailedError",
         "ConfigureError",
         "ErrorSwallowingProcessGroupWrapper",
         "FakeProcessGroupWrapper",

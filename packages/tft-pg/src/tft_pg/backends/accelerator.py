@@ -11,22 +11,21 @@ For a Work this means: `wait()` orders the current stream after the operation an
 barrier block the host. An error shows in `errored()` and in every later `wait` of an operation that did not succeed.
 Nothing here waits for a whole device, or for unrelated work in its queues.
 
-`AcceleratorBackend` and `Communicator` hide the library, and a test replaces them.
+`device_library` hides the library, and a test replaces it.
 
 Law of this file: what all such libraries share; the file of a library's name holds what only that library has.
 """
 
 from __future__ import annotations
 
-import abc
 import copy
 import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn, final
 
@@ -36,6 +35,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.addresses import address_towards
 from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.device_library import AcceleratorBackend, Communicator, Connecting
 from tft_pg.backends.examination import Examination
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup
@@ -45,10 +45,10 @@ from tft_pg.backends.rendezvous import meet
 from tft_pg.backends.word_line import WordLine
 from tft_pg.errors import (
     CollectiveTimeoutError,
+    CommunicatorFailedError,
     ConfigureError,
     OperationRefusedError,
     PeerDisconnectedError,
-    ProcessGroupError,
 )
 from tft_pg.forwarding import forward
 from tft_pg.futures import timer, watchdog_timeout
@@ -56,7 +56,7 @@ from tft_pg.ops import Collective
 from tft_pg.threads import join_within
 from tft_pg.word import LINGER
 
-__all__ = ["AcceleratorBackend", "AcceleratorProcessGroup", "Communicator"]
+__all__ = ["AcceleratorProcessGroup"]
 
 _CHECK_S = 0.02
 _POLL_MIN_S = 0.0002
@@ -71,87 +71,12 @@ _ABORT_S = 5.0
 _ABANDON_S = 0.1
 
 _Looking = Callable[[], AbstractContextManager[object]]
-_Fault = type[PeerDisconnectedError] | type[CollectiveTimeoutError] | type[OperationRefusedError]
-
-
-class Communicator(abc.ABC):
-    """One torch group of the library, made by `AcceleratorBackend.communicator`.
-
-    `connect` is called once, on its own thread. Any thread may call `abort`, also while `connect` runs, once or more.
-    """
-
-    @property
-    @abc.abstractmethod
-    def torch_group(self) -> dist.ProcessGroup:
-        """Return the torch group that runs the collectives.
-
-        Its Works behave as follows:
-
-        - `is_completed()` returns without waiting whether the device has finished the operation, or the operation has
-          failed.
-        - `wait()` is called only after that and returns at once. If the operation has failed, `wait()` raises.
-          OperationRefusedError means that the group keeps working, and any other RuntimeError that it does not.
-        - `synchronize()` orders the current stream after the operation, and returns at once.
-        - `get_future()` returns a future that is ordered like the stream.
-        """
-
-    @abc.abstractmethod
-    def connect(self) -> None:
-        """Connect to all ranks, verify the connections, and block until then. Raises: RuntimeError: failed or
-        aborted.
-        """
-
-    @abc.abstractmethod
-    def looking(self) -> AbstractContextManager[object]:
-        """Return a context manager for every query of the Works, on any thread.
-
-        A query inside must not initialise another device, and must not disturb other threads, for example a graph
-        capture.
-        """
-
-    @abc.abstractmethod
-    def is_recording(self) -> bool:
-        """Return whether the calling thread's operations are captured into a graph now, instead of run."""
-
-    @abc.abstractmethod
-    def abort(self) -> None:
-        """Abort everything, on the device too. May block for some time. Raises: RuntimeError: the abort failed."""
-
-
-class AcceleratorBackend(abc.ABC):
-    """The interface of a library for a group.
-
-    Each group takes a `backend` argument, which replaces torch's library.
-    """
-
-    @abc.abstractmethod
-    def check(self) -> None:
-        """Check that the library is usable. Called when a group is made.
-
-        Raises: UnsupportedOperationError: this torch does not have the library. ConfigError: the environment asks for
-            something impossible.
-        """
-
-    @abc.abstractmethod
-    def current_device(self) -> torch.device | None:
-        """Return the device of the calling thread, with its index, or None if none is in use. Must not initialise
-        a device.
-        """
-
-    @abc.abstractmethod
-    def communicator(
-        self, store: Store, rank: int, world_size: int, device: torch.device | None, limit: timedelta
-    ) -> Communicator:
-        """Make a communicator, on the thread that calls `connect` next.
-
-        Args:
-            store: for the library's own exchange of addresses.
-            rank, world_size: the rank of this process and the number of ranks.
-            device: the device to use, with its index. Without an index, or None, no device was in use on the caller's
-                thread. Then use the device that is current during this call. The current device of this call's thread
-                has no meaning later.
-            limit: the time after which the caller stops waiting for `connect`.
-        """
+_Fault = (
+    type[PeerDisconnectedError]
+    | type[CollectiveTimeoutError]
+    | type[CommunicatorFailedError]
+    | type[OperationRefusedError]
+)
 
 
 class _PeerAbortedError(RuntimeError):
@@ -170,6 +95,10 @@ class _ConnectionBrokenError(RuntimeError):
     """The reason for ending the operations: one has failed on the device."""
 
 
+class _LibraryFailedError(RuntimeError):
+    """The reason for ending the operations: a call failed in the library, which works no more."""
+
+
 class _GroupEndedError(RuntimeError):
     """The reason for ending the operations: this rank's own `abort`, `configure` or `shutdown`."""
 
@@ -183,6 +112,13 @@ _FAULTS: Mapping[str, _Fault] = {
     "communicator was aborted": PeerDisconnectedError,
     "timed out": CollectiveTimeoutError,
     "timeout": CollectiveTimeoutError,
+    "nccl error": CommunicatorFailedError,
+}
+
+_REASONS: Mapping[_Fault, type[RuntimeError]] = {
+    PeerDisconnectedError: _ConnectionBrokenError,
+    CollectiveTimeoutError: _OperationTimeoutError,
+    CommunicatorFailedError: _LibraryFailedError,
 }
 
 
@@ -192,6 +128,8 @@ def _classify(error: Exception) -> _Fault:
             return PeerDisconnectedError
         case _OperationTimeoutError():
             return CollectiveTimeoutError
+        case _LibraryFailedError():
+            return CommunicatorFailedError
     text = str(error).lower()
     return next((fault for words, fault in _FAULTS.items() if words in text), OperationRefusedError)
 
@@ -292,29 +230,55 @@ class _OperationList:
         """
         if self._reason is not None:
             raise self.reason_again()
-        if self._communicator is not None and self._communicator.is_recording():
-            raise RuntimeError("a graph can't capture it, because the graph would outlive the group; call it outside")
-        # Torch gives no Work for an operation on the caller's own stream, so its end could not be observed. Here the
-        # operation runs on the library's stream and is waited for at once, which is equivalent for the caller. The
-        # caller's options are restored afterwards.
-        on_callers_stream = [each for each in (*args, *kwargs.values()) if getattr(each, "asyncOp", True) is False]
+        communicator = self._communicator
+        if communicator is not None:
+            if communicator.is_recording():
+                raise RuntimeError(
+                    "a graph can't capture it, because the graph would outlive the group; call it outside"
+                )
+            if refusal := communicator.lacks(collective, args, kwargs):
+                raise RuntimeError(refusal)
+            args, kwargs = communicator.fit(collective, args, kwargs)
         try:
-            for options in on_callers_stream:
-                options.asyncOp = True  # type: ignore[attr-defined]
-            work = forward(torch_group, collective, args, kwargs)
+            with self._adapted((*args, *kwargs.values())):
+                work = forward(torch_group, collective, args, kwargs)
         except RuntimeError as error:
             fault = _classify(error)
             if fault is not OperationRefusedError:  # then every later operation fails too
                 # Without its frames, which hold the torch group.
-                kind = _OperationTimeoutError if fault is CollectiveTimeoutError else _ConnectionBrokenError
-                self._drop(kind(*error.args), operation=None)
+                self._drop(_REASONS[fault](*error.args), operation=collective.name)
             raise
-        finally:
-            for options in on_callers_stream:
-                options.asyncOp = False  # type: ignore[attr-defined]
+        # Torch's classes raise these for a reduction or a dtype that the library lacks.
+        except (ValueError, TypeError) as error:
+            if "incompatible function arguments" in str(error):
+                raise
+            raise RuntimeError(*error.args) from error
         if work is None:
             raise RuntimeError("the library returned no Work, so the end of the operation can't be observed")
         return work
+
+    @contextmanager
+    def _adapted(self, values: Sequence[object]) -> Iterator[None]:
+        """Change the caller's options for one call, and restore them afterwards.
+
+        Torch gives no Work for an operation on the caller's own stream, so its end could not be observed. So the
+        operation runs on the library's stream and is waited for at once, which is equivalent for the caller. Torch's
+        `barrier` names the CPU as device for a group that it did not make.
+        """
+        on_callers_stream: list[Any] = [each for each in values if getattr(each, "asyncOp", True) is False]
+        of_barriers: list[Any] = [each for each in values if isinstance(each, dist.BarrierOptions)]
+        devices = [each.device for each in of_barriers]
+        try:
+            for options in on_callers_stream:
+                options.asyncOp = True
+            for options in of_barriers:
+                options.device = None if self._communicator is None else self._communicator.device
+            yield
+        finally:
+            for options in on_callers_stream:
+                options.asyncOp = False
+            for options, device in zip(of_barriers, devices, strict=True):
+                options.device = device
 
     def add(self, work: dist.Work, name: str) -> _Operation:
         """Add a started operation to the list."""
@@ -383,17 +347,35 @@ class _OperationList:
             timer().after_s(_CHECK_S, self._check)
 
     def _forget_ended(self) -> _Operation | None:
-        """Remove the ended operations from the front of the list. Returns: the first failed one, or None."""
+        """Remove the ended operations from the front of the list. Returns: the first failed one, or None.
+
+        The device runs the operations in this order. The query of a failed operation may abort the communicator, and
+        later operations look successful then. So operations are queried only in order, and those after a failed one
+        are dropped at once.
+        """
         while self._pending and self._pending[0].poll(self._looking):
             if self._pending[0].is_fatal:
+                for each in self._pending:
+                    each.dropped = not each.ended
                 return self._pending[0]
             self._pending.popleft()
         return None
 
     def has_ended(self, operation: _Operation) -> bool:
         """Return whether an operation has ended by now."""
+        self.look()
+        return operation.ended
+
+    def look(self) -> None:
+        """Report a failure that the watch has not reported yet.
+
+        A kernel may end before the failure is reported. So a caller that has waited for the device must look, before it
+        takes the tensors for results.
+        """
         with self._lock:
-            return operation.poll(self._looking)
+            failed = self._forget_ended()
+        if failed is not None and failed.error is not None:
+            self.fail(failed, failed.error)
 
     def _looking(self) -> AbstractContextManager[object]:
         communicator = self._communicator
@@ -514,7 +496,7 @@ class _DeviceWork(dist.Work):
 
     def _order_the_stream(self) -> None:
         try:
-            self._operation.work.synchronize()
+            self._operation.work.block_current_stream()
         # An error of the stream is not necessarily an error of the operation; the watch will find out.
         except RuntimeError as error:
             self._raise(error)
@@ -532,6 +514,8 @@ class _DeviceWork(dist.Work):
 
     def _raise_if_failed(self) -> None:
         operation, operations = self._operation, self._operations
+        if operation.dropped:
+            operations.look()  # the thread that has found the failure may not have reported it yet
         if operations.dropped and not operation.ended:
             operations.wait_until_over()
             if operation.dropped:
@@ -597,6 +581,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         self._device = device
         self._device = self._device_here()
         self._hostname = hostname
+        self._operations: _OperationList | None = None
 
     def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
         where = attempt.where
@@ -607,7 +592,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         try:
             self._meet(store, attempt, lifeline)
             store.set_timeout(attempt.remaining())
-            connecting = _Connecting(self._backend, store, device, attempt)
+            connecting = Connecting(self._backend, store, device, attempt)
             communicator = connecting.result(attempt, lifeline)
         except BaseException:
             lifeline.end()
@@ -627,7 +612,13 @@ class AcceleratorProcessGroup(NativeProcessGroup):
             guard=lambda work, group, operation: _DeviceWork(operations.add(work, operation), operations, group),
         )
         operations.begin(live)
+        self._operations = operations
         return live
+
+    def errored(self) -> Exception | None:
+        if self._operations is not None:
+            self._operations.look()
+        return super().errored()
 
     def _meet(self, store: Store, attempt: Attempt, lifeline: Lifeline) -> None:
         """Find the other ranks, and connect the lifeline. Raises: ConfigureError: it names the missing ranks."""
@@ -662,80 +653,3 @@ class AcceleratorProcessGroup(NativeProcessGroup):
             raise ConfigureError(
                 f"this machine has no reachable address ({error}); pass a hostname to the group"
             ) from error
-
-
-@final
-class _Connecting:
-    """The library while it connects, on a separate thread because the call can't be interrupted.
-
-    Args:
-        backend: the library.
-        store: for the library's own exchange of addresses.
-        device: the device to use.
-        attempt: the current attempt, with rank and size.
-    """
-
-    def __init__(
-        self, backend: AcceleratorBackend, store: Store, device: torch.device | None, attempt: Attempt
-    ) -> None:
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self._communicator: Communicator | None = None
-        self._error: Exception | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(backend, store, device, attempt), name="tft-pg-device-connect", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, backend: AcceleratorBackend, store: Store, device: torch.device | None, attempt: Attempt) -> None:
-        where = attempt.where
-        try:
-            communicator = backend.communicator(store, where.rank or 0, where.world_size or 1, device, attempt.timeout)
-            with self._lock:
-                self._communicator = communicator
-                abandoned = self._abandoned
-            if abandoned:
-                communicator.abort()
-            else:
-                communicator.connect()
-        # Raised by `result`; without a call of `result`, the attempt's own error is reported.
-        except Exception as error:
-            self._error = error
-        self._done.set()
-
-    def result(self, attempt: Attempt, lifeline: Lifeline) -> Communicator:
-        """Return the connected communicator. Raises: the library's error; the attempt's; ConfigureError: a peer
-        disconnected.
-        """
-        try:
-            while not self._done.wait(_CHECK_S):
-                attempt.check()
-                rank = lifeline.disconnected_rank()
-                if rank is not None:
-                    raise ConfigureError(
-                        f"rank {rank} disconnected during configure ({attempt.where}); ask for a new quorum",
-                        where=attempt.where,
-                    )
-            if self._error is not None:
-                raise self._error
-            attempt.check()
-        except BaseException as error:
-            if isinstance(error, ProcessGroupError):
-                attempt.stop(copy.copy(error))  # interrupts the library's wait in the store
-            self._abandon()
-            raise
-        join_within(self._thread)
-        assert self._communicator is not None
-        return self._communicator
-
-    def _abandon(self) -> None:
-        with self._lock:
-            self._abandoned = True
-            communicator = self._communicator
-        if communicator is not None:
-            # On a separate thread again, because a library that ignores the abort would block the caller.
-            ending = threading.Thread(target=communicator.abort, name="tft-pg-device-abort", daemon=True)
-            ending.start()
-            ending.join(_ABANDON_S)
-        self._thread.join(_ABANDON_S)

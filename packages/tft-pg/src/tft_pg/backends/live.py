@@ -24,6 +24,7 @@ from tft_pg.backends.word_line import WordLine
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
+    CommunicatorFailedError,
     OperationRefusedError,
     PeerDisconnectedError,
     ProcessGroupClosedError,
@@ -43,11 +44,17 @@ _MOMENT_S = 0.001
 _RELEASE_S = 5.0
 
 _Start = Callable[[dist.ProcessGroup, Collective, tuple[object, ...], Mapping[str, object]], dist.Work]
-_Fault = type[PeerDisconnectedError] | type[CollectiveTimeoutError] | type[OperationRefusedError]
+_Fault = (
+    type[PeerDisconnectedError]
+    | type[CollectiveTimeoutError]
+    | type[CommunicatorFailedError]
+    | type[OperationRefusedError]
+)
 
 _SENTENCES: Mapping[_Fault, str] = {
     PeerDisconnectedError: "the connection to another rank ended; configure the group without that rank",
     CollectiveTimeoutError: "the operation timed out; abort the group and configure it again",
+    CommunicatorFailedError: "the library failed and works no more; configure the group again",
     OperationRefusedError: "the backend refused the call; fix its arguments",
 }
 

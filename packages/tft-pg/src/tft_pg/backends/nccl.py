@@ -7,7 +7,9 @@ from typing import final
 
 import torch
 
-from tft_pg.backends.accelerator import AcceleratorBackend, AcceleratorProcessGroup
+from tft_pg.backends import nccl_calls
+from tft_pg.backends.accelerator import AcceleratorProcessGroup
+from tft_pg.backends.device_library import AcceleratorBackend
 from tft_pg.backends.torch_library import Library, TorchLibrary, checked_device
 
 __all__ = ["ProcessGroupNCCL"]
@@ -21,6 +23,8 @@ _NCCL = Library(
     blocking_wait_envs=("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
     connect_limit_env="TORCH_NCCL_NONBLOCKING_TIMEOUT",
     is_abortable=True,
+    lacks=nccl_calls.lacks,
+    fit=nccl_calls.fit,
 )
 
 

@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,9 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tft_pg.backends.accelerator import AcceleratorBackend, Communicator
+from tft_pg.backends.device_library import AcceleratorBackend, Communicator
 from tft_pg.errors import ConfigError, UnsupportedOperationError
 from tft_pg.forks import fork_safe_lock
+from tft_pg.ops import Collective
 
 __all__ = ["Library", "TorchLibrary", "checked_device"]
 
@@ -42,6 +43,8 @@ _LOOK_S = 0.001
 _DRIVER = "libcuda.so.1"
 _CAPTURE_MODE_THREAD_LOCAL = 1  # the driver's number of this mode
 _NO = frozenset({"0", "n", "no", "f", "false"})
+
+_Arguments = tuple[tuple[object, ...], Mapping[str, object]]
 
 _log = logging.getLogger("tft_pg")
 _environment = fork_safe_lock()
@@ -60,6 +63,8 @@ class Library:
         blocking_wait_envs: variables that request blocking waits from torch's class. The first one is set.
         connect_limit_env: how many seconds torch's class waits for the library in a call; read once a process.
         is_abortable: whether torch's class can end running operations.
+        lacks: for a call and a world size, why the library can't run it; see `Communicator.lacks`.
+        fit: for a call and a world size, the arguments that work; see `Communicator.fit`.
     """
 
     name: str
@@ -70,6 +75,8 @@ class Library:
     blocking_wait_envs: tuple[str, ...]
     connect_limit_env: str
     is_abortable: bool
+    lacks: Callable[[Collective, tuple[object, ...], Mapping[str, object], int], str] | None = None
+    fit: Callable[[Collective, tuple[object, ...], Mapping[str, object], int], _Arguments] | None = None
 
 
 def checked_device(device: torch.device | int | str | None, library: Library) -> torch.device | None:
@@ -169,6 +176,18 @@ class _TorchCommunicator(Communicator):
     @property
     def torch_group(self) -> dist.ProcessGroup:
         return self._group
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def lacks(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
+        lacks = self._library.lacks
+        return "" if lacks is None else lacks(collective, args, kwargs, self._world_size)
+
+    def fit(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> _Arguments:
+        fit = self._library.fit
+        return (args, kwargs) if fit is None else fit(collective, args, kwargs, self._world_size)
 
     def connect(self) -> None:
         """Connect one communicator for all operations, also sends and receives, now instead of in the first

@@ -13,7 +13,8 @@ from typing import final
 
 import torch
 
-from tft_pg.backends.accelerator import AcceleratorBackend, AcceleratorProcessGroup
+from tft_pg.backends.accelerator import AcceleratorProcessGroup
+from tft_pg.backends.device_library import AcceleratorBackend
 from tft_pg.backends.torch_library import Library, TorchLibrary, checked_device
 
 __all__ = ["ProcessGroupXCCL"]

@@ -5,11 +5,12 @@ from tft_pg.testing.computing import Combination, combinations
 from tft_pg.testing.conformance import CHECKS, check_process_group
 from tft_pg.testing.fake_backend import FakeAccelerator, WaitsOnHost
 from tft_pg.testing.forking import WAYS, end_children, fork_child
-from tft_pg.testing.subject import GLOO_LACKS, Subject
+from tft_pg.testing.subject import GLOO_LACKS, NCCL_LACKS, Subject
 
 __all__ = [
     "CHECKS",
     "GLOO_LACKS",
+    "NCCL_LACKS",
     "WAYS",
     "Bench",
     "Combination",

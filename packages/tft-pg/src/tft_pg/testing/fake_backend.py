@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tft_pg.backends.accelerator import AcceleratorBackend, Communicator
+from tft_pg.backends.device_library import AcceleratorBackend, Communicator
 from tft_pg.backends.gloo import ProcessGroupGloo
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import OperationRefusedError, ProcessGroupError
@@ -114,6 +114,10 @@ class _FakeCommunicator(Communicator):
     @property
     def torch_group(self) -> dist.ProcessGroup:
         return self._group
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
 
     def connect(self) -> None:
         # this object and the group form a reference cycle, which must not keep a connection
@@ -237,7 +241,10 @@ class _Kernel:
         return self._ended.is_set() or self._aborted.is_set()
 
     def check(self) -> None:
+        """Raise the error. As torch's NCCL does, first abort everything, unless only this call was refused."""
         if self._error is not None:
+            if not isinstance(self._error, OperationRefusedError):
+                self._aborted.set()
             raise self._error
 
     def future(self) -> _Future:
@@ -263,7 +270,7 @@ class _FakeWork(dist.Work):
         self._kernel.check()
         return True
 
-    def synchronize(self) -> None:
+    def block_current_stream(self) -> None:
         return None
 
     def get_future(self) -> _Future:

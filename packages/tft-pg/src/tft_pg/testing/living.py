@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.distributed import ReduceOp
@@ -105,7 +108,7 @@ def shutdown_leaves_nothing(subject: Subject) -> None:
         for group in groups:
             group.shutdown()
         # The store's server notices a disconnected client a moment later.
-        _until(lambda: all(now <= then for now, then in zip(_resources(), before, strict=True)))
+        _until(lambda: not _beyond(before), lambda: f"left behind: {', '.join(_beyond(before))}")
 
 
 def reconfigure_changes_rank_and_size(subject: Subject) -> None:
@@ -304,18 +307,41 @@ def _abort_until(group: ProcessGroup, finished: threading.Event, *, first_s: flo
         group.abort()
 
 
-def _resources() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+def _resources() -> tuple[Counter[str], Counter[str]]:
+    """Return the threads and the descriptors of this process, each with a name."""
+    return _names("task", _thread_name), _names("fd", os.readlink)
 
 
-def _until(condition: Callable[[], bool]) -> None:
+def _names(directory: str, read: Callable[[str], str]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for entry in os.listdir(f"/proc/self/{directory}"):
+        with suppress(OSError):  # it has ended in the meantime
+            found[read(f"/proc/self/{directory}/{entry}")] += 1
+    return found
+
+
+def _thread_name(task: str) -> str:
+    return "thread " + Path(task, "comm").read_text().strip()
+
+
+def _beyond(before: tuple[Counter[str], Counter[str]]) -> list[str]:
+    """Return the names that are new, if there are more threads or more descriptors than before."""
+    return [
+        name
+        for now, then in zip(_resources(), before, strict=True)
+        if now.total() > then.total()
+        for name in (now - then).elements()
+    ]
+
+
+def _until(condition: Callable[[], bool], describe: Callable[[], str]) -> None:
     """Poll until a condition holds that nothing signals."""
     pause = threading.Event()
     for _ in range(500):
         if condition():
             return
         pause.wait(0.01)
-    raise AssertionError("threads or descriptors were left behind")
+    raise AssertionError(describe())
 
 
 CHECKS: tuple[Callable[[Subject], None], ...] = (

@@ -18,10 +18,13 @@ from tft_pg.testing.cases import CASES, Case
 from tft_pg.wrappers.swallowing import ErrorSwallowingProcessGroupWrapper
 from tft_pg.wrappers.wrapping import WrappingProcessGroup
 
-__all__ = ["GLOO_LACKS", "Subject", "agree", "all_work", "failure", "reduce_ones", "require"]
+__all__ = ["GLOO_LACKS", "NCCL_LACKS", "Subject", "agree", "all_work", "failure", "reduce_ones", "require"]
 
 GLOO_LACKS: Final = frozenset({"gather_into_tensor"} | ({"alltoall"} if torch.__version__ < "2.13" else set()))
 """What no group over torch's Gloo has in this release of torch."""
+
+NCCL_LACKS: Final = frozenset({"allgather_coalesced"})
+"""What no group over torch's NCCL has."""
 
 
 @dataclass(frozen=True)
