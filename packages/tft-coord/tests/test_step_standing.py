@@ -14,6 +14,7 @@ from tft_coord.core.lineage import fold_lineage, state_check
 from tft_coord.core.step import Effects, Stage
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
+from tft_coord.core.step.errors import UsageError
 from tft_coord.core.step.rounds import ERROR_WORD_WITHIN_MS
 from tft_coord.core.types import LossNotice, Plan, QuorumKey, QuorumNews, Unreached, Via
 from tft_coord.timeouts import Timeouts
@@ -261,11 +262,14 @@ def test_an_open_step_that_is_left_is_a_no() -> None:
     assert one(do.Ask, effects).request.needs_configure
 
 
-def test_a_new_manager_server_is_asked() -> None:
+def test_a_new_manager_server_is_asked_and_hears_of_the_newest_quorum() -> None:
+    """Seed 211641: the new server reached another lighthouse, which gave a lower quorum id."""
     rank = Speaker()
     rank.first()
     rank.tell(on.ServerRestarted())
-    assert rank.asks().request.held is None
+    request = rank.asks().request
+    assert request.held == SEVEN
+    assert not request.needs_configure
 
 
 def test_news_for_the_lighthouse_goes_with_the_request_after_the_next_word() -> None:
@@ -674,6 +678,15 @@ def test_who_spoke_and_then_got_no_state_votes_no() -> None:
     rank.tell(on.ReductionsEnded(0))
     assert one(do.HearWord, rank.tell(on.DeviceSynchronized(0)))
     assert not rank.end_word(word, (1, 0, 0, 0, state_check(4, 44))).yes
+
+
+def test_no_reduction_begins_after_the_word_about_the_reductions() -> None:
+    """A replica that recovered committed a sync that was not reduced (seed 209566), through a strategy's own order."""
+    rank = recovering_in_a_sync()
+    assert one(do.Reduce, rank.tell(on.ReductionAsked())).number == 1
+    one(do.SendWord, rank.tell(on.WordAsked()))
+    with pytest.raises(UsageError, match="call exchange_state after the last reduction of a step"):
+        rank.tell(on.ReductionAsked())
 
 
 def test_a_word_that_the_group_can_not_send_is_left_to_the_end() -> None:

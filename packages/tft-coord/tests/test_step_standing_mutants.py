@@ -205,7 +205,9 @@ MUTANTS = [
         Mutant(Starting, "_why_not_continue", goes_on_as_it_is, CHANGED, (case,))
         for case in ("torn", "loaded", "unusable")
     ),
-    Mutant(Starting, "_why_not_continue", goes_on_as_it_is, "a_new_manager_server_is_asked"),
+    Mutant(
+        Starting, "_why_not_continue", goes_on_as_it_is, "a_new_manager_server_is_asked_and_hears_of_the_newest_quorum"
+    ),
     Mutant(
         Starting,
         "_continue_standing",

@@ -36,6 +36,7 @@ class Three:
     def __init__(self, timeouts: Timeouts = TIMEOUTS) -> None:
         self.core = Suspicion(timeouts)
         self.signs = {"a": 0, "b": 0, "c": 0}
+        self.heard: dict[str, int] = {}  # where it is not the last sign
         self.waits = {"a": False, "b": True, "c": True}
         self.stopped, self.stopped_long = "", False
         for name in self.signs:
@@ -46,6 +47,7 @@ class Three:
             Sighting(
                 name,
                 sign_ms,
+                self.heard.get(name, sign_ms),
                 self.waits[name],
                 stopped=self.stopped if name == "a" else "",
                 stopped_long=self.stopped_long and name == "a",
@@ -139,6 +141,17 @@ def test_the_waiting_must_have_been_heard_since_the_probe() -> None:
     assert three.look(1_600).lost == ()
     three.signs["c"] = 1_600
     assert [name for name, _ in three.look(1_700).lost] == ["a"]
+
+
+def test_excused_silence_of_the_waiting_is_no_message() -> None:
+    """Seed 212824: two waiting members had disconnected, and the lighthouse's own outage had excused their silence."""
+    three = Three()
+    three.look(500)
+    three.hear_the_waiting(1_600)  # excused
+    three.heard = {"b": 400, "c": 450}
+    assert three.look(1_600).lost == ()
+    three.heard = {"b": 1_500, "c": 1_500}
+    assert [name for name, _ in three.look(1_600).lost] == ["a"]
 
 
 def test_answers_that_have_waited_for_the_lighthouse_are_not_slow() -> None:

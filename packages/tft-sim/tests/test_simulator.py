@@ -124,7 +124,23 @@ def test_a_newcomer_alone_holds_the_newest_state_and_does_not_reach_a_member(see
 
 
 @pytest.mark.parametrize(
-    "seed", [110_029, 110_565, 119_204, 120_433, 123_748, 150_852, 151_224, 165_385, 182_860, 182_996, 197_213]
+    "seed",
+    [
+        110_029,
+        110_565,
+        119_204,
+        120_433,
+        123_748,
+        150_852,
+        151_224,
+        165_385,
+        182_860,
+        182_996,
+        197_213,
+        211_641,
+        212_824,
+        221_845,
+    ],
 )
 def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
     """A link of two that have not asked; a newcomer lost in its trial; half a state; a long wait; one that left."""

@@ -535,7 +535,9 @@ class LivenessTruth:
         if 2 * len(ids) <= len(alive) - self._reach.num_bad_links_outside(alive, ids, now_ms):
             raise InvariantError("I2", f"quorum {quorum.key} has {len(ids)} of {len(alive)} live replicas")
         if not excludes_late:
-            self._check_late_replicas(quorum, alive - ids, now_ms)
+            # A bad link to a live member of the last quorum keeps a replica out, also of a quorum without that member.
+            kept_out = self._reach.excused(ids | (before & self._sessions.keys()), now_ms)
+            self._check_late_replicas(quorum, alive - ids - kept_out, now_ms)
 
     def _may_be_stalled(self, replica_id: str, formed: Collection[str], now_ms: int) -> bool:
         """Return whether the replica may wait for a state without having received a byte. No quorum waits for it

@@ -161,6 +161,9 @@ class StepControl:
         """Reduce a tensor to its mean over the participants, in the open step of an attached strategy.
 
         Waits for the quorum.
+
+        Raises: UsageError: `exchange_state` was called in this step, and has told the others that its reductions are
+            done.
         """
         self._runner.await_plan()
         return self._parts.reducer.reduce(tensor, dist.ReduceOp.AVG, weight=None, limit=None)

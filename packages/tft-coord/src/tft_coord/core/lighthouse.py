@@ -968,6 +968,7 @@ class Job:
         return Sighting(
             replica.replica_id,
             replica.last_sign_ms,
+            replica.heard_ms,
             self._waits_long(replica, now_ms),
             may_be_probed=reached,
             may_be_lost=reached and not self.liveness.flaps(replica, now_ms),

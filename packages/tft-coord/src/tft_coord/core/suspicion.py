@@ -65,6 +65,7 @@ class Sighting:
     Args:
         replica_id: of the member.
         last_sign_ms: the time of its last sign of life, or since when its silence counts.
+        heard_ms: the time of its last message. Only a message shows that this side can hear.
         waits: it has waited for others for `WAITS_MS`.
         may_be_probed: its stream is open, and it answers probes.
         may_be_lost: a second of silence may be judged; a flapping link forbids that.
@@ -74,6 +75,7 @@ class Sighting:
 
     replica_id: str
     last_sign_ms: int
+    heard_ms: int
     waits: bool
     may_be_probed: bool = True
     may_be_lost: bool = True
@@ -208,7 +210,7 @@ class Suspicion:
         silent_ms = now_ms - suspect.last_sign_ms
         if sent_ms is None or bound_ms is None or silent_ms < SILENT_MS or now_ms - sent_ms < bound_ms:
             return ""
-        heard = sum(1 for each in waiting if each.last_sign_ms > sent_ms)
+        heard = sum(1 for each in waiting if each.heard_ms > sent_ms)
         if not most_wait(heard, num_members):
             return ""  # the fault may be on this side
         return (
@@ -222,7 +224,7 @@ class Suspicion:
         """Return the waiting members that were not heard since a probe that has been unanswered for a while."""
         sent = [self._probes[each.replica_id].oldest_ms for each in suspects if each.replica_id in self._probes]
         late = [sent_ms for sent_ms in sent if sent_ms is not None and now_ms - sent_ms >= WITNESSES_AFTER_MS]
-        return [each for each in waiting if each.last_sign_ms <= max(late)] if late else []
+        return [each for each in waiting if each.heard_ms <= max(late)] if late else []
 
     def _is_due(self, replica_id: str, now_ms: int) -> bool:
         probed = self._probes.get(replica_id)

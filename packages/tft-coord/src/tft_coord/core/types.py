@@ -256,7 +256,7 @@ class Hello:
         address: of the manager server, `host:port`; tells two processes with one replica id apart.
         replaces: replica id of its predecessor in the same place, or "".
         ready: it has asked some lighthouse for a quorum once in its life.
-        held: key of the newest quorum that it holds, or None.
+        held: key of the newest quorum that it holds or has held, or None.
         lighthouse_started_ms: start time of the newest lighthouse that it has accepted, 0 if none.
         cluster_id: of that lighthouse; start times are compared within one cluster only.
         left: it has left the job, and serves its state for a while.

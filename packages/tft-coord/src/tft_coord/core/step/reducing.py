@@ -72,11 +72,20 @@ class Reducing:
         return ()
 
     def reduction_asked(self, event: on.ReductionAsked, now_ms: int) -> Effects:
+        """Decide about a reduction.
+
+        Raises: UsageError: this rank has already told the others that its reductions have succeeded.
+        """
         state, attempts = self._state, self._state.attempts
         attempt = attempts.last
         plan, name = attempt.plan, attempt.name
         inside = attempts.phase is not Phase.IDLE
         if inside:
+            if attempt.sent_word is not None:
+                raise UsageError(
+                    f"a reduction was asked for in {name} after exchange_state, which has told the other replicas that "
+                    "the step's reductions are done; call exchange_state after the last reduction of a step"
+                )
             attempt.num_reductions += 1
         else:
             name = replace(name, attempt=0)  # of no attempt: the last one may be in flight, and does not fail by it

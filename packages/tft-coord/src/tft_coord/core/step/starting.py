@@ -114,7 +114,7 @@ class Starting:
             lineage=own.lineage,
             live=own.live,
             torn=own.torn,
-            held=state.held,
+            held=state.seen,
             checkpoint_metadata=event.checkpoint_metadata,
             # This is reported once if attempts that began since are in flight: each report raises the id, and fails
             # them.
@@ -202,7 +202,8 @@ class Starting:
         """Drop the held quorum, because a new manager server holds none.
 
         Only a group of one rank gets a new server. The old server took the end of its stream for the end of the group,
-        but this rank is alive.
+        but this rank is alive. Its requests still name the quorum. The new server may reach another lighthouse, whose
+        ids must rise above this one.
         """
         state = self._state
         state.group_lost = None
@@ -211,7 +212,7 @@ class Starting:
         self._current_plan = None
         if state.attempts.phase is not Phase.ASKED or self._request is None:
             return ()
-        self._request = replace(self._request, held=None, needs_configure=False)
+        self._request = replace(self._request, needs_configure=False)
         return (do.Ask(state.attempts.last.name.attempt, self._request),)
 
     # --- the answer ---------------------------------------------------------------------------------------------------
