@@ -34,7 +34,7 @@ demo: $(STAMP) ## train three replicas, kill two, watch them heal (DEMO_ARGS="--
 	$(BIN)/tft demo $(DEMO_ARGS)
 
 test: $(STAMP) ## run the tests, and of the slow ones the part of this commit (PART=all TEST_ARGS="-k quorum")
-	$(BIN)/python -m pytest --part $(PART) --numprocesses $(TEST_PROCESSES) --dist loadfile $(TEST_ARGS)
+	$(BIN)/python -m pytest --part $(PART) --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict, who may import whom, undeclared dependencies, and whether generated code is stale
 	$(BIN)/ruff check

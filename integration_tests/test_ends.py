@@ -89,7 +89,13 @@ QUIET: Final = {
 LOUD: Final = {
     "by an exception in the middle of a step": ("make(); train(); step(raises)", 1, "RuntimeError: the script's own"),
     "by an exception inside the with": ("make()\nwith manager: train(); raises()", 1, "RuntimeError: the script's own"),
-    "by Ctrl-C": ("make(); train(); os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt"),
+    # A background process of a shell is started with SIGINT ignored.
+    "by Ctrl-C": (
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "make(); train(); os.kill(os.getpid(), signal.SIGINT)",
+        -signal.SIGINT,
+        "KeyboardInterrupt",
+    ),
     "with settings that can't be": ("make(nonsense=1)", 1, "UnknownSettingError"),
 }
 

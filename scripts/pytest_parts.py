@@ -1,6 +1,6 @@
-"""The parts of the slow tests: `--part` runs one of them.
+"""The parts of the slow tests, of which `--part` runs one, and the order of the files.
 
-Law of this file: the option, the marker and the choice. Each test says itself whether it is slow.
+Law of this file: the option, the marker, the choice and the order. Each test says itself whether it is slow.
 """
 
 from __future__ import annotations
@@ -13,6 +13,26 @@ import pytest
 
 PARTS: Final = 12
 EVERY_PART: Final = "all"
+# These files take the longest, the longest first. They begin first: at the end of a run, one process would run the last
+# of them alone.
+LONGEST: Final = (
+    "packages/tft-sim/tests/test_simulator.py",
+    "integration_tests/test_train_lm.py",
+    "integration_tests/test_every_way_to_die.py",
+    "integration_tests/test_tutorial.py",
+    "integration_tests/test_readme.py",
+    "integration_tests/test_train_ddp.py",
+    "integration_tests/test_forks.py",
+    "integration_tests/test_manager_training.py",
+    "packages/tft-pg/tests/test_abort_soak.py",
+    "packages/tft-sim/tests/test_standing_quorums.py",
+    "integration_tests/test_standing_jobs.py",
+    "packages/tft-pg/tests/test_conformance.py",
+    "integration_tests/test_stragglers.py",
+    "integration_tests/test_faults_at_every_phase.py",
+    "integration_tests/test_cut_cable.py",
+    "integration_tests/test_leaving.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -64,6 +84,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, so that they do not change the part of a test
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=place_of)  # stable, so each file keeps its order
     part = part_of(config.getoption("--part"))
     if part is None:
         return
@@ -80,6 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             others.add(item)
     config.hook.pytest_deselected(items=[item for item in slow if item in others])
     items[:] = [item for item in items if item not in others]
+
+
+def place_of(item: pytest.Item) -> int:
+    """Return the place of a test's file among the longest, or the place after them."""
+    file = item.nodeid.partition("::")[0]
+    return LONGEST.index(file) if file in LONGEST else len(LONGEST)
 
 
 def function_of(item: pytest.Item) -> str:
