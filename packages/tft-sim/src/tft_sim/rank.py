@@ -5,6 +5,7 @@ Law of this file: the state of a rank, and what its parts do with it. `trainer.p
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -104,7 +105,7 @@ class Surroundings(Protocol):
     def ended(self, trainer: Rank, reason: str, answer: Refused | None = None) -> None: ...
 
 
-class Rank(TrainingProcess):
+class Rank(TrainingProcess, abc.ABC):
     """The state of one rank of a replica group.
 
     Args:
@@ -262,8 +263,9 @@ class Rank(TrainingProcess):
                 rest.append(effect)
         return tuple(rest)
 
+    @abc.abstractmethod
     def _perform(self, effect: do.Effect) -> None:
-        raise NotImplementedError
+        """Perform an effect that needs no answer."""
 
     # --- the group and the manager server ---------------------------------------------------------------------------
 
