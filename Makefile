@@ -67,11 +67,11 @@ clean: ## remove all that the other targets made, the virtual environment too
 	find packages integration_tests benchmarks examples scripts docs -name __pycache__ -prune -exec rm -rf {} +
 
 # What comes from outside is installed by an explicit list; the packages then come from the tree, without dependencies,
-# so that no index is asked for one of their names.
+# so that no index is asked for one of their names. Most modules are never imported, so none is compiled ahead.
 $(STAMP): constraints.txt pyproject.toml scripts/third_party_requirements.py $(PACKAGES:%=%/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or later is needed; say which with make PYTHON=...")'
 	[ -x $(BIN)/pip ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python scripts/third_party_requirements.py > $(VENV)/third-party.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(VENV)/third-party.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -r $(VENV)/third-party.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PACKAGES:%=-e ./%)
 	touch $@
