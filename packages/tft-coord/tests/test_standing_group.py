@@ -73,6 +73,16 @@ class TestTheVerdict:
         assert group.vote(0, yes=False) == [Verdict(yes=False)]
         assert group.vote(1) == [Verdict(yes=False)]
 
+    def test_it_does_not_stand_at_a_server_that_does_not_hold_the_quorum(self) -> None:
+        """Seed 301063: a rank went on in its quorum at a new server, and a restarted lighthouse did not know of it."""
+        group = Group(world_size=1)
+        assert group.vote(0) == [Verdict(yes=True, stands=True)]
+        group.core = ReplicaGroupCore(
+            replica_id="a", address="a:3", store_address="a:2", world_size=1, timeouts=Timeouts()
+        )
+        group.core.handle(events.RankConnected(0, 1, 100), group.now_ms)
+        assert group.vote(0, 4) == [Verdict(yes=True, stands=False)]
+
     def test_it_is_final_for_votes_that_are_said_again(self) -> None:
         group = Group()
         group.vote(0)

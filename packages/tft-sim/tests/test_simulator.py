@@ -183,6 +183,7 @@ def test_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:
         209_566,
         210_626,
         148_582,
+        301_063,
     ],
 )
 def test_standing_quorums_with_bad_links_that_were_once_in_doubt_are_sound(seed: int) -> None:

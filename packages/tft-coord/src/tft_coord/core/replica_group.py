@@ -700,6 +700,9 @@ class ReplicaGroupCore:
                 f"on step {event.step}; ask for a quorum with every rank between two votes"
             )
             return [effects.FailRank(event.call, event.rank, "malformed", message)]
+        # A new manager server of a living rank does not hold the rank's quorum, and tells no lighthouse of it. So the
+        # rank asks for a quorum before it begins another round.
+        holds = self.quorum is not None and event.key == self.quorum.key
         answers = self._votes.cast(
             name,
             event.rank,
@@ -707,6 +710,6 @@ class ReplicaGroupCore:
             event.yes,
             event.deadline_ms,
             leaving=event.leaving,
-            stands=event.stands,
+            stands=event.stands and holds,
         )
         return [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in answers]
