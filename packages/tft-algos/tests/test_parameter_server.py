@@ -140,6 +140,20 @@ def test_many_clients_are_served_at_a_time() -> None:
     assert found == [[2.0 * (value + number) for number in range(1, 20)] for value in range(0, 800, 100)]
 
 
+def test_sessions_leave_no_thread_and_no_descriptor() -> None:
+    def used() -> int:
+        return threading.active_count() + len(os.listdir("/proc/self/fd"))
+
+    with Doubles() as server:
+        for number in range(31):
+            with session(server) as pg:
+                assert double(pg, 1.0) == 2.0
+            if number == 0:  # torch keeps some resources from the first use on
+                wait_until(lambda: server.num_sessions() == 0, "the session ended")
+                before = used()
+        wait_until(lambda: server.num_sessions() == 0 and used() < before + 5, "all was given back")
+
+
 def test_an_error_in_forward_ends_its_session_alone(caplog: pytest.LogCaptureFixture) -> None:
     class FailsAtThirteen(Doubles):
         def forward(self, session_id: str, pg: ProcessGroup) -> None:
