@@ -12,7 +12,8 @@ import pytest
 
 from integration_tests.conftest import ROOT
 
-EXAMPLES: Final = [ROOT / "examples" / f"{name}.py" for name in ("custom_strategy", "own_outer_update")]
+NAMES: Final = ("custom_strategy", "own_outer_update", "parameter_server")
+EXAMPLES: Final = [ROOT / "examples" / f"{name}.py" for name in NAMES]
 PACKAGES: Final = {"tft_algos", "tft_algos.testing", "tft_pg"}
 OURS: Final = ("tft_",)
 

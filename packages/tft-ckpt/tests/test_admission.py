@@ -134,7 +134,7 @@ def test_without_a_descriptor_it_waits_and_says_so_once(
     with serving() as port, connected(port) as member:
         assert is_served(member)
     assert [record.getMessage() for record in caplog.records] == [
-        "no connection can be accepted ([Errno 24] Too many open files); readers of the state wait"
+        "no connection can be accepted ([Errno 24] Too many open files); callers wait until one ends"
     ]
 
 

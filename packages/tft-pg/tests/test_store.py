@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -214,3 +217,25 @@ def test_severing_ends_what_a_stopped_store_never_would(frozen_server: tuple[int
     os.kill(process.pid, signal.SIGCONT)
     bystander.set("still", "here")
     assert bystander.get("still") == b"here"
+
+
+def test_a_client_that_connected_at_the_second_try_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    failures = [RuntimeError("timed out")]
+
+    def fails_once(*args: Any, **kwargs: Any) -> TCPStore:
+        if failures:
+            raise failures.pop()
+        return TCPStore(*args, **kwargs)
+
+    monkeypatch.setattr(store, "TCPStore", fails_once)
+    client = StoreClient("127.0.0.1", server.port)
+    client.connect(timedelta(seconds=30), keep_trying=lambda: None)
+    assert not failures
+    left = weakref.ref(client)
+    gc.disable()  # a collection would free it too, at some later time
+    try:
+        del client
+        assert left() is None
+    finally:
+        gc.enable()

@@ -1,7 +1,7 @@
 """Fault tolerance for PyTorch training: Manager, DistributedDataParallel, Optimizer, FSDP2 across groups, DiLoCo.
 
-Law of this file: names. The names of `local_sgd` are imported at their first use, so that a job that synchronizes in
-every step does not wait for that import.
+Law of this file: names. The names of `local_sgd` and `parameter_server` are imported at their first use, so that a job
+that synchronizes in every step does not wait for those imports.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from tft_algos.errors import (
     LeftJob,
     ManagerClosedError,
     QuorumBrokenError,
+    ServerBusyError,
     ServerRestartedError,
+    SessionRefusedError,
     StateDivergedError,
     StateLoadError,
     StepAbandonedError,
@@ -58,7 +60,7 @@ from tft_coord.errors import (
     StaleQuorumError,
     UnreachableError,
 )
-from tft_pg.errors import UnsupportedOperationError
+from tft_pg.errors import AbortedError, ConfigureError, PeerDisconnectedError, UnsupportedOperationError
 
 if TYPE_CHECKING:
     from tft_algos.local_sgd import (
@@ -70,12 +72,15 @@ if TYPE_CHECKING:
         extract_local_tensor,
         fragment_model,
     )
+    from tft_algos.parameter_server import ParameterServer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbortedError",
     "Clock",
     "ConfigError",
+    "ConfigureError",
     "CoordinationError",
     "Coordinator",
     "DeferredStep",
@@ -97,6 +102,8 @@ __all__ = [
     "OuterFragment",
     "OuterLoop",
     "OuterUpdate",
+    "ParameterServer",
+    "PeerDisconnectedError",
     "ProcessGroupLike",
     "PureDistributedDataParallel",
     "QuorumBrokenError",
@@ -104,7 +111,9 @@ __all__ = [
     "ReplicaGroupLostError",
     "RequestTimeoutError",
     "ResolvedConfig",
+    "ServerBusyError",
     "ServerRestartedError",
+    "SessionRefusedError",
     "StaleQuorumError",
     "StandingCoordinator",
     "StateDivergedError",
@@ -128,21 +137,22 @@ __all__ = [
     "reduce_across",
 ]
 
-_OF_LOCAL_SGD = (
-    "DiLoCo",
-    "LocalSGD",
-    "OuterFragment",
-    "OuterLoop",
-    "OuterUpdate",
-    "extract_local_tensor",
-    "fragment_model",
-)
+_LATER = {
+    "DiLoCo": "tft_algos.local_sgd",
+    "LocalSGD": "tft_algos.local_sgd",
+    "OuterFragment": "tft_algos.local_sgd",
+    "OuterLoop": "tft_algos.local_sgd",
+    "OuterUpdate": "tft_algos.local_sgd",
+    "ParameterServer": "tft_algos.parameter_server",
+    "extract_local_tensor": "tft_algos.local_sgd",
+    "fragment_model": "tft_algos.local_sgd",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_LOCAL_SGD:
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module("tft_algos.local_sgd"), name)
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
     return value
 
 

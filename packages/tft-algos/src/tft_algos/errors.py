@@ -31,7 +31,9 @@ __all__ = [
     "LeftJob",
     "ManagerClosedError",
     "QuorumBrokenError",
+    "ServerBusyError",
     "ServerRestartedError",
+    "SessionRefusedError",
     "StateDivergedError",
     "StateLoadError",
     "StepAbandonedError",
@@ -152,6 +154,23 @@ class TooManyFailuresError(TrainingError, RuntimeError):
     def __init__(self, message: str, *, failures: int) -> None:
         super().__init__(message)
         self.failures = failures
+
+
+class SessionRefusedError(TrainingError, RuntimeError):
+    """A parameter server opened no session. Next: fix what the message names, such as the secret or the address.
+
+    Args:
+        message: one sentence.
+        status: the HTTP status of the answer.
+    """
+
+    def __init__(self, message: str, *, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerBusyError(SessionRefusedError):
+    """A parameter server has as many sessions as it allows, or stops. Next: ask again later, or another server."""
 
 
 class ExceptionWithTraceback(TrainingError):  # noqa: N818 - torchft's users know this name

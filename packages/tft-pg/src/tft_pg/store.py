@@ -413,9 +413,15 @@ class _BackgroundCall(Generic[_T]):
 
     def answer(self) -> _T:
         """Return the result of the call, once, after its end. Raises: the error of the call."""
-        if self._error is not None:
-            raise self._error
-        return self._answers.pop()
+        error, self._error = self._error, None
+        if error is None:
+            return self._answers.pop()
+        try:
+            raise error
+        finally:
+            # The error holds the frames of its callers, and so the client with its connection. Without this line, this
+            # frame and the error would hold each other, and the connection would stay open until a garbage collection.
+            del error
 
     def result(self, keep_trying: Callable[[], None]) -> _T:
         """Wait for the call, and return its result. Raises: its error, or that of `keep_trying`, called every 50 ms."""

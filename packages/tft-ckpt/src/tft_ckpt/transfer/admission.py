@@ -97,7 +97,7 @@ class Acceptor:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return  # the caller has disconnected
         except OSError as error:
-            self._warn("no connection can be accepted (%s); readers of the state wait", error)
+            self._warn("no connection can be accepted (%s); callers wait until one ends", error)
             self._loop.remove_reader(self._listener.fileno())
             self._again = self._loop.call_later(ACCEPT_AGAIN_S, self._accept_again)
             return

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NoReturn, final
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_ckpt.errors import ConfigError, StateUnavailableError
@@ -32,6 +31,7 @@ from tft_ckpt.transfer.admission import Acceptor
 from tft_ckpt.transfer.peers import Tracker
 from tft_ckpt.transfer.rate_limiter import RateLimiter
 from tft_ckpt.transfer.relay import Relay
+from tft_ckpt.transfer.request_log import request_logger
 from tft_ckpt.transfer.routes import (
     CHUNKS_ROUTE,
     DATA_ROUTE,
@@ -70,8 +70,6 @@ _GATHER_S = 0.005
 
 # The interval of checks for disconnected readers that held a state.
 _POLL_S = 0.01
-
-_WARNINGS_A_MINUTE = 20
 
 _NO_LINGERING = struct.pack("ii", 1, 0)
 
@@ -142,7 +140,7 @@ class App:
             handle_signals=False,
             handler_cancellation=True,
             access_log=None,
-            logger=_request_logger(),
+            logger=request_logger(_log),
             shutdown_timeout=0.05,
             lingering_time=0.0,  # requests have no body, and a request with one ends its connection after the answer
         )
@@ -565,46 +563,6 @@ class _SilenceWatch:
 
     def end(self) -> None:
         self._timer.cancel()
-
-
-@final
-class _RequestLogFilter(logging.Filter):
-    """A filter that logs one sentence for bad requests and lost readers. Internal errors keep their traceback.
-
-    After a number of such records in one minute, the filter suppresses the rest. Otherwise any host could fill the log.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._minute = 0
-        self._num_logged = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        # UnicodeError: aiohttp quotes an Expect header in its answer, with arbitrary bytes.
-        if isinstance(error, (HttpProcessingError, ConnectionError, UnicodeError)):
-            # Without the text after the first colon. That is the received data, which may be long, or a token.
-            why = error.message if isinstance(error, HttpProcessingError) else str(error)
-            what = record.getMessage()
-            minute = int(record.created // 60)
-            self._num_logged = self._num_logged + 1 if minute == self._minute else 1
-            self._minute = minute
-            if self._num_logged > _WARNINGS_A_MINUTE:
-                return False
-            last = "; more of these are suppressed for this minute" if self._num_logged == _WARNINGS_A_MINUTE else ""
-            record.msg = "%s: the request can't be read or answered (%s), so its connection is closed%s"
-            record.args = (what, why.partition(":")[0].strip(), last)
-            record.levelno, record.levelname = logging.WARNING, "WARNING"
-            record.exc_info = record.exc_text = None
-        return True
-
-
-def _request_logger() -> logging.Logger:
-    """Return the logger for aiohttp's complaints about requests, separate from the program's logging configuration."""
-    log = logging.Logger(f"{_log.name}.requests")
-    log.parent = _log
-    log.addFilter(_RequestLogFilter())
-    return log
 
 
 async def _run_pending_callbacks() -> None:

@@ -1,0 +1,163 @@
+"""The parameter server's event loop: one route, the secret, and the end of the connections.
+
+Law of this file: aiohttp and one event loop; only the loop's thread calls this code, except `stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+from concurrent.futures import Future
+from typing import Final, TypeVar, final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from tft_algos.errors import ServerBusyError
+from tft_algos.parameter_server.routes import NEW_SESSION_ROUTE
+from tft_algos.parameter_server.sessions import Session, Sessions
+from tft_ckpt.transfer.admission import Acceptor
+from tft_ckpt.transfer.request_log import request_logger
+from tft_ckpt.transfer.routes import authorization
+
+__all__ = ["App"]
+
+AUTHENTICATION_TIMEOUT_S: Final = 10.0
+GROUP_TIMEOUT_S: Final = 30.0  # for new_process_group
+
+_log = logging.getLogger("tft_algos.parameter_server")
+_Refusal = TypeVar("_Refusal", bound=web.HTTPException)
+
+
+@final
+class App:
+    """An application that opens sessions, from `serve` to `stop`.
+
+    Args:
+        loop: the app's event loop.
+        listener: bound and listening; closed at the end.
+        token: the secret that clients must present, or None.
+        sessions: opens each session.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, listener: socket.socket, *, token: str | None, sessions: Sessions
+    ) -> None:
+        self.started: Future[None] = Future()
+        self._loop = loop
+        self._listener = listener
+        self._token = token
+        self._sessions = sessions
+        self._stop = asyncio.Event()
+        self._acceptor: Acceptor | None = None
+
+    def stop(self) -> None:
+        """Close the port and every connection, so that `serve` ends. Any thread may call this."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, with every connection
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def serve(self) -> None:
+        """Answer clients until `stop`. Raises: the error that prevents the start; the port is closed then."""
+        app = web.Application(middlewares=[self._check_token()])
+        app.router.add_get(NEW_SESSION_ROUTE, self._new_session, allow_head=False)
+        runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            handler_cancellation=True,
+            access_log=None,
+            logger=request_logger(_log),
+            shutdown_timeout=0.05,
+            lingering_time=0.0,  # a request has no body; one with a body ends its connection
+        )
+        try:
+            await runner.setup()
+        except BaseException:
+            self._listener.close()
+            raise
+        server = runner.server
+        assert server is not None, "a runner that was set up has a server"
+        self._acceptor = acceptor = Acceptor(
+            self._loop,
+            self._listener,
+            protocol=server,
+            tls=None,
+            authentication_timeout_s=AUTHENTICATION_TIMEOUT_S,
+        )
+        acceptor.open()
+        self.started.set_result(None)
+        try:
+            await self._stop.wait()
+        finally:
+            await acceptor.close()
+            await _run_pending_callbacks()
+            await runner.cleanup()
+            for connection in server.connections:
+                connection.force_close()
+            tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await _run_pending_callbacks()
+
+    def _check_token(self) -> Middleware:
+        expected = None if self._token is None else authorization(self._token).encode("utf-8")
+
+        @web.middleware
+        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+            given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+            if expected is not None and not hmac.compare_digest(given, expected):
+                raise _last(
+                    web.HTTPUnauthorized(
+                        text="this job's secret is missing or wrong; give every process of the job the same one "
+                        "(TFT_TOKEN or TFT_TOKEN_FILE)",
+                        headers={"www-authenticate": "Bearer"},
+                    )
+                )
+            if self._acceptor is not None:
+                self._acceptor.authenticated(request.transport)
+            try:
+                return await handler(request)
+            except web.HTTPNotFound:
+                raise _last(web.HTTPNotFound(text=f"a parameter server answers only {NEW_SESSION_ROUTE}")) from None
+            except web.HTTPException as refusal:
+                raise _last(refusal) from None
+
+        return check
+
+    async def _new_session(self, request: web.Request) -> web.StreamResponse:
+        try:
+            session = self._sessions.open(request.remote or "an unknown client")
+        except ServerBusyError as error:
+            raise web.HTTPServiceUnavailable(text=str(error)) from None
+        failure = await self._failure(session)
+        if failure:
+            raise web.HTTPInternalServerError(text=failure)
+        response = web.Response(body=session.opened.body(), content_type="application/json")
+        response.force_close()
+        return response
+
+    async def _failure(self, session: Session) -> str:
+        """Wait for the session's group. Returns: why there is none, or ""."""
+        try:
+            # Shielded, because only the session's thread ends this future.
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(session.failure)), GROUP_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            session.stop()
+            return f"new_process_group did not return within {GROUP_TIMEOUT_S:g} s on the server"
+        except asyncio.CancelledError:  # the client has disconnected, or the server stops
+            session.stop()
+            raise
+
+
+def _last(refusal: _Refusal) -> _Refusal:
+    """Let the connection end after this answer."""
+    refusal.force_close()
+    return refusal
+
+
+async def _run_pending_callbacks() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)

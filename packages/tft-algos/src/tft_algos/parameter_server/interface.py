@@ -1,0 +1,154 @@
+"""What a user subclasses to write a parameter server, and calls to use one.
+
+A server and one client form a process group of two, a session. So the user needs no protocol of messages: both sides
+call the group's collectives, sends and receives. A session knows no lighthouse and no quorum. If the client dies, its
+session ends, and the server serves the others.
+
+Law of this file: the public class. What runs behind it is in `server`.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import TypeVar
+
+from tft_algos.parameter_server.client import request_session
+from tft_algos.parameter_server.server import SessionServer
+from tft_algos.parameter_server.settings import ServerSettings, resolve_insecure, resolve_token, seconds_of
+from tft_pg import ProcessGroup
+
+__all__ = ["ParameterServer"]
+
+_Self = TypeVar("_Self", bound="ParameterServer")
+_LEAST_S = 0.001
+
+
+class ParameterServer(abc.ABC):
+    """A server that many clients use at the same time, each over a process group of two.
+
+    Subclass it with `new_process_group` and `forward`. The server is rank 0 of each group, and the client is rank 1. A
+    constructor of yours calls this one last, because clients are served as soon as it returns.
+
+    Args:
+        port: where clients ask for a session. 0: a free port.
+        store_port: of the store at which the two sides of a session meet. 0: a free port.
+        bind: the name or address to listen on. None: all interfaces if there is a secret, else loopback.
+        advertise_addr: the name or address by which clients reach this machine. None: this machine's own.
+        token: the job's secret, which a client must show. None: what TFT_TOKEN or TFT_TOKEN_FILE names. Without a
+            secret, only this machine is served.
+        insecure: whether to serve other machines without a secret. None: TFT_INSECURE.
+        max_sessions: the number of sessions at one time. Further clients get `ServerBusyError`. Each session has a
+            thread.
+        join_timeout: how long a client may take to configure its group. A client that dies before then takes up a
+            session for this time.
+
+    Raises: ConfigError: a setting is invalid, a port is taken, or the server would serve other machines without a
+        secret.
+    """
+
+    def __init__(
+        self,
+        port: int = 0,
+        store_port: int = 0,
+        *,
+        bind: str | None = None,
+        advertise_addr: str | None = None,
+        token: str | None = None,
+        insecure: bool | None = None,
+        max_sessions: int = 64,
+        join_timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        self._session_server = SessionServer(
+            ServerSettings(
+                port=port,
+                store_port=store_port,
+                bind=bind,
+                advertise_addr=advertise_addr,
+                max_sessions=max_sessions,
+                join_timeout=join_timeout,
+            ),
+            token=resolve_token(token),
+            insecure=resolve_insecure(insecure),
+            new_group=self.new_process_group,
+            forward=self.forward,
+        )
+
+    @classmethod
+    @abc.abstractmethod
+    def new_process_group(cls) -> ProcessGroup:
+        """Return a new process group that is not configured. Both sides call this once a session.
+
+        The group's timeout bounds each operation, also the wait for the other side's next call.
+        """
+
+    @abc.abstractmethod
+    def forward(self, session_id: str, pg: ProcessGroup) -> None:
+        """Serve one session, on a thread of its own. The session ends when this method returns or raises.
+
+        The method runs for several sessions at the same time, so guard what they share. An operation on the group
+        raises `PeerDisconnectedError` when the client has left or died, and `AbortedError` when the server stops. Let
+        both pass: they end the session, and are no errors.
+
+        Args:
+            session_id: of the session. Its holder can take the client's place, so do not log it.
+            pg: the group, in which this process is rank 0 and the client is rank 1.
+        """
+
+    @classmethod
+    def new_session(
+        cls, address: str, *, timeout: timedelta = timedelta(seconds=60), token: str | None = None
+    ) -> ProcessGroup:
+        """Open a session as its client, and block until its group is configured.
+
+        Args:
+            address: what the server's `address()` returns.
+            timeout: for the whole call.
+            token: the job's secret. None: what TFT_TOKEN or TFT_TOKEN_FILE names.
+
+        Returns: the group, in which this process is rank 1 and the server is rank 0. Call its `shutdown` to end the
+            session.
+        Raises:
+            ConfigError: an argument is invalid.
+            UnreachableError: nothing answers at the address.
+            RequestTimeoutError: the server did not answer in time.
+            SessionRefusedError: the server opened no session; `ServerBusyError` if it has no room for one or stops.
+            ConfigureError: the session is open, but its group was not built in time.
+        """
+        deadline_s = time.monotonic() + seconds_of("timeout", timeout)
+        secret = resolve_token(token)
+        group = cls.new_process_group()  # before the request, so that no session is opened if this fails
+        try:
+            session = request_session(address, token=secret, timeout_s=max(_LEAST_S, deadline_s - time.monotonic()))
+            left_s = max(_LEAST_S, deadline_s - time.monotonic())
+            group.configure(session.store_addr, 1, 2, timeout=timedelta(seconds=left_s))
+        except BaseException:
+            group.shutdown()
+            raise
+        return group
+
+    def address(self) -> str:
+        """Return the URL for `new_session`, such as `http://host:29600/new_session`."""
+        return self._session_server.address
+
+    def num_sessions(self) -> int:
+        """Return the number of open sessions."""
+        return self._session_server.num_sessions
+
+    def shutdown(self) -> None:
+        """Stop the server: close its ports, end all sessions, and wait for their threads.
+
+        A client's operation then raises `PeerDisconnectedError`. A `forward` that does not end within 10 s is left
+        alone, with a warning. A second call does nothing.
+        """
+        self._session_server.shutdown()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()

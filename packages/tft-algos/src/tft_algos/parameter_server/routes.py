@@ -1,0 +1,88 @@
+"""The HTTP interface between a client and a parameter server, for both sides.
+
+``GET /new_session`` with ``authorization: Bearer <secret>`` opens a session. The answer is JSON with two fields:
+``session_id``, and ``store_addr``, which is the ``host:port/prefix`` at which both sides configure their groups. The
+server is rank 0 and the client is rank 1 of 2.
+
+The answers:
+
+====  ==============================================================================
+200   the session is open; the server waits for the client to configure its group
+401   the secret is missing or wrong
+404   the path is not ``/new_session``
+500   the server can't make a process group
+503   the server has as many sessions as it allows, or stops
+====  ==============================================================================
+
+Every answer except 200 has one sentence of text as its body.
+
+Law of this file: spelling only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from tft_algos.errors import ConfigError
+
+__all__ = ["ANSWER_BYTES_MAX", "NEW_SESSION_ROUTE", "OpenedSession", "parse_address", "parse_answer"]
+
+NEW_SESSION_ROUTE = "/new_session"
+ANSWER_BYTES_MAX = 4096
+_STORE_ADDR_CHARS_MAX = 512
+
+
+@dataclass(frozen=True)
+class OpenedSession:
+    """A session that a server has opened for a client.
+
+    Args:
+        session_id: of the session.
+        store_addr: `host:port/prefix` for both groups.
+    """
+
+    session_id: str
+    store_addr: str
+
+    def body(self) -> bytes:
+        """Return the body of the answer."""
+        return json.dumps({"session_id": self.session_id, "store_addr": self.store_addr}).encode("ascii")
+
+
+def parse_answer(body: bytes) -> OpenedSession:
+    """Parse the untrusted output of `OpenedSession.body`. The caller has bounded its length by `ANSWER_BYTES_MAX`.
+
+    Raises: ValueError: the body is invalid.
+    """
+    try:
+        fields = json.loads(body)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if type(fields) is not dict:
+        raise ValueError("it is not a JSON object")
+    session_id, store_addr = fields.get("session_id"), fields.get("store_addr")
+    if type(session_id) is not str or not re.fullmatch(r"[A-Za-z0-9-]{1,64}", session_id):
+        raise ValueError("its session_id is missing or invalid")
+    if type(store_addr) is not str or not 0 < len(store_addr) <= _STORE_ADDR_CHARS_MAX:
+        raise ValueError("its store_addr is missing or invalid")
+    return OpenedSession(session_id, store_addr)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Return the host and the port of a parameter server's address.
+
+    Raises: ConfigError: the address is not `http://host:port/new_session`.
+    """
+    try:
+        parts = urlsplit(address)
+        if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/", NEW_SESSION_ROUTE):
+            return parts.hostname, parts.port
+    except (ValueError, AttributeError):
+        pass
+    raise ConfigError(
+        f"{str(address)[:200]!r} is not the address of a parameter server; give what its address() returns, such as "
+        f"http://host:29600{NEW_SESSION_ROUTE}"
+    )
