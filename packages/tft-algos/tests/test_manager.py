@@ -405,19 +405,19 @@ def test_a_group_that_failed_after_the_step_asks_for_a_new_id(rigs: Any) -> None
     assert rig.coordinator.requests[1].commit_failures == 0
 
 
-def test_a_manager_server_that_ended_is_asked_again_holding_nothing(rigs: Any) -> None:
+def test_a_new_manager_server_is_asked_again_and_hears_of_the_newest_quorum(rigs: Any) -> None:
     rig = rigs(plan_of(7), ServerRestartedError(), plan_of(8, step=1))
     assert rig.step()
     assert rig.step()
     held = [request.held for request in rig.coordinator.requests]
-    assert held == [None, QuorumKey(7, 7), None]
+    assert held == [None, QuorumKey(7, 7), QuorumKey(7, 7)]
 
 
 def test_a_manager_server_that_ended_in_the_vote_counts_as_no(rigs: Any) -> None:
     rig = rigs(plan_of(7), plan_of(8), verdicts=[ServerRestartedError()])
     assert not rig.step()
     assert rig.step()
-    assert rig.coordinator.requests[1].held is None
+    assert not rig.coordinator.requests[1].needs_configure
 
 
 def test_what_start_quorum_and_should_commit_say_reaches_the_coordinator(rigs: Any) -> None:

@@ -545,8 +545,7 @@ class LivenessTruth:
         since_ms = self._may_heal_ms.get(replica_id)
         if since_ms is None or self._healed.get(replica_id, (0, -1))[1] >= since_ms:
             return False
-        asked_ms = min(self._asked_ms[each] for each in formed)
-        return now_ms - max(since_ms, asked_ms) >= self.timeouts.first_byte_ms
+        return now_ms - max(since_ms, min(self._asked_ms[each] for each in formed)) >= self.timeouts.first_byte_ms
 
     def _check_loaded_state(self, quorum: Quorum) -> None:
         """Check that a state loaded from outside does not overtake the job's own."""

@@ -1412,9 +1412,8 @@ class Job:
             # The member's group was never configured, so it may report that its group can't be used. Any other change
             # is news to the other members.
             member = replace(member, needs_configure=before.needs_configure)
-        same = member == before
         alone = self._asked_since <= {replica.replica_id}
-        return alone and self._broken is None and replica.stream is not None and same
+        return alone and self._broken is None and replica.stream is not None and member == before
 
     def _answer_again(self, replica: Replica, request: OpenRequest, now_ms: int) -> list[effects.LighthouseEffect]:
         """Give the newest quorum to a member that has not received it."""

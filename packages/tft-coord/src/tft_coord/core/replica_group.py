@@ -702,7 +702,6 @@ class ReplicaGroupCore:
             return [effects.FailRank(event.call, event.rank, "malformed", message)]
         # A new manager server of a living rank does not hold the rank's quorum, and tells no lighthouse of it. So the
         # rank asks for a quorum before it begins another round.
-        holds = self.quorum is not None and event.key == self.quorum.key
         answers = self._votes.cast(
             name,
             event.rank,
@@ -710,6 +709,6 @@ class ReplicaGroupCore:
             event.yes,
             event.deadline_ms,
             leaving=event.leaving,
-            stands=event.stands and holds,
+            stands=event.stands and self.quorum is not None and event.key == self.quorum.key,
         )
         return [effects.AnswerVote(call, rank, verdict) for call, rank, verdict in answers]

@@ -17,7 +17,7 @@ from tft_coord.core.step.errors import StepAbandonedError, UsageError
 from tft_coord.core.step.rounds import Rounds
 from tft_coord.core.step.state import StepState
 from tft_coord.core.step.values import Healing, Phase, StepSettings
-from tft_coord.core.types import Plan, RankRequest, Refusal, Unreached
+from tft_coord.core.types import Plan, QuorumKey, RankRequest, Refusal, Unreached
 from tft_coord.errors import RefusedError, StaleQuorumError
 
 # A new or healed replica makes all others wait in its first step, and in the step in which it catches up. It must not
@@ -37,6 +37,7 @@ class Starting:
         self._state = state
         self._request: RankRequest | None = None  # of the open attempt
         self._current_plan: Plan | None = None  # the plan of the held key
+        self._newest_key: QuorumKey | None = None  # that this rank has held
         self._rounds = Rounds(state)
         self._unsent_reports: tuple[Unreached, ...] = ()  # reports that came in a step without a request
 
@@ -114,7 +115,7 @@ class Starting:
             lineage=own.lineage,
             live=own.live,
             torn=own.torn,
-            held=state.seen,
+            held=self._newest_key,
             checkpoint_metadata=event.checkpoint_metadata,
             # This is reported once if attempts that began since are in flight: each report raises the id, and fails
             # them.
@@ -250,6 +251,7 @@ class Starting:
         state, attempts = self._state, self._state.attempts
         attempts.has_unreported_failure = attempts.has_unreported_failure and plan.key == state.held
         state.hold(plan.key)
+        self._newest_key = plan.key
         state.own.planned(plan)
         state.is_left_out = False
         state.leaving.planned(plan)

@@ -79,7 +79,6 @@ class StepState:
         self.abort_at_start = False
         self.leaving = GracefulShutdown()
         self.held: QuorumKey | None = None
-        self.seen: QuorumKey | None = None
         self.configured: QuorumKey | None = None
         self.is_aborted = False
         self.group_lost: ReplicaGroupLostError | None = None
@@ -94,8 +93,6 @@ class StepState:
     def hold(self, key: QuorumKey | None) -> None:
         """Make the quorum of that key the current one."""
         self.held = key
-        if key is not None:
-            self.seen = key
         self.losses.hold(key)
 
     def abort(self) -> None:
