@@ -73,7 +73,7 @@ class DiLoCo:
         use_bucketization: reduce slices of `bucket_cap_mb` instead of single tensors. None: the value of
             TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION, otherwise False. The same on all replicas, like the cap.
         bucket_cap_mb: MiB. None: 1024.
-        should_quantize: refused, because quantized reductions are not supported.
+        should_quantize: refused, because syncs are not quantized.
         fragment_sync_delay: inner steps from the start of a sync to its end. This is tau in the paper.
         fragment_update_alpha: the share of the live parameters that stays at the end of a sync. 0: they become the
             global weights. 1: they stay unchanged.
@@ -101,7 +101,7 @@ class DiLoCo:
     ) -> None:
         check_manager(manager)
         if should_quantize:
-            raise UnsupportedFeatureError("quantized reductions are not supported; leave should_quantize out")
+            raise UnsupportedFeatureError("quantized syncs are not supported; leave should_quantize out")
         modules = check_modules(model_fragments)
         parameters = parameters_of(modules)
         check_inner_optimizer(inner_optimizer, manager, parameters)
