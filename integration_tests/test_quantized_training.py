@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,16 +17,18 @@ from tft_algos import Manager, Optimizer
 from tft_algos.quantization import ErrorFeedback, Int8
 from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroupGloo, ProcessGroupNCCL
 
 FAIL_EVERY = 7  # attempts of replica "a" that fail after their reductions
 
 
-def train(lighthouse: str, name: str, connection: Connection) -> None:
+def train(lighthouse: str, name: str, device: str, connection: Connection) -> None:
     """Run a replica until the test gives the last step. Weights go with four bits and feedback, biases with eight."""
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    if device == "cuda":  # NCCL takes two ranks on one device only if it thinks that they are on two machines
+        os.environ.update(NCCL_HOSTID=f"machine-{name}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).to(device)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def load(state: dict[str, dict[str, object]]) -> None:
@@ -33,7 +36,7 @@ def train(lighthouse: str, name: str, connection: Connection) -> None:
         adam.load_state_dict(state["adam"])
 
     with Manager(
-        ProcessGroupGloo(),
+        ProcessGroupNCCL() if device == "cuda" else ProcessGroupGloo(),
         load,
         lambda: {"model": model.state_dict(), "adam": adam.state_dict()},
         replica_id=name,
@@ -50,7 +53,7 @@ def train(lighthouse: str, name: str, connection: Connection) -> None:
             time.sleep(0.005)  # leaves the machine's cores to starting processes
             step, attempt = manager.current_step(), attempt + 1
             optimizer.zero_grad()
-            model(torch.randn(4, 32)).square().mean().backward()
+            model(torch.randn(4, 32, device=device)).square().mean().backward()
             for key, parameter in model.named_parameters():
                 assert parameter.grad is not None
                 manager.allreduce(parameter.grad, feedback.of(key) if parameter.dim() > 1 else Int8())
@@ -77,7 +80,7 @@ def test_kill_and_heal_with_error_feedback_gives_equal_digests(spawn: Spawn, lig
     job = Job(spawn, lighthouse)
 
     def start(name: str) -> Trainer:
-        return job.add(name, train, str(lighthouse.address), name)
+        return job.add(name, train, str(lighthouse.address), name, "cpu")
 
     trainers = [start(name) for name in ("a", "b", "c")]
     job.until(lambda: all(trainer.committed_with(3) for trainer in trainers), "three commit together")
@@ -90,3 +93,14 @@ def test_kill_and_heal_with_error_feedback_gives_equal_digests(spawn: Spawn, lig
     job.finish(trainers)
     assert job.check_digests() > 20
     assert any("injected" in event.text for event in trainers[0].of_kind("failed"))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_gpu_replicas_over_nccl_have_equal_digests(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    job = Job(spawn, lighthouse)
+    trainers = [job.add(name, train, str(lighthouse.address), name, "cuda") for name in ("a", "b")]
+    job.until(lambda: all(trainer.committed_with(2, 20) for trainer in trainers), "two commit together")
+    job.finish()
+    assert job.check_digests() > 20

@@ -112,6 +112,18 @@ def test_what_cannot_be_quantized_is_refused(codec: Codec) -> None:
         codec.dequantize(codec.quantize(torch.ones(1000)), torch.ones(3))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_gpu_a_device_gives_the_numbers_of_a_cpu(codec: Codec) -> None:
+    values = torch.randn(100_001)
+    result = torch.empty(100_001, device="cuda")
+    codec.dequantize(codec.quantize(values.cuda()), result)
+    assert bool(((result.cpu() - values).abs() <= bound(codec, values)).all())
+    codec.dequantize(codec.quantize(values).cuda(), result)  # rows of another machine
+    assert torch.equal(result.cpu(), through(codec, values))
+
+
 def test_gradients_and_inference_tensors() -> None:
     parameter = torch.nn.Parameter(torch.ones(300))
     Int8().dequantize(Int8().quantize(parameter * 2), parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -194,6 +195,56 @@ def test_no_second_half_starts_in_another_configuration() -> None:
             work.wait()
     assert group.calls <= 1
     reductions.close(wait=True)
+
+
+def test_a_half_that_cannot_start_aborts_the_group_before_the_next_reduction() -> None:
+    """Otherwise the next reduction of this member would meet the failed one of the others."""
+
+    class Group:
+        error: Exception | None = None
+        calls = 0
+
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+        def errored(self) -> Exception | None:
+            return self.error
+
+        def abort(self) -> None:
+            self.error = AbortedError("aborted")
+
+        def alltoall_base(self, *_: object) -> dist.Work:
+            self.calls += 1
+            raise self.error or MemoryError("no memory")
+
+    group = Group()
+    reductions = QuantizedReductions(group)
+    works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(2)]
+    with pytest.raises(MemoryError):
+        works[0].wait()
+    with pytest.raises(AbortedError):
+        works[1].wait()
+    reductions.close(wait=True)
+
+
+def test_a_fork_leaves_the_thread_and_its_work_behind(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> bool:
+        manager.start_quorum()
+        works = [manager.allreduce(torch.ones(100_000), should_quantize=True) for _ in range(3)]
+        child = os.fork() if rank == 0 else None
+        if child == 0:
+            try:
+                manager._parts.reducer.quantized.drain()  # would wait for ever
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert all(work.wait() for work in works)
+        return manager.should_commit() and (child is None or os.waitpid(child, 0)[1] == 0)
+
+    assert jobs(2).run(replica) == [True, True]
 
 
 def test_what_cannot_work_is_refused(jobs: Callable[..., Job]) -> None:

@@ -247,6 +247,11 @@ class QuantizedWork(dist.Work):
         self._buffers.decode(values)
         write_back(values, self._tensors)
 
+    @property
+    def failure(self) -> Exception | None:
+        """Return the error of a half that could not start or has failed. None: there is none yet."""
+        return self._end.error
+
     # --- the interface of a Work --------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -156,8 +156,8 @@ class ErrorFeedback:
     """The residuals of one replica, which are part of the state of its Manager.
 
     A residual belongs to the replica that made it. A replica that heals begins without residuals: those of its source
-    still count at the source. A replica that loads its own durable checkpoint continues with its residuals. For this,
-    the Manager needs a `replica_id` that is the same in each run. The memory is 4 bytes for each element, and as much
+    still count at the source. A replica that loads a state that it has made itself continues with its residuals. For
+    this, the Manager needs a `replica_id` that is the same in each run. The memory is 4 bytes for each element, and as much
     again during a step.
 
     Args:
@@ -193,7 +193,7 @@ class ErrorFeedback:
         return slot
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals of the last committed step, for live recovery and durable checkpoints."""
+        """Return the residuals of the last committed step, for live recovery and for a checkpoint of this replica."""
         slots = {name: dict(state) for name, state in self._loaded.items()}
         slots |= {name: slot.state() for name, slot in self._slots.items()}
         return {OWNER: self._owner, SLOTS: slots}

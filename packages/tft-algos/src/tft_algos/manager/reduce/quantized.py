@@ -84,7 +84,7 @@ class QuantizedReductions:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._works: deque[QuantizedWork] = deque()  # the first one is under way
+        self._works: deque[tuple[QuantizedWork, int]] = deque()  # with its configuration. The first one is under way
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -112,13 +112,15 @@ class QuantizedReductions:
             self.drain()
             work.begin()
             work.advance()
+            if work.failure is not None:
+                raise work.failure
             return work
         with self._changed:
             if self._thread is None:
                 let_go_in_child(self)
                 self._thread = threading.Thread(target=self._run, name="tft-quantized", daemon=True)
                 self._thread.start()
-            self._works.append(work)
+            self._works.append((work, configuration))
             self._changed.notify_all()
         return work
 
@@ -161,14 +163,26 @@ class QuantizedReductions:
                 )
             return start()
 
+    def _abort(self, configuration: int) -> None:
+        """Abort the group after a failure, unless it was configured again.
+
+        The other members may have started a collective that this member has not. Its next collective must not meet that
+        one.
+        """
+        with self._issuing:
+            if configuration == self._configuration and self._group.errored() is None:
+                self._group.abort()
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._works or self._closed)
                 if not self._works:
                     return
-                work = self._works[0]
+                work, configuration = self._works[0]
             work.advance()
+            if work.failure is not None:
+                self._abort(configuration)
             with self._changed:
                 self._works.popleft()
                 self._changed.notify_all()
