@@ -13,7 +13,7 @@ import torch
 
 from integration_tests.conftest import Spawn
 from integration_tests.training import Event, Job, Trainer
-from tft_algos import Manager, Optimizer
+from tft_algos import DiLoCo, Manager, Optimizer
 from tft_algos.quantization import ErrorFeedback, Int8
 from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
@@ -103,4 +103,52 @@ def test_gpu_replicas_over_nccl_have_equal_digests(spawn: Spawn, lighthouse: Lig
     trainers = [job.add(name, train, str(lighthouse.address), name, "cuda") for name in ("a", "b")]
     job.until(lambda: all(trainer.committed_with(2, 20) for trainer in trainers), "two commit together")
     job.finish()
+    assert job.check_digests() > 20
+
+
+def train_apart(lighthouse: str, name: str, connection: Connection) -> None:
+    """Run a replica whose syncs go with four bits and feedback, several in flight, until the test gives the last."""
+    torch.set_num_threads(1)
+    torch.manual_seed(sum(name.encode()))
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+    fragments = [model[0], model[2]]
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    with Manager(
+        ProcessGroupGloo(),
+        replica_id=name,
+        lighthouse_addr=lighthouse,
+        hostname="localhost",
+        timeout=timedelta(seconds=20),
+    ) as manager:
+        feedback = ErrorFeedback(manager)
+        with DiLoCo(manager, fragments, inner, outer, 4, fragment_sync_delay=3, should_quantize=feedback) as diloco:
+            last, step = None, manager.current_step()
+            while last is None or manager.current_step() < last:
+                if connection.poll():
+                    last = connection.recv()
+                time.sleep(0.005)  # leaves the machine's cores to starting processes
+                inner.zero_grad()
+                model(torch.randn(4, 32)).square().mean().backward()
+                inner.step()
+                if manager.current_step() != step:
+                    step = manager.current_step()
+                    connection.send(Event("commit", step, digest(diloco.state_dict()), manager.num_participants()))
+    connection.send(Event("end"))
+
+
+@pytest.mark.in_parts
+def test_kill_and_heal_of_quantized_syncs_gives_equal_digests(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+    job = Job(spawn, lighthouse)
+
+    def start(name: str) -> Trainer:
+        return job.add(name, train_apart, str(lighthouse.address), name)
+
+    trainers = [start(name) for name in ("a", "b", "c")]
+    job.until(lambda: all(trainer.committed_with(3) for trainer in trainers), "three commit together")
+    trainers.pop().process.kill()
+    job.until(lambda: all(trainer.committed_with(2) for trainer in trainers), "two commit without the killed one")
+    trainers.append(start("c"))
+    job.until(lambda: all(trainer.committed_with(3) for trainer in trainers), "three commit together again")
+    job.finish(trainers)
     assert job.check_digests() > 20

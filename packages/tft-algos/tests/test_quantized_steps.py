@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tft_algos import ConfigError, Manager, UnsupportedFeatureError, UsageError, UserStateError
+from tft_algos import ConfigError, DiLoCo, Manager, UnsupportedFeatureError, UsageError, UserStateError
 from tft_algos.manager.reduce.quantized import QuantizedReductions
 from tft_algos.quantization import ErrorFeedback, Int4, Int8
 from tft_algos.testing import MemoryTransport, ScriptedCoordinator, plan_of
@@ -355,7 +355,7 @@ def test_a_slot_is_for_one_tensor_and_one_step(jobs: Callable[..., Job]) -> None
         slot = ErrorFeedback(manager).of("weight")
         manager.start_quorum()
         manager.allreduce(torch.ones(64), slot)
-        with pytest.raises(UsageError, match="use one slot for each tensor"):
+        with pytest.raises(UsageError, match="another reduction of this step"):
             manager.allreduce(torch.ones(64), slot)
         assert manager.should_commit()
         with pytest.raises(UsageError, match="between two steps"):
@@ -398,3 +398,33 @@ def test_residuals_belong_to_the_replica_that_made_them(jobs: Callable[..., Job]
     ):
         with pytest.raises(UserStateError, match="load what"):
             own.load_state_dict(wrong)  # type: ignore[arg-type]
+
+
+# --- syncs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("kind", ["codec", "feedback"])
+def test_diloco_quantizes_its_syncs(jobs: Callable[..., Job], kind: str, delay: int) -> None:
+    def replica(rank: int, manager: Manager) -> torch.Tensor:
+        model = torch.nn.Sequential(torch.nn.Linear(20, 20, bias=False), torch.nn.Linear(20, 3, bias=False))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        chosen = ErrorFeedback(manager) if kind == "feedback" else True
+        with DiLoCo(manager, list(model), inner, outer, 4, fragment_sync_delay=delay, should_quantize=chosen) as diloco:
+            while manager.current_step() < 9:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, rank + 0.5)  # the mean is one
+                inner.step()
+            states = diloco.state_dict().values()
+            return torch.cat([each.flatten() for state in states for each in state["original_parameters"].values()])
+
+    one, other = jobs(2, steps=10).run(replica)
+    assert torch.equal(one, other)
+    # Nine steps are the opening and four syncs of each fragment, of four inner steps each (the first may be shorter).
+    assert torch.allclose(one, 1.0 - 0.1 * torch.round((1.0 - one) / 0.1), atol=0.02)
+    assert float(one.max()) <= 1.0 - 4 * 0.2
+    assert not torch.equal(one, torch.ones_like(one))

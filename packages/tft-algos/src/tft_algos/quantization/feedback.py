@@ -81,13 +81,15 @@ class Compensation:
     def settle(self, *, committed: bool) -> None:
         """End the step. The new residual counts if the step has committed and the reduction had begun."""
         values, self._next = self._next, None
+        if self.slot.pending is not self:
+            return  # a later step has used the slot
+        self.slot.pending = None
         if committed and values is not None:
             # A gradient that is not finite leaves no residual. Otherwise all later gradients would be NaN.
             values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             if self._scale != 1.0:
                 values.div_(self._scale)
             self.slot.keep(self._kind, values)
-        self.slot.pending = None
 
 
 @final
@@ -112,8 +114,10 @@ class FeedbackSlot:
     def begin(self, tensor: torch.Tensor, attempt: int, *, kind: str, scale: float) -> Compensation:
         """Begin the reduction of a tensor. See `Compensation`.
 
-        Raises: UsageError: another reduction of this slot belongs to a step that has not ended, or the tensor has
-            another size than in earlier steps.
+        If an earlier step that used this slot has not ended, the earlier reduction leaves no residual.
+
+        Raises: UsageError: another reduction of this step uses the slot, or the tensor has another size than in earlier
+            steps.
         """
         size = tensor.numel() * (2 if tensor.is_complex() else 1)
         if self._residual is not None and self._residual.numel() != size:
@@ -121,10 +125,10 @@ class FeedbackSlot:
                 f"the error feedback of {self.name!r} has {self._residual.numel()} numbers, and the tensor has {size}; "
                 "use one slot for each tensor, and load a checkpoint of the same model"
             )
-        if self.pending is not None:
+        if self.pending is not None and self.pending.attempt == attempt:
             raise UsageError(
-                f"the error feedback of {self.name!r} is used by a reduction whose step has not ended; use one slot "
-                "for each tensor, and not in several steps at the same time"
+                f"the error feedback of {self.name!r} is used by another reduction of this step; use one slot for each "
+                "tensor"
             )
         self.pending = Compensation(self, attempt, kind=kind, scale=scale)
         return self.pending
@@ -157,8 +161,8 @@ class ErrorFeedback:
 
     A residual belongs to the replica that made it. A replica that heals begins without residuals: those of its source
     still count at the source. A replica that loads a state that it has made itself continues with its residuals. For
-    this, the Manager needs a `replica_id` that is the same in each run. The memory is 4 bytes for each element, and as much
-    again during a step.
+    this, the Manager needs a `replica_id` that is the same in each run. The memory is 4 bytes for each element, and as
+    much again during a step.
 
     Args:
         manager: whose reductions use this. The state is registered here.

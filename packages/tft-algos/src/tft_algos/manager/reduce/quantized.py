@@ -49,11 +49,13 @@ def quantizer_of(
 ) -> Quantizer:
     """Return how to quantize a tensor. See `Manager.allreduce`. `should_quantize` is not False.
 
+    Args:
+        manager: to which a slot must belong. None: the caller knows that it does.
     Raises: ConfigError: should_quantize is none of its types, or a slot of another Manager. UnsupportedFeatureError:
         the operation, the tensor or the group can't be used.
     """
     if isinstance(should_quantize, FeedbackSlot):
-        if should_quantize.manager is not manager:
+        if manager is not None and should_quantize.manager is not manager:
             raise ConfigError(
                 f"the slot {should_quantize.name!r} belongs to the ErrorFeedback of another Manager, which keeps its "
                 "state; give a slot of ErrorFeedback(manager)"
