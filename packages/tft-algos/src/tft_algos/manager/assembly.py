@@ -95,6 +95,11 @@ class Parts:
     waits: WaitWatch
     control_words: ControlWords
 
+    @property
+    def quantizing_group(self) -> ProcessGroupLike | None:
+        """Return the group that quantized reductions use. None: rank 0 reduces for this rank."""
+        return None if self.shared.config.is_passive_rank else self.group
+
     def end(self, *, last: Callable[[], object], wait: bool) -> None:
         """End all parts. If one of them raises, the others still end.
 

@@ -251,7 +251,8 @@ class Manager:
         weight = check_arguments(tensor, reduce_op, weight)
         quantizer = None
         if should_quantize is not False:
-            quantizer = quantizer_of(should_quantize, tensor, reduce_op, group=self._parts.group, manager=self)
+            group = self._parts.quantizing_group
+            quantizer = quantizer_of(should_quantize, tensor, reduce_op, group=group, manager=self)
         limit = None if timeout is None else limit_of(timeout, timeout)
         self._runner.check_no_sync()
         self._runner.await_plan()

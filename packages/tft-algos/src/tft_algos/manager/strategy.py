@@ -181,7 +181,9 @@ class StepControl:
         Raises: ConfigError: should_quantize is none of its types. UnsupportedFeatureError: the tensor or the process
             group can't be used.
         """
-        return quantizer_of(should_quantize, tensor, dist.ReduceOp.AVG, group=self._parts.group, manager=None)
+        return quantizer_of(
+            should_quantize, tensor, dist.ReduceOp.AVG, group=self._parts.quantizing_group, manager=None
+        )
 
     def exchange_state(self) -> bool:
         """Serve the members that heal in this step, or heal, now instead of in `should_commit`. Waits for the quorum.

@@ -50,6 +50,7 @@ def quantizer_of(
     """Return how to quantize a tensor. See `Manager.allreduce`. `should_quantize` is not False.
 
     Args:
+        group: the process group. None: another rank reduces for this one.
         manager: to which a slot must belong. None: the caller knows that it does.
     Raises: ConfigError: should_quantize is none of its types, or a slot of another Manager. UnsupportedFeatureError:
         the operation, the tensor or the group can't be used.
@@ -72,7 +73,8 @@ def quantizer_of(
         )
     check_operation(reduce_op)
     check_quantizable(tensor)
-    check_group(group)
+    if group is not None:
+        check_group(group)
     return quantizer
 
 
