@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -132,3 +134,30 @@ def test_gradients_and_inference_tensors() -> None:
         values = torch.ones(10)
     Int4().dequantize(Int4().quantize(values), values)
     assert values.tolist() == [1.0] * 10
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("codec", CODECS, ids=IDS)
+def test_a_core_encodes_and_decodes_a_gigabyte_a_second(codec: Codec) -> None:
+    """The time is of this thread alone, and the best of several, so that other processes do not count."""
+    values = torch.randn(16 << 20)
+    rows = codec.quantize(values)
+    calls: dict[str, Callable[[], None]] = {
+        "encode": lambda: codec.encode(values, rows),
+        "decode": lambda: codec.decode(rows, values),
+        "add": lambda: codec.add_to(rows, values),
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name, call in calls.items():
+            spent_s = []
+            for _ in range(5):
+                begun_s = time.thread_time()
+                call()
+                spent_s.append(time.thread_time() - begun_s)
+            speed = values.nbytes / min(spent_s) / 1e9
+            print(f"{type(codec).__name__} {name}: {speed:.1f} GB/s of float32 a core")
+            assert speed >= 1.0
+    finally:
+        torch.set_num_threads(threads)
