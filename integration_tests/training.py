@@ -361,12 +361,12 @@ class Job:
         self.trainers.append(trainer)
         return trainer
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
+    def until(self, condition: Callable[[], bool], what: str, *, within_s: float = PATIENCE_S) -> None:
         """Receive events until the condition holds."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + within_s
         while not condition():
             left = deadline - time.monotonic()
-            assert left > 0, f"not within {PATIENCE_S:g} s: {what}; {self.history()}"
+            assert left > 0, f"not within {within_s:g} s: {what}; {self.history()}"
             self.take_in(left)
 
     def take_in(self, timeout_s: float) -> None:

@@ -31,6 +31,7 @@ from tft_algos import (
 )
 from tft_algos.local_sgd.buckets import FlatBuffers, bucket_bytes
 from tft_algos.local_sgd.fragment import Fragment
+from tft_algos.quantization import ErrorFeedback
 from tft_algos.testing import MemoryTransport, digest, plan_of
 from tft_coord.core.types import Purpose, QuorumKey
 from tft_coord.errors import RequestTimeoutError
@@ -843,9 +844,16 @@ def test_settings_that_can_not_be_are_refused(rigs: Any, change: dict[str, Any],
         Trainer(rigs(), num_fragments=2, **change)
 
 
-def test_a_quantized_reduction_is_refused_and_nothing_is_done_in_its_place(rigs: Any) -> None:
-    with pytest.raises(UnsupportedFeatureError, match="leave should_quantize out"):
+def test_a_group_that_cannot_quantize_is_refused_and_nothing_is_done_in_its_place(rigs: Any) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="a FakeGroup has no alltoall_base"):
         Trainer(rigs(), should_quantize=True)
+
+
+def test_only_a_codec_or_feedback_of_this_manager_quantizes(rigs: Any) -> None:
+    with pytest.raises(ConfigError, match="should_quantize is 'int8'"):
+        Trainer(rigs(), should_quantize="int8")
+    with pytest.raises(ConfigError, match="another Manager"):
+        Trainer(rigs(), should_quantize=ErrorFeedback(rigs().manager))
 
 
 def test_optimizers_that_do_not_fit_are_refused(rigs: Any) -> None:

@@ -156,6 +156,15 @@ def test_another_rank_reduces_nothing_asks_and_votes(rigs: Any, use_async_quorum
     assert rig.group.closed
 
 
+def test_another_rank_may_ask_for_a_quantized_reduction(rigs: Any) -> None:
+    rig = an_island(rigs, plan_of(7, size=2), rank=1)
+    rig.manager.start_quorum()
+    tensor = torch.full((2,), 3.0)
+    assert rig.manager.allreduce(tensor, should_quantize=True).wait()
+    assert tensor.tolist() == [3.0, 3.0]
+    assert rig.manager.should_commit()
+
+
 def test_a_reduction_after_an_error_says_no_on_every_rank(rigs: Any) -> None:
     rig = an_island(rigs, plan_of(7, size=2), rank=1)
     rig.manager.start_quorum()

@@ -50,6 +50,7 @@ OF_STRATEGIES = {
     "inner_step_ended",
     "is_untouched",
     "num_deferred",
+    "quantizer_of",
     "quorum_is_known",
     "raise_if_left",
     "reduce_in_sync",

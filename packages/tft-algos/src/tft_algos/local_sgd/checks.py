@@ -40,6 +40,16 @@ def check_flags(**flags: object) -> None:
             raise ConfigError(f"{name} is {value!r}; give True or False")
 
 
+def check_alpha(alpha: object) -> float:
+    """Return the share of the live parameters that stays at the end of a sync, checked.
+
+    Raises: ConfigError: it is no number from 0 to 1.
+    """
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+        raise ConfigError(f"fragment_update_alpha is {alpha!r}; give a number from 0 to 1")
+    return float(alpha)
+
+
 def check_device(backup_device: torch.device | str | int | None) -> torch.device | None:
     """Return the backup device, checked; None if none is given.
 

@@ -15,11 +15,12 @@ from typing import Any, final
 
 import torch
 
-from tft_algos.errors import UnsupportedFeatureError, UserStateError
+from tft_algos.errors import UserStateError
 from tft_algos.local_sgd.checks import check_inner_optimizer, check_manager, check_outer_optimizers, trained_by
 from tft_algos.local_sgd.fragment import parameters_of
 from tft_algos.local_sgd.outer_loop import OuterLoop, check_modules
 from tft_algos.local_sgd.outer_update import OuterFragment, OuterUpdate
+from tft_algos.local_sgd.quantization import SyncCodec
 from tft_algos.manager import Manager
 
 STATE_KEY = "StreamingDiLoCoFragment_{}"
@@ -73,12 +74,13 @@ class DiLoCo:
         use_bucketization: reduce slices of `bucket_cap_mb` instead of single tensors. None: the value of
             TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION, otherwise False. The same on all replicas, like the cap.
         bucket_cap_mb: MiB. None: 1024.
-        should_quantize: refused, because quantized reductions are not supported.
+        should_quantize: True: send pseudogradients as 8-bit codes. Or a codec of `tft_algos.quantization`, or an
+            `ErrorFeedback` of this Manager. The same on all replicas.
         fragment_sync_delay: inner steps from the start of a sync to its end. This is tau in the paper.
         fragment_update_alpha: the share of the live parameters that stays at the end of a sync. 0: they become the
             global weights. 1: they stay unchanged.
         copy_pseudogradients_to_cpu: reduce on the CPU.
-    Raises: ConfigError: an argument is invalid. UnsupportedFeatureError: should_quantize.
+    Raises: ConfigError: an argument is invalid. UnsupportedFeatureError: the process group can't quantize.
     Source: arXiv 2311.08105, arXiv 2501.18512.
     """
 
@@ -93,15 +95,13 @@ class DiLoCo:
         pin_memory: bool = True,
         use_bucketization: bool | None = None,
         bucket_cap_mb: float | None = None,
-        should_quantize: bool = False,
+        should_quantize: SyncCodec = False,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
         *,
         copy_pseudogradients_to_cpu: bool = False,
     ) -> None:
         check_manager(manager)
-        if should_quantize:
-            raise UnsupportedFeatureError("quantized reductions are not supported; leave should_quantize out")
         modules = check_modules(model_fragments)
         parameters = parameters_of(modules)
         check_inner_optimizer(inner_optimizer, manager, parameters)
@@ -119,6 +119,7 @@ class DiLoCo:
             use_bucketization=use_bucketization,
             bucket_cap_mb=bucket_cap_mb,
             copy_pseudogradients_to_cpu=copy_pseudogradients_to_cpu,
+            should_quantize=should_quantize,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,9 +15,10 @@ import torch
 
 from tft_algos.errors import ConfigError, UserStateError
 from tft_algos.local_sgd.buckets import bucket_bytes
-from tft_algos.local_sgd.checks import check_device, check_flags, check_inner_optimizer, check_manager
+from tft_algos.local_sgd.checks import check_alpha, check_device, check_flags, check_inner_optimizer, check_manager
 from tft_algos.local_sgd.fragment import Fragment, FragmentBuffers, parameters_of
 from tft_algos.local_sgd.outer_update import OuterUpdate
+from tft_algos.local_sgd.quantization import SyncCodec, sync_quantization_of
 from tft_algos.local_sgd.rank0_sync import rank0_sync_of
 from tft_algos.local_sgd.schedule import Schedule
 from tft_algos.local_sgd.synchronizer import Synchronizer
@@ -55,7 +56,9 @@ class OuterLoop:
             TFT_USE_BUCKETIZATION or TORCHFT_USE_BUCKETIZATION, otherwise False. The same on all replicas, like the cap.
         bucket_cap_mb: MiB. None: 1024.
         copy_pseudogradients_to_cpu: reduce on the CPU.
-    Raises: ConfigError: an argument is invalid.
+        should_quantize: True: send 8-bit codes. Or a codec of `tft_algos.quantization`, or an `ErrorFeedback` of this
+            Manager. The same on all replicas, and only for updates that send changes of weights, as DiLoCo does.
+    Raises: ConfigError: an argument is invalid. UnsupportedFeatureError: the process group can't quantize.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class OuterLoop:
         use_bucketization: bool | None = None,
         bucket_cap_mb: float | None = None,
         copy_pseudogradients_to_cpu: bool = False,
+        should_quantize: SyncCodec = False,
     ) -> None:
         check_manager(manager)
         if not isinstance(outer_update, OuterUpdate):
@@ -87,16 +91,13 @@ class OuterLoop:
             )
         modules = check_modules(model_fragments)
         schedule = Schedule(len(modules), sync_every, fragment_sync_delay)
-        alpha = fragment_update_alpha
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
-            raise ConfigError(f"fragment_update_alpha is {alpha!r}; give a number from 0 to 1")
+        alpha = check_alpha(fragment_update_alpha)
         parameters = parameters_of(modules)
         check_inner_optimizer(inner_optimizer, manager, parameters)
         check_flags(pin_memory=pin_memory, copy_pseudogradients_to_cpu=copy_pseudogradients_to_cpu)
         if use_bucketization is not None:
             check_flags(use_bucketization=use_bucketization)
-        device = check_device(backup_device)
-        cap_bytes = bucket_bytes(use_bucketization, bucket_cap_mb, os.environ)
+        device, cap_bytes = check_device(backup_device), bucket_bytes(use_bucketization, bucket_cap_mb, os.environ)
         rank0_sync = rank0_sync_of(manager)
         # Syncs in flight together need separate send buffers. The merge copies are used only for a moment, so they are
         # shared.
@@ -115,6 +116,7 @@ class OuterLoop:
             )
             for index, own in enumerate(parameters)
         ]
+        codecs = sync_quantization_of(manager, should_quantize, self._fragments)
         strategy = manager.strategy
         strategy.attach(outer_update.name)
         self._states = {
@@ -129,11 +131,12 @@ class OuterLoop:
             "algorithm": outer_update.name,
             "fragments": f"{len(modules)}, {schedule.num_overlapping} begin before one ends",
             "reductions": "one a tensor" if cap_bytes is None else f"in slices of {cap_bytes} bytes",
+            **({} if codecs is None else {"quantization": codecs.describe()}),
         }
         for name, value in (*parts.items(), *outer_update.fingerprint().items()):
             strategy.add_to_fingerprint(name, value)
         self._synchronizer = Synchronizer(
-            manager, self._fragments, schedule, outer_update, inner_optimizer, modules, alpha=float(alpha)
+            manager, self._fragments, schedule, outer_update, inner_optimizer, modules, alpha=alpha, codecs=codecs
         )
 
     def sync(self) -> None:

@@ -27,6 +27,7 @@ from tft_algos.local_sgd.checks import check_still_synchronized
 from tft_algos.local_sgd.fragment import Fragment
 from tft_algos.local_sgd.optimizer_step_hook import OptimizerStepHook
 from tft_algos.local_sgd.outer_update import OuterUpdate
+from tft_algos.local_sgd.quantization import SyncQuantization
 from tft_algos.local_sgd.schedule import Due, Schedule, fragment_of
 from tft_algos.manager import Manager
 from tft_algos.manager.step.deferred import DeferredStep
@@ -66,6 +67,7 @@ class Synchronizer:
         optimizer: the inner optimizer.
         modules: the modules whose parameters the fragments hold.
         alpha: the share of the live parameters that stays when a sync has ended.
+        codecs: of what is sent. None: it is sent as it is.
     """
 
     def __init__(
@@ -78,7 +80,9 @@ class Synchronizer:
         modules: Sequence[torch.nn.Module],
         *,
         alpha: float = 0.0,
+        codecs: SyncQuantization | None = None,
     ) -> None:
+        self._codecs = codecs
         self._manager = manager
         self._control = manager.strategy
         self._fragments = fragments
@@ -246,8 +250,9 @@ class Synchronizer:
     def _reduce(self, sync: Sync) -> None:
         if not sync.reduces:
             sync.reduces = True
-            for part in self._fragments[sync.index].slices:
-                self._control.reduce_in_sync(part)
+            for number, part in enumerate(self._fragments[sync.index].slices):
+                quantizer = None if self._codecs is None else self._codecs.quantizer(sync.index, number)
+                self._control.reduce_in_sync(part, quantizer)
 
     def _begin(self) -> None:
         """Wait for the plan of the latest sync, start its reductions, and exchange state with the members that heal."""

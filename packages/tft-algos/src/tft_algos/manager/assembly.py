@@ -95,6 +95,11 @@ class Parts:
     waits: WaitWatch
     control_words: ControlWords
 
+    @property
+    def quantizing_group(self) -> ProcessGroupLike | None:
+        """Return the group that quantized reductions use. None: rank 0 reduces for this rank."""
+        return None if self.shared.config.is_passive_rank else self.group
+
     def end(self, *, last: Callable[[], object], wait: bool) -> None:
         """End all parts. If one of them raises, the others still end.
 
@@ -110,6 +115,7 @@ class Parts:
             rest.callback(self.speculative.drop)
             rest.callback(self.shared.coordinator.close)
             rest.callback(self.control_words.close)
+            rest.callback(self.reducer.quantized.close, wait=wait)  # its thread waits for operations of the group
             rest.callback(self.group.shutdown)
             rest.callback(self.control_words.linger)
             rest.callback(self.reducer.close)
@@ -199,9 +205,8 @@ def _connected(shared: ManagerContext, group: ProcessGroupLike) -> Parts:
     exchange = StateExchange(
         shared, speculative=speculative, check=check, audit=audit, step_progress=step_progress, unreached=unreached
     )
-    graceful_shutdown = GracefulShutdown(shared)
-    straggling = Straggling(reports, config.on_straggler)
-    orders = Orders(shared, group, aborter, speculative, exchange, check, graceful_shutdown, own_time)
+    graceful_shutdown, straggling = GracefulShutdown(shared), Straggling(reports, config.on_straggler)
+    orders = Orders(shared, group, aborter, speculative, exchange, check, graceful_shutdown, own_time, reducer)
     step.performs(orders.performers())
     return Parts(
         shared=shared,
@@ -215,7 +220,14 @@ def _connected(shared: ManagerContext, group: ProcessGroupLike) -> Parts:
         audit=audit,
         speculative=speculative,
         exchange=exchange,
-        quorum_task=QuorumTask(shared, group=group, aborter=aborter, fingerprint=fingerprint, unreached=unreached),
+        quorum_task=QuorumTask(
+            shared,
+            group=group,
+            aborter=aborter,
+            fingerprint=fingerprint,
+            unreached=unreached,
+            before_configure=reducer.quantized.group_changes,
+        ),
         graceful_shutdown=graceful_shutdown,
         straggling=straggling,
         waits=WaitWatch(

@@ -30,11 +30,13 @@ from tft_algos.manager.config import ManagerConfig, ResolvedConfig, config_of, l
 from tft_algos.manager.interfaces import Clock, Coordinator, ProcessGroupLike
 from tft_algos.manager.lifecycle.lifecycle import Lifecycle
 from tft_algos.manager.recovery.user_state import LoadState, TakeState, UserState
+from tft_algos.manager.reduce.quantized import quantizer_of
 from tft_algos.manager.reduce.reduction import check_arguments
 from tft_algos.manager.settings import ManagerSettings
 from tft_algos.manager.status import ManagerStatus, status_of
 from tft_algos.manager.step.runner import StepRunner
 from tft_algos.manager.strategy import StepControl
+from tft_algos.quantization import Codec, FeedbackSlot
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
 
@@ -206,7 +208,7 @@ class Manager:
     def allreduce(
         self,
         tensor: torch.Tensor,
-        should_quantize: bool = False,
+        should_quantize: bool | Codec | FeedbackSlot = False,
         reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.AVG,
         *,
         weight: float | None = None,
@@ -225,7 +227,10 @@ class Manager:
         Args:
             tensor: dense. Every replica gives the same shape and dtype, in the same order of calls. Strides may differ,
                 because elements of equal index are reduced. A tensor that is not contiguous is copied twice for this.
-            should_quantize: refused, because quantized reductions are not supported.
+            should_quantize: True: send the tensor as 8-bit codes, see `tft_algos.quantization.Int8`. Or a codec, or a
+                slot of an `ErrorFeedback` of this Manager. Every replica gives the same. Only for SUM and AVG of
+                floating-point and complex dtypes. All replicas get equal bits. A lone replica rounds nothing. The
+                reduction of a float64 is in float32. A block with NaN or infinity becomes NaN.
             reduce_op: AVG is the mean over the participants. AVG overflows only if the mean does: tensors are scaled
                 before the sum, and float16 is reduced in float32. SUM, MAX, MIN, PRODUCT and the bitwise operations are
                 torch's.
@@ -236,17 +241,22 @@ class Manager:
                 process group are aborted. None: the timeout of the process group.
         Returns: a Work whose wait() is True if the tensor holds the result, and False if not. Its future completes at
             the same time, with `[tensor]` and without an error.
-        Raises: ManagerClosedError. UnsupportedFeatureError: should_quantize, or PREMUL_SUM. ValueError: AVG of whole
-            numbers. UsageError: no quorum was started, or the tensor or the operation has a wrong type. ConfigError:
-            the weight is invalid or is used with another operation than AVG, or timeout is not a timedelta above zero
-            and of at most a week.
+        Raises: ManagerClosedError. UnsupportedFeatureError: PREMUL_SUM, or should_quantize with another operation,
+            tensor or group than it works with. ValueError: AVG of whole numbers. UsageError: no quorum was started, the
+            tensor or the operation has a wrong type, or a slot is used twice in a step, or between two steps.
+            ConfigError: the weight is invalid or is used with another operation than AVG, should_quantize is no codec
+            and no slot of this Manager, or timeout is not a timedelta above zero and of at most a week.
         """
         self._life.check_open()
-        weight = check_arguments(tensor, should_quantize, reduce_op, weight)
+        weight = check_arguments(tensor, reduce_op, weight)
+        quantizer = None
+        if should_quantize is not False:
+            group = self._parts.quantizing_group
+            quantizer = quantizer_of(should_quantize, tensor, reduce_op, group=group, manager=self)
         limit = None if timeout is None else limit_of(timeout, timeout)
         self._runner.check_no_sync()
         self._runner.await_plan()
-        return self._parts.reducer.reduce(tensor, reduce_op, weight=weight, limit=limit)
+        return self._parts.reducer.reduce(tensor, reduce_op, weight=weight, limit=limit, quantizer=quantizer)
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this replica group for every AVG of the current step that gives no weight itself.

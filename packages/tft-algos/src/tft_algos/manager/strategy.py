@@ -21,6 +21,7 @@ from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import ResolvedConfig
 from tft_algos.manager.lifecycle.lifecycle import Lifecycle
 from tft_algos.manager.quorum.fingerprint import USER
+from tft_algos.manager.reduce.quantized import Quantizer, quantizer_of
 from tft_algos.manager.step.deferred import DeferredStep
 from tft_algos.manager.step.runner import StepRunner
 from tft_coord.core.step import events as on
@@ -157,16 +158,32 @@ class StepControl:
 
     # --- syncs beside the training ------------------------------------------------------------------------------------
 
-    def reduce_in_sync(self, tensor: torch.Tensor) -> dist.Work:
+    def reduce_in_sync(self, tensor: torch.Tensor, quantizer: Quantizer | None = None) -> dist.Work:
         """Reduce a tensor to its mean over the participants, in the open step of an attached strategy.
 
         Waits for the quorum.
 
+        Args:
+            tensor: the tensor to reduce.
+            quantizer: of `quantizer_of`. None: the tensor is sent as it is.
         Raises: UsageError: `exchange_state` was called in this step, and has told the others that its reductions are
             done.
         """
         self._runner.await_plan()
-        return self._parts.reducer.reduce(tensor, dist.ReduceOp.AVG, weight=None, limit=None)
+        return self._parts.reducer.reduce(tensor, dist.ReduceOp.AVG, weight=None, limit=None, quantizer=quantizer)
+
+    def quantizer_of(self, should_quantize: object, tensor: torch.Tensor) -> Quantizer:
+        """Return how `reduce_in_sync` quantizes a tensor.
+
+        Args:
+            should_quantize: as in `Manager.allreduce`, and not False.
+            tensor: the tensor to reduce.
+        Raises: ConfigError: should_quantize is none of its types. UnsupportedFeatureError: the tensor or the process
+            group can't be used.
+        """
+        return quantizer_of(
+            should_quantize, tensor, dist.ReduceOp.AVG, group=self._parts.quantizing_group, manager=None
+        )
 
     def exchange_state(self) -> bool:
         """Serve the members that heal in this step, or heal, now instead of in `should_commit`. Waits for the quorum.

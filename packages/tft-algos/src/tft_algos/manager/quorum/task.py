@@ -69,6 +69,7 @@ class QuorumTask:
         aborter: knows the quorum for which the group is built.
         fingerprint: sent whole to a manager server that has received none.
         unreached: told of each configure, so that the next request names the unreachable peers.
+        before_configure: called before each configure. After it, no operation of the previous configuration starts.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class QuorumTask:
         aborter: QuorumAborter,
         fingerprint: OwnFingerprint,
         unreached: UnreachedPeers,
+        before_configure: Callable[[], object] = lambda: None,
     ) -> None:
+        self._before_configure = before_configure
         self._config = shared.config
         self._step = shared.step
         self._coordinator = shared.coordinator
@@ -214,6 +217,7 @@ class QuorumTask:
                 broken = self._step.status.broken
                 if broken is not None:
                     raise broken
+                self._before_configure()
                 self._group.configure(
                     store,
                     plan.replica_rank,

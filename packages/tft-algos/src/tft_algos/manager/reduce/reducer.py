@@ -13,8 +13,9 @@ from typing import Final, TypeAlias, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.errors import UnsupportedFeatureError, ZeroWeightError
+from tft_algos.errors import UnsupportedFeatureError, UsageError, ZeroWeightError
 from tft_algos.manager.interfaces import Clock, ProcessGroupLike
+from tft_algos.manager.reduce.quantized import QuantizedReductions, Quantizer
 from tft_algos.manager.reduce.reduction import (
     Denominator,
     LostReduction,
@@ -26,6 +27,7 @@ from tft_algos.manager.reduce.reduction import (
 )
 from tft_algos.manager.step.mailbox import StepMailbox
 from tft_algos.manager.step.own_time import OwnTime
+from tft_algos.quantization.feedback import Compensation
 from tft_coord.core.step import StepName
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
@@ -51,6 +53,18 @@ class Started:
         self._report = report
         self._reductions: list[Reduction] = []
         self._unread: list[tuple[Denominator, StepName]] = []
+        self._compensations: list[Compensation] = []
+
+    def compensate(self, compensation: Compensation) -> None:
+        """Add the error feedback of a reduction. `settle` ends it."""
+        self._compensations.append(compensation)
+
+    def settle(self, attempt: int | None, *, committed: bool) -> None:
+        """End the error feedback of an attempt, which has committed or not. None: of all attempts."""
+        for compensation in tuple(self._compensations):
+            if attempt in (None, compensation.attempt):
+                self._compensations.remove(compensation)
+                compensation.settle(committed=committed)
 
     def add(self, reduction: Reduction) -> None:
         """Add a reduction that was started."""
@@ -113,6 +127,7 @@ class Reducer:
         self._aside: list[Started] = []  # of deferred steps
         self.num_started = 0  # since the start of this Manager
         self._denominators: dict[torch.device, Denominator] = {}  # sums of the step's weight
+        self.quantized = QuantizedReductions(group)
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of the open step. See `Manager.set_weight`."""
@@ -121,6 +136,12 @@ class Reducer:
     def step_begins(self) -> None:
         """Begin a new step, which has no weight yet."""
         self._denominators.clear()
+        self._started.settle(None, committed=False)  # of an attempt without a verdict
+
+    def step_ended(self, name: StepName, *, committed: bool) -> None:
+        """Keep or drop the error feedback of a step that has ended."""
+        for started in (self._started, *self._aside):
+            started.settle(name.attempt, committed=committed)
 
     @property
     def reduces(self) -> bool:
@@ -140,6 +161,7 @@ class Reducer:
     def forget(self, started: Started) -> None:
         """Release the reductions of a deferred step that is over."""
         started.release_all()
+        started.settle(None, committed=False)
         if started in self._aside:
             self._aside.remove(started)
 
@@ -164,20 +186,27 @@ class Reducer:
         self.release()
 
     def reduce(
-        self, tensor: torch.Tensor, reduce_op: ReduceOp, *, weight: float | None, limit: timedelta | None
+        self,
+        tensor: torch.Tensor,
+        reduce_op: ReduceOp,
+        *,
+        weight: float | None,
+        limit: timedelta | None,
+        quantizer: Quantizer | None = None,
     ) -> dist.Work:
         """Start a reduction. See `Manager.allreduce`. Call this after the plan has arrived, or when there is none.
 
         Args:
             tensor: the tensor to reduce.
             reduce_op: the operation.
+            quantizer: of the tensor. None: the tensor is sent as it is.
             weight: the weight of this reduction alone. None: the step's weight, if it has one.
             limit: maximum time.
         """
         (order,) = self._step.tell(on.ReductionAsked(reduce_op == _AVG, weight))
         match order:
             case do.Reduce():
-                return self._start(order, tensor, reduce_op, limit)
+                return self._start(order, tensor, reduce_op, limit, quantizer)
             case do.ReduceAlone():
                 return self._alone(tensor, order.weight, order.name)
             case do.KeepTensor():
@@ -187,7 +216,14 @@ class Reducer:
                     self._abort_group()
         return LostReduction(tensor)
 
-    def _start(self, order: do.Reduce, tensor: torch.Tensor, reduce_op: ReduceOp, limit: timedelta | None) -> dist.Work:
+    def _start(
+        self,
+        order: do.Reduce,
+        tensor: torch.Tensor,
+        reduce_op: ReduceOp,
+        limit: timedelta | None,
+        quantizer: Quantizer | None,
+    ) -> dist.Work:
         name, average = order.name, reduce_op == _AVG
         if order.inside:
             self._own_time.mark()
@@ -196,12 +232,17 @@ class Reducer:
             if failure is not None:
                 self._report(failure, name)
                 return LostReduction(tensor)
+        compensation = None if quantizer is None else self._compensation(order, quantizer, tensor, average=average)
         try:
             denominator = None if order.weight is None else self._denominator(order, order.weight, tensor.device)
             if not order.gives:
                 fill_with_neutral(tensor, reduce_op)
             data = times(tensor, order.factor if order.gives else 1.0, widens=average)
-            work = self._group.allreduce([data], _SUM if average else reduce_op)
+            if quantizer is None:
+                self.quantized.drain()
+                work = self._group.allreduce([data], _SUM if average else reduce_op)
+            else:
+                work = self.quantized.start(data, quantizer.codec, compensation)
         except Exception as error:
             self._report(error, name)
             if order.num_others:
@@ -223,6 +264,31 @@ class Reducer:
         self.num_started += 1
         return reduction
 
+    def _compensation(
+        self, order: do.Reduce, quantizer: Quantizer, tensor: torch.Tensor, *, average: bool
+    ) -> Compensation | None:
+        """Begin the error feedback of a reduction, if it has one.
+
+        Raises: UsageError: the reduction belongs to no step, or its slot is in use or of another size.
+        """
+        slot = quantizer.slot
+        if slot is None:
+            return None
+        if not order.inside:
+            raise UsageError(
+                f"error feedback of {slot.name!r} was asked for between two steps, where nothing commits; call "
+                "allreduce between start_quorum and should_commit, or without feedback"
+            )
+        kind, scale = ("mean", order.factor) if average else ("sum", 1.0)
+        if order.weight is not None:
+            # A sum of weights that has one participant has another scale.
+            plan = self._step.status.plan
+            alone = plan is not None and plan.num_participants == 1
+            kind, scale = "alone" if alone else "weighted", 1.0
+        compensation = slot.begin(tensor, order.name.attempt, kind=kind, scale=scale)
+        self._started.compensate(compensation)
+        return compensation
+
     def _denominator(self, order: do.Reduce, weight: float, device: torch.device) -> Denominator:
         """Start the sum of the weights. The sum of the step's own weight is started once and shared."""
         if order.shared and device in self._denominators:
@@ -230,6 +296,7 @@ class Reducer:
         total = torch.full((1,), weight, dtype=torch.float64, device=device)
         # Outside a step, the caller waits for one number, so it may wait for the device as well.
         read_later = order.inside and device.type != "cpu"
+        self.quantized.drain()
         work = self._group.allreduce([total], _SUM)
         denominator = Denominator(work, total, name=str(order.name), read_later=read_later)
         if order.shared:

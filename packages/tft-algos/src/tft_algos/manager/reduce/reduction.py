@@ -94,7 +94,6 @@ def check_weight(weight: object) -> float:
 
 def check_arguments(
     tensor: torch.Tensor,
-    should_quantize: bool,
     reduce_op: dist.ReduceOp | dist.ReduceOp.RedOpType,
     weight: float | None,
 ) -> float | None:
@@ -102,8 +101,6 @@ def check_arguments(
 
     Raises: as `Manager.allreduce`.
     """
-    if should_quantize:
-        raise UnsupportedFeatureError("quantized reductions are not supported; call allreduce without should_quantize")
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"allreduce was given a {type(tensor).__name__}; give one tensor")
     if not isinstance(reduce_op, dist.ReduceOp | dist.ReduceOp.RedOpType):

@@ -19,6 +19,7 @@ from tft_algos.manager.quorum.aborter import QuorumAborter
 from tft_algos.manager.recovery.exchange import StateExchange
 from tft_algos.manager.recovery.speculative import SpeculativeSnapshot
 from tft_algos.manager.recovery.state_check import StateCheck
+from tft_algos.manager.reduce.reducer import Reducer
 from tft_algos.manager.step.error_reporter import raise_reported
 from tft_algos.manager.step.mailbox import Perform
 from tft_algos.manager.step.own_time import OwnTime
@@ -34,7 +35,7 @@ class Orders:
         shared: what all parts share.
         group: the process group across replicas.
         aborter: aborts the group for one quorum.
-        speculative, exchange, check, graceful_shutdown, own_time: parts of the Manager.
+        speculative, exchange, check, graceful_shutdown, own_time, reducer: parts of the Manager.
     """
 
     shared: ManagerContext
@@ -45,6 +46,7 @@ class Orders:
     check: StateCheck
     graceful_shutdown: GracefulShutdown
     own_time: OwnTime
+    reducer: Reducer
 
     def performers(self) -> Mapping[type, Perform]:
         """Return the performer of each type of effect."""
@@ -106,6 +108,7 @@ class Orders:
         self.shared.reports.records.commit(
             name, order.committed, num_participants=plan.num_participants if plan is not None else 0
         )
+        self.reducer.step_ended(name, committed=order.committed)
         self.own_time.step_ended(counts=order.committed and not order.excused)
         if plan is not None:
             self.speculative.step_ended(name.attempt, plan)

@@ -1,0 +1,237 @@
+"""Error feedback: what a quantized reduction rounded away is added to the next one.
+
+A replica keeps, for each tensor, the residual: its contribution minus what it has sent. The next contribution includes
+the residual. A member also rounds the sum of its chunk, and adds this error to its own residual, so that the error
+returns in the next sum whoever owns the chunk then. Over many steps nothing is lost.
+
+A residual is part of a step. It counts once the step has committed. After a failed step, the residual is that of the
+last committed step.
+
+Law of this file: residuals and their life. Sending is in `tft_algos.collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol, final
+
+import torch
+
+from tft_algos.errors import ConfigError, UsageError, UserStateError
+from tft_algos.quantization.codecs import Codec, Int4, flat_float32
+
+OWNER: Final = "owner"
+SLOTS: Final = "slots"
+
+
+class RegistersState(Protocol):
+    """The interface that `ErrorFeedback` needs of a Manager."""
+
+    @property
+    def replica_id(self) -> str: ...
+
+    def register_state_dict_fn(self, key: str, load_state_dict: Any, state_dict: Any, *, compared: bool = True) -> None:
+        """Add a part of the state that moves with the rest of it."""
+        ...
+
+
+@final
+class Compensation:
+    """The residual of one tensor in one reduction, until the step has ended.
+
+    Args:
+        slot: of the tensor.
+        attempt: number of the attempt to which the reduction belongs.
+        kind: what a unit of the residual is. A residual of another kind is dropped.
+        scale: the contribution is scaled by this.
+    """
+
+    def __init__(self, slot: FeedbackSlot, attempt: int, *, kind: str, scale: float) -> None:
+        self.slot = slot
+        self.attempt = attempt
+        self._kind = kind
+        self._scale = scale
+        self._next: torch.Tensor | None = None
+
+    def compensated(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return a new flat float32 tensor: the contribution plus the residual."""
+        values = flat_float32(tensors, copies=True)
+        residual = self.slot.residual(self._kind, values.device)
+        if residual is not None:
+            values.add_(residual, alpha=self._scale)
+        self._next = values
+        return values
+
+    def sent(self, codec: Codec, rows: torch.Tensor) -> None:
+        """Record what was sent of the tensor that `compensated` returned."""
+        assert self._next is not None
+        codec.add_to(rows, self._next, -1.0)
+
+    def owned(self, start: int, error: torch.Tensor) -> None:
+        """Record the error of the rounded sum of this member's chunk.
+
+        Args:
+            start: index of the chunk's first element.
+            error: float32, flat. Elements after the end of the tensor are padding.
+        """
+        assert self._next is not None
+        part = self._next[start : start + error.numel()]
+        part.add_(error[: part.numel()])
+
+    def settle(self, *, committed: bool) -> None:
+        """End the step. The new residual counts if the step has committed and the reduction had begun."""
+        values, self._next = self._next, None
+        if self.slot.pending is not self:
+            return  # a later step has used the slot
+        self.slot.pending = None
+        if committed and values is not None:
+            # A gradient that is not finite leaves no residual. Otherwise all later gradients would be NaN.
+            values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            if self._scale != 1.0:
+                values.div_(self._scale)
+            self.slot.keep(self._kind, values)
+
+
+@final
+class FeedbackSlot:
+    """The residual of one tensor. `ErrorFeedback.of` makes it, and `Manager.allreduce(should_quantize=slot)` uses it.
+
+    Args:
+        name: of the tensor.
+        feedback: the owner of this slot.
+    Attributes:
+        pending: the reduction of a step that has not ended. None: there is none.
+    """
+
+    def __init__(self, name: str, feedback: ErrorFeedback) -> None:
+        self.name = name
+        self.codec = feedback.codec
+        self.manager = feedback.manager
+        self.pending: Compensation | None = None
+        self._kind = ""
+        self._residual: torch.Tensor | None = None
+
+    def begin(self, tensor: torch.Tensor, attempt: int, *, kind: str, scale: float) -> Compensation:
+        """Begin the reduction of a tensor. See `Compensation`.
+
+        If an earlier step that used this slot has not ended, the earlier reduction leaves no residual.
+
+        Raises: UsageError: another reduction of this step uses the slot, or the tensor has another size than in earlier
+            steps.
+        """
+        size = tensor.numel() * (2 if tensor.is_complex() else 1)
+        if self._residual is not None and self._residual.numel() != size:
+            raise UsageError(
+                f"the error feedback of {self.name!r} has {self._residual.numel()} numbers, and the tensor has {size}; "
+                "use one slot for each tensor, and load a checkpoint of the same model"
+            )
+        if self.pending is not None and self.pending.attempt == attempt:
+            raise UsageError(
+                f"the error feedback of {self.name!r} is used by another reduction of this step; use one slot for each "
+                "tensor"
+            )
+        self.pending = Compensation(self, attempt, kind=kind, scale=scale)
+        return self.pending
+
+    def residual(self, kind: str, device: torch.device) -> torch.Tensor | None:
+        """Return the residual on a device. None: there is none of this kind."""
+        if self._residual is None or self._kind != kind:
+            return None
+        self._residual = self._residual.to(device)
+        return self._residual
+
+    def keep(self, kind: str, residual: torch.Tensor) -> None:
+        """Replace the residual."""
+        self._kind, self._residual = kind, residual
+
+    def state(self) -> dict[str, Any]:
+        """Return the residual of the last committed step as state."""
+        return {"kind": self._kind, "residual": self._residual}
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        """Take over a residual. None: begin without one. A reduction of an open step is not affected."""
+        self._kind, self._residual = "", None
+        if state is not None and state["residual"] is not None:
+            self.keep(state["kind"], state["residual"].detach().to(torch.float32).reshape(-1).clone())
+
+
+@final
+class ErrorFeedback:
+    """The residuals of one replica, which are part of the state of its Manager.
+
+    A residual belongs to the replica that made it. A replica that heals begins without residuals: those of its source
+    still count at the source. A replica that loads a state that it has made itself continues with its residuals. For
+    this, the Manager needs a `replica_id` that is the same in each run. The memory is 4 bytes for each element, and as
+    much again during a step.
+
+    Args:
+        manager: whose reductions use this. The state is registered here.
+        codec: of all reductions. None: `Int4`.
+        key: of the registered state, the same on every replica.
+    Raises: ConfigError: codec is not a codec, or the key is used already.
+    """
+
+    def __init__(self, manager: RegistersState, codec: Codec | None = None, *, key: str = "error_feedback") -> None:
+        codec = Int4() if codec is None else codec
+        if not isinstance(codec, Codec):
+            raise ConfigError(f"codec is a {type(codec).__name__}; give a codec of tft_algos.quantization: Int4()")
+        self.codec = codec
+        self.manager = manager
+        self._slots: dict[str, FeedbackSlot] = {}
+        self._loaded: dict[str, Mapping[str, Any]] = {}  # of slots that nobody has used since the load
+        manager.register_state_dict_fn(key, self.load_state_dict, self.state_dict, compared=False)
+
+    def of(self, name: str) -> FeedbackSlot:
+        """Return the slot of a tensor. Use one slot for each tensor, and the same one in every step.
+
+        Args:
+            name: of the tensor, for example of a parameter.
+        Raises: ConfigError: the name is not a text.
+        """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"the name of a slot is {name!r}; give a name, such as that of the parameter")
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = FeedbackSlot(name, self)
+            slot.load(self._loaded.pop(name, None))
+        return slot
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residuals of the last committed step, for live recovery and for a checkpoint of this replica."""
+        slots = {name: dict(state) for name, state in self._loaded.items()}
+        slots |= {name: slot.state() for name, slot in self._slots.items()}
+        return {OWNER: self._owner, SLOTS: slots}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over residuals that this replica has made, or begin without any.
+
+        Raises: UserStateError: `state_dict` is not the state of an ErrorFeedback. Nothing has changed then.
+        """
+        slots = _checked(state_dict)
+        if state_dict[OWNER] != self._owner:
+            slots = {}
+        self._loaded = {name: state for name, state in slots.items() if name not in self._slots}
+        for name, slot in self._slots.items():
+            slot.load(slots.get(name))
+
+    @property
+    def _owner(self) -> str:
+        """Return the name of this replica without the id of its process. A replica without a name has only that id."""
+        name, _, _ = self.manager.replica_id.rpartition(":")
+        return name or self.manager.replica_id
+
+
+def _checked(state: object) -> Mapping[str, Mapping[str, Any]]:
+    """Return the residuals in a state. Raises: UserStateError."""
+    slots = state.get(SLOTS) if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping) or not isinstance(state.get(OWNER), str) or not isinstance(slots, Mapping):
+        raise UserStateError("this is not the state of an ErrorFeedback; load what its state_dict returned")
+    for name, slot in slots.items():
+        residual = slot.get("residual") if isinstance(slot, Mapping) else slot
+        if not isinstance(slot, Mapping) or not isinstance(slot.get("kind"), str):
+            raise UserStateError(f"the state of error feedback has no kind of {name!r}; load what state_dict returned")
+        if residual is not None and not isinstance(residual, torch.Tensor):
+            raise UserStateError(
+                f"the residual of {name!r} is a {type(residual).__name__}; load what state_dict returned"
+            )
+    return slots

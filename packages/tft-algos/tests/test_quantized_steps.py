@@ -1,0 +1,430 @@
+"""Quantized reductions of a Manager: replicas on threads, over real Gloo groups. The test is the lighthouse."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from tft_algos import ConfigError, DiLoCo, Manager, UnsupportedFeatureError, UsageError, UserStateError
+from tft_algos.manager.reduce.quantized import QuantizedReductions
+from tft_algos.quantization import ErrorFeedback, Int4, Int8
+from tft_algos.testing import MemoryTransport, ScriptedCoordinator, plan_of
+from tft_coord.core.types import QuorumKey
+from tft_pg import AbortedError, ProcessGroupGloo
+from tft_pg.work import PendingWork
+
+LIMIT = timedelta(seconds=20)
+
+
+@pytest.fixture(scope="module")
+def store() -> TCPStore:
+    return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+class Job:
+    """Replicas of one quorum, each with a Manager and a thread of its own."""
+
+    def __init__(self, store: TCPStore, size: int, steps: int, verdicts: Sequence[bool], **plan: Any) -> None:
+        address = f"localhost:{store.port}/{uuid.uuid4().hex}"
+        self.managers: list[Manager] = []
+        self._threads = ThreadPoolExecutor(size)
+        for rank in range(size):
+            first = replace(plan_of(7, size=size, rank=rank, **plan), store_address=address)
+            state = torch.ones(1)
+            self.managers.append(
+                Manager(
+                    ProcessGroupGloo(LIMIT),
+                    state.copy_,
+                    state.clone,
+                    coordinator=ScriptedCoordinator(
+                        [first, *[QuorumKey(7, 7)] * (steps - 1)], verdicts, replica_id=f"r{rank}:{uuid.uuid4()}"
+                    ),
+                    checkpoint_transport=MemoryTransport(),
+                    lighthouse_addr="localhost:1",
+                    hostname="localhost",
+                )
+            )
+
+    def run(self, replica: Callable[[int, Manager], Any]) -> list[Any]:
+        """Run a function for every replica and return the results."""
+        running = [self._threads.submit(replica, rank, manager) for rank, manager in enumerate(self.managers)]
+        return [each.result(60) for each in running]
+
+    def close(self) -> None:
+        for manager in self.managers:
+            manager.shutdown()
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def jobs(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    made: list[Job] = []
+
+    def make(size: int, *, steps: int = 1, verdicts: Sequence[bool] = (), **plan: Any) -> Job:
+        made.append(Job(store, size, steps, verdicts, **plan))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+    assert "tft-quantized" not in [thread.name for thread in threading.enumerate()]
+
+
+def numbers(rank: int, size: int = 3000) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(rank))
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 4.0, 7.0)], ids=["plain", "weighted"])
+def test_a_mean_is_within_the_bound_and_equal_everywhere(
+    jobs: Callable[..., Job], weights: tuple[float, ...] | None
+) -> None:
+    def replica(rank: int, manager: Manager) -> tuple[bool, torch.Tensor]:
+        manager.start_quorum()
+        tensor = numbers(rank)
+        work = manager.allreduce(tensor, True, weight=None if weights is None else weights[rank])
+        assert work.get_future().wait()[0] is tensor
+        return work.wait() and manager.should_commit(), tensor
+
+    results = jobs(3).run(replica)
+    given = [1.0, 1.0, 1.0] if weights is None else weights
+    exact = sum(numbers(rank) * given[rank] for rank in range(3)) / sum(given)
+    largest = max(float(numbers(rank).abs().max()) for rank in range(3))
+    assert all(committed and torch.equal(tensor, results[0][1]) for committed, tensor in results)
+    assert float((results[0][1] - exact).abs().max()) <= 2.1 * largest / 254
+
+
+def test_the_order_of_waits_does_not_matter(jobs: Callable[..., Job]) -> None:
+    """Plain and quantized reductions run at the same time, and each replica waits in another order."""
+
+    def replica(rank: int, manager: Manager) -> tuple[bool, list[torch.Tensor]]:
+        manager.start_quorum()
+        tensors = [torch.full((1000 + index,), index + rank + 1.0) for index in range(9)]
+        works = [
+            manager.allreduce(tensor, (False, Int8(), Int4())[index % 3], dist.ReduceOp.SUM)
+            for index, tensor in enumerate(tensors)
+        ]
+        order = sorted(range(9), key=lambda index: (index * (rank + 2)) % 7)
+        assert all(works[index].wait() for index in order)
+        return manager.should_commit(), tensors
+
+    for committed, tensors in jobs(3).run(replica):
+        assert committed
+        for index, tensor in enumerate(tensors):
+            assert torch.allclose(tensor, torch.full_like(tensor, 3 * index + 6.0), rtol=1e-5)
+
+
+def test_a_spare_gives_zeros_and_takes_the_mean(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> torch.Tensor:
+        manager.start_quorum()
+        tensor = torch.full((100,), rank + 1.0)
+        manager.allreduce(tensor, should_quantize=True).wait()
+        assert manager.should_commit()
+        return tensor
+
+    for tensor in jobs(3, participants=[0, 1]).run(replica):
+        assert torch.allclose(tensor, torch.full((100,), 1.5), rtol=1e-6)
+
+
+def test_an_empty_tensor(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> bool:
+        manager.start_quorum()
+        return manager.allreduce(torch.ones(0), should_quantize=True).wait() and manager.should_commit()
+
+    assert jobs(2).run(replica) == [True, True]
+
+
+def test_an_abort_fails_the_step_and_hangs_nothing(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> bool:
+        manager.start_quorum()
+        manager.wait_quorum()
+        if rank == 1:
+            manager._parts.group.abort()
+            return False
+        tensors = [numbers(0), numbers(1)]
+        works = [manager.allreduce(tensor, should_quantize=True) for tensor in tensors]
+        plain = manager.allreduce(torch.ones(3))
+        assert [work.wait() for work in (*works, plain)] == [False, False, False]
+        return manager.should_commit()
+
+    assert jobs(2).run(replica)[0] is False
+
+
+def test_no_second_half_starts_in_another_configuration() -> None:
+    class Group:
+        calls = 0
+
+        def __init__(self) -> None:
+            self.first = PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=LIMIT)
+
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+        def alltoall_base(self, *_: object) -> dist.Work:
+            self.calls += 1
+            return self.first
+
+        _allgather_base = alltoall_base
+
+    group = Group()
+    reductions = QuantizedReductions(group)
+    works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(2)]
+    reductions.group_changes()
+    group.first.finish([])
+    reductions.drain()
+    for work in works:
+        with pytest.raises(AbortedError, match="configured again"):
+            work.wait()
+    assert group.calls <= 1
+    reductions.close(wait=True)
+
+
+def test_a_half_that_cannot_start_aborts_the_group_before_the_next_reduction() -> None:
+    """Otherwise the next reduction of this member would meet the failed one of the others."""
+
+    class Group:
+        error: Exception | None = None
+        calls = 0
+
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+        def errored(self) -> Exception | None:
+            return self.error
+
+        def abort(self) -> None:
+            self.error = AbortedError("aborted")
+
+        def alltoall_base(self, *_: object) -> dist.Work:
+            self.calls += 1
+            raise self.error or MemoryError("no memory")
+
+    group = Group()
+    reductions = QuantizedReductions(group)
+    works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(2)]
+    with pytest.raises(MemoryError):
+        works[0].wait()
+    with pytest.raises(AbortedError):
+        works[1].wait()
+    reductions.close(wait=True)
+
+
+def test_a_fork_leaves_the_thread_and_its_work_behind(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> bool:
+        manager.start_quorum()
+        works = [manager.allreduce(torch.ones(100_000), should_quantize=True) for _ in range(3)]
+        child = os.fork() if rank == 0 else None
+        if child == 0:
+            try:
+                manager._parts.reducer.quantized.drain()  # would wait for ever
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert all(work.wait() for work in works)
+        return manager.should_commit() and (child is None or os.waitpid(child, 0)[1] == 0)
+
+    assert jobs(2).run(replica) == [True, True]
+
+
+def test_what_cannot_work_is_refused(jobs: Callable[..., Job]) -> None:
+    job = jobs(1, steps=1)
+    (manager,) = job.managers
+    slot = ErrorFeedback(manager).of("a")
+    manager.start_quorum()
+    for given, error, why in [
+        ("int8", ConfigError, "should_quantize is 'int8'"),
+        (1, ConfigError, "should_quantize is 1"),
+        (ErrorFeedback(manager, key="b"), ConfigError, "a slot of an ErrorFeedback"),
+    ]:
+        with pytest.raises(error, match=why):
+            manager.allreduce(torch.ones(1), given)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedFeatureError, match=r"use ReduceOp\.SUM or ReduceOp\.AVG"):
+        manager.allreduce(torch.ones(1), True, dist.ReduceOp.MAX)
+    with pytest.raises(UnsupportedFeatureError, match="would be rounded"):
+        manager.allreduce(torch.ones(1, dtype=torch.int64), True, dist.ReduceOp.SUM)
+    with pytest.raises(ConfigError, match="another Manager"):
+        jobs(1).managers[0].allreduce(torch.ones(1), slot)
+    with pytest.raises(ConfigError, match="codec is a str"):
+        ErrorFeedback(manager, "int4", key="c")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="the name of a slot"):
+        ErrorFeedback(manager, key="d").of("")
+    with pytest.raises(ConfigError, match="another key"):
+        ErrorFeedback(manager)
+
+
+# --- error feedback ---------------------------------------------------------------------------------------------------
+
+
+def gradient(rank: int) -> torch.Tensor:
+    """Return small numbers beside large ones. Four bits alone lose the small ones for ever."""
+    values = torch.full((256,), 0.01 * (rank + 1))
+    values[::64] = 1.0
+    return values
+
+
+def sums_of(job: Job, steps: int, *, feedback: bool, **weight: float) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+    """Run steps with the same gradient. Return the sum of the committed means, and the residual after each step."""
+
+    def replica(rank: int, manager: Manager) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        slot = ErrorFeedback(manager).of("weight")
+        total, residuals = torch.zeros(256), []
+        for _ in range(steps):
+            manager.start_quorum()
+            tensor = gradient(rank)
+            manager.allreduce(tensor, slot if feedback else Int4(), **weight).wait()
+            if manager.should_commit():
+                total += tensor
+            residual = slot.state()["residual"]
+            residuals.append(torch.zeros(256) if residual is None else residual.clone())
+        return total, residuals
+
+    return job.run(replica)
+
+
+@pytest.mark.parametrize("weight", [{}, {"weight": 300.0}], ids=["plain", "weighted"])
+def test_feedback_loses_nothing_over_many_steps(jobs: Callable[..., Job], weight: dict[str, float]) -> None:
+    exact = 40 * (gradient(0) + gradient(1)) / 2
+    (lossy, _), _ = sums_of(jobs(2, steps=40), 40, feedback=False, **weight)
+    (total, _), (other, _) = sums_of(jobs(2, steps=40), 40, feedback=True, **weight)
+    assert torch.equal(total, other)
+    assert float((lossy - exact).abs().max()) > 0.3  # each step loses 0.015
+    # Everything but the residuals has arrived: two numbers in a block of ones, and the rounded sum.
+    assert float((total - exact).abs().max()) < 4 / 14
+
+
+def test_a_failed_step_rolls_the_residual_back(jobs: Callable[..., Job]) -> None:
+    job = jobs(2, steps=4, verdicts=[True, False, True, False])
+    for _, residuals in sums_of(job, 4, feedback=True):
+        assert bool(residuals[0].any())
+        assert torch.equal(residuals[1], residuals[0])
+        assert not torch.equal(residuals[2], residuals[1])
+        assert torch.equal(residuals[3], residuals[2])
+
+
+def test_a_retried_step_gives_what_it_gave_without_the_failure(jobs: Callable[..., Job]) -> None:
+    smooth = sums_of(jobs(2, steps=3), 3, feedback=True)
+    rough = sums_of(jobs(2, steps=5, verdicts=[True, False, True, False, True]), 5, feedback=True)
+    for (total, residuals), (again, after) in zip(smooth, rough, strict=True):
+        assert torch.equal(total, again)
+        assert torch.equal(residuals[-1], after[-1])
+
+
+def test_a_spare_returns_the_error_of_the_sums_that_it_rounded(jobs: Callable[..., Job]) -> None:
+    results = sums_of(jobs(3, steps=40, participants=[0, 1]), 40, feedback=True)
+    exact = 40 * (gradient(0) + gradient(1)) / 2
+    assert all(torch.equal(total, results[0][0]) for total, _ in results)
+    assert float((results[0][0] - exact).abs().max()) < 6 / 14
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_residual(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> torch.Tensor:
+        slot = ErrorFeedback(manager).of("weight")
+        for wrong in (float("nan"), 1.0):
+            manager.start_quorum()
+            tensor = torch.full((64,), wrong)
+            manager.allreduce(tensor, slot).wait()
+            assert manager.should_commit()
+        return tensor
+
+    assert all(torch.equal(tensor, torch.ones(64)) for tensor in jobs(2, steps=2).run(replica))
+
+
+def test_a_slot_is_for_one_tensor_and_one_step(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> None:
+        slot = ErrorFeedback(manager).of("weight")
+        manager.start_quorum()
+        manager.allreduce(torch.ones(64), slot)
+        with pytest.raises(UsageError, match="another reduction of this step"):
+            manager.allreduce(torch.ones(64), slot)
+        assert manager.should_commit()
+        with pytest.raises(UsageError, match="between two steps"):
+            manager.allreduce(torch.ones(64), slot)
+        manager.start_quorum()
+        with pytest.raises(UsageError, match="has 64 numbers, and the tensor has 65"):
+            manager.allreduce(torch.ones(65), slot)
+        manager.allreduce(torch.ones(64), slot)
+        assert manager.should_commit()
+
+    jobs(2, steps=2).run(replica)
+
+
+def test_residuals_belong_to_the_replica_that_made_them(jobs: Callable[..., Job]) -> None:
+    first, second = jobs(2, steps=1), jobs(2, steps=1)
+    states: list[Any] = []
+
+    def replica(rank: int, manager: Manager) -> Any:
+        feedback = ErrorFeedback(manager)
+        manager.start_quorum()
+        manager.allreduce(gradient(rank), feedback.of("weight")).wait()
+        assert manager.should_commit()
+        return feedback.state_dict()
+
+    states = first.run(replica)
+    own = ErrorFeedback(second.managers[0])
+    slot = own.of("weight")
+    own.load_state_dict(states[0])  # of this replica, from an earlier process
+    assert torch.equal(slot.state()["residual"], states[0]["slots"]["weight"]["residual"])
+    own.load_state_dict(states[1])  # of the source of a recovery
+    assert slot.state()["residual"] is None
+    late = ErrorFeedback(second.managers[1])
+    late.load_state_dict(states[1])
+    assert torch.equal(late.state_dict()["slots"]["weight"]["residual"], late.of("weight").state()["residual"])
+    for wrong in (
+        None,
+        {},
+        {"owner": "a", "slots": {"b": 1}},
+        {"owner": "a", "slots": {"b": {"kind": "", "residual": 1}}},
+    ):
+        with pytest.raises(UserStateError, match="load what"):
+            own.load_state_dict(wrong)  # type: ignore[arg-type]
+
+
+# --- syncs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("kind", ["codec", "feedback"])
+def test_diloco_quantizes_its_syncs(jobs: Callable[..., Job], kind: str, delay: int) -> None:
+    def replica(rank: int, manager: Manager) -> torch.Tensor:
+        model = torch.nn.Sequential(torch.nn.Linear(20, 20, bias=False), torch.nn.Linear(20, 3, bias=False))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        chosen = ErrorFeedback(manager) if kind == "feedback" else True
+        with DiLoCo(manager, list(model), inner, outer, 4, fragment_sync_delay=delay, should_quantize=chosen) as diloco:
+            while manager.current_step() < 9:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, rank + 0.5)  # the mean is one
+                inner.step()
+            states = diloco.state_dict().values()
+            return torch.cat([each.flatten() for state in states for each in state["original_parameters"].values()])
+
+    one, other = jobs(2, steps=10).run(replica)
+    assert torch.equal(one, other)
+    # Nine steps are the opening and four syncs of each fragment, of four inner steps each (the first may be shorter).
+    assert torch.allclose(one, 1.0 - 0.1 * torch.round((1.0 - one) / 0.1), atol=0.02)
+    assert float(one.max()) <= 1.0 - 4 * 0.2
+    assert not torch.equal(one, torch.ones_like(one))
