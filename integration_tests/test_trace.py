@@ -102,6 +102,7 @@ def test_a_straggler_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
             with pytest.raises(ProcessGroupError):
                 work.wait(timedelta(milliseconds=300))  # the other rank is late by at least this
             groups[1].allreduce([torch.ones(4)]).wait()
+            work.wait()  # it ends now, and is no running operation in the record
         dump_traces()
         (found,) = problems(tmp_path, capsys, "--late", "0.25")
         assert (found["kind"], found["ranks"]) == ("straggler", [1])

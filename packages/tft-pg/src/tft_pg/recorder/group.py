@@ -1,7 +1,7 @@
 """The flight recorder of one group: when a record is taken, and of what.
 
-A record is taken on another thread while the abort goes on. Torch's ring may count an operation as ended once the abort
-has ended it, so the number of running operations is noted before.
+A record is taken on another thread, so an abort does not wait for it. Torch's ring counts an operation as ended once
+the abort has ended it, so the number of running operations is noted before.
 
 Law of this file: which record is taken when; torch keeps the ring, and `writer` writes.
 """
@@ -32,6 +32,7 @@ __all__ = ["TRACE_DIR_ENV", "GroupRecorder", "dump_traces", "flush_traces"]
 
 TRACE_DIR_ENV: Final = "TFT_TRACE_DIR"
 _JOB_ENV: Final = "TFT_JOB_ID"
+_RING_AFTER_S: Final = 0.3
 _DEFAULT_JOB: Final = "default"
 _RING_SIZE_ENVS: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # Torch keeps one ring for NCCL and one for all other backends.
@@ -112,8 +113,12 @@ class GroupRecorder:
             self._live = None
             label = self._label
         if self._directory is not None:
-            take = partial(self._snapshot, label, *_state(live), reason)
-            _writer.submit(self._directory, live.where, take)
+            state = _state(live)
+            take = partial(self._snapshot, label, *state, reason)
+            # Where the number of running operations is known, the ring says the same a moment later. Any other library
+            # forgets its operations at the abort.
+            delay_s = 0.0 if state[2] is None else _RING_AFTER_S
+            _writer.submit(self._directory, live.where, take, delay_s=delay_s)
 
     def dump(self, directory: Path | None) -> Path | None:
         """Write the record now. Returns: the file, or None if the group is not configured."""

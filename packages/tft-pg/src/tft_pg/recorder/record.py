@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -76,7 +75,7 @@ def _part(text: str) -> str:
 def encode(snapshot: Snapshot, *, bytes_max: int = BYTES_MAX) -> bytes:
     """Return the content of the file. The oldest calls are left out if it would be larger than `bytes_max`."""
     where = snapshot.where
-    calls = list(_calls(json.loads(snapshot.ring), snapshot.label))
+    calls = _calls(snapshot.ring, snapshot.label)
     content: dict[str, object] = {
         "format": "tft-trace",
         "version": 1,
@@ -98,27 +97,48 @@ def encode(snapshot: Snapshot, *, bytes_max: int = BYTES_MAX) -> bytes:
         collectives = [call for call in calls if not call["p2p"]]
         for index, call in enumerate(collectives):
             call["ended"] = index < len(collectives) - snapshot.unfinished
-    while True:
-        encoded = json.dumps({**content, "calls": calls}, separators=(",", ":")).encode()
-        if len(encoded) <= bytes_max or not calls:
-            return encoded
-        calls = calls[(len(calls) + 1) // 2 :]
+    encoded = [_json(call) for call in calls]  # one by one, so that other threads run in between
+    head = _json(content)[:-1] + b',"calls":['
+    size = len(head) + len(b"]}") + sum(len(call) + 1 for call in encoded)
+    first = 0
+    while size > bytes_max and first < len(encoded):
+        size -= len(encoded[first]) + 1
+        first += 1
+    return head + b",".join(encoded[first:]) + b"]}"
 
 
-def _calls(ring: dict[str, Any], label: tuple[str, str]) -> Iterator[dict[str, object]]:
-    for entry in ring.get("entries", ()):
-        if tuple(entry["process_group"]) != label:
-            continue
-        is_p2p = bool(entry["is_p2p"])
-        yield {
-            "number": entry["p2p_seq_id" if is_p2p else "collective_seq_id"],
-            "name": _text(entry["profiling_name"].partition(":")[2] or entry["profiling_name"]),
-            "p2p": is_p2p,
-            "inputs": _tensors(entry["input_dtypes"], entry["input_sizes"]),
-            "outputs": _tensors(entry["output_dtypes"], entry["output_sizes"]),
-            "started_ns": entry["time_created_ns"],
-            "ended": bool(entry["retired"]) or entry["state"] == "completed",
-        }
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _calls(ring: bytes, label: tuple[str, str]) -> list[dict[str, Any]]:
+    """Return the calls of the group with this label, the oldest first.
+
+    The hook is called for each entry. It lets other threads run, which a parser without a hook does not for its whole
+    run, and it drops the entries of other groups at once.
+    """
+    found: list[dict[str, Any]] = []
+
+    def keep(entry: dict[str, Any]) -> None:
+        group = entry.get("process_group")
+        if isinstance(group, list) and tuple(group) == label:
+            found.append(_call(entry))
+
+    json.loads(ring, object_hook=keep)
+    return found
+
+
+def _call(entry: dict[str, Any]) -> dict[str, Any]:
+    is_p2p = bool(entry["is_p2p"])
+    return {
+        "number": entry["p2p_seq_id" if is_p2p else "collective_seq_id"],
+        "name": _text(entry["profiling_name"].partition(":")[2] or entry["profiling_name"]),
+        "p2p": is_p2p,
+        "inputs": _tensors(entry["input_dtypes"], entry["input_sizes"]),
+        "outputs": _tensors(entry["output_dtypes"], entry["output_sizes"]),
+        "started_ns": entry["time_created_ns"],
+        "ended": bool(entry["retired"]) or entry["state"] == "completed",
+    }
 
 
 def _tensors(dtypes: list[str], sizes: list[list[int]]) -> list[list[object]]:
@@ -126,7 +146,7 @@ def _tensors(dtypes: list[str], sizes: list[list[int]]) -> list[list[object]]:
 
 
 def _text(text: str) -> str:
-    plain = "".join(char if char.isprintable() else "?" for char in text)
+    plain = text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
     return plain if len(plain) <= _TEXT_MAX else f"{plain[: _TEXT_MAX - 17]}-{_digest(text)[:16]}"
 
 

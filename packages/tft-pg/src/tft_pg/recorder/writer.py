@@ -1,8 +1,9 @@
 """Files of flight records, written by a thread that exists only while there is something to write.
 
 An abort must not wait for a ring of thousands of calls, nor for a disk. So the thread reads torch's ring, which
-releases the interpreter's lock meanwhile, and converts and writes the record. A slow disk delays the thread, and
-records beyond the queue's bound are left out with a warning.
+releases the interpreter's lock meanwhile, and converts and writes the record. While the ring is read, no operation can
+end, because its end is entered into the ring. So the thread can wait until the abort has ended the operations. A slow
+disk delays the thread, and records beyond the queue's bound are left out with a warning.
 
 Law of this file: one queue, one thread, whole files under their final names.
 """
@@ -13,6 +14,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -43,19 +45,21 @@ class TraceWriter:
         self._files_max = files_max
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._pending: deque[tuple[Path, Where, Callable[[], Snapshot]]] = deque()
+        self._hurry = threading.Event()
+        self._pending: deque[tuple[Path, Where, Callable[[], Snapshot], float]] = deque()
         self._thread: threading.Thread | None = None
         self._written: deque[Path] = deque()
         self._count = 0
         self._flushes_at_exit = False
 
-    def submit(self, directory: Path, where: Where, take: Callable[[], Snapshot]) -> None:
-        """Take and write a record at once, on the thread. Never blocks and never raises; a failure is logged.
+    def submit(self, directory: Path, where: Where, take: Callable[[], Snapshot], *, delay_s: float = 0.0) -> None:
+        """Take and write a record on the thread. Never blocks and never raises; a failure is logged.
 
         Args:
             directory: the directory for the file.
             where: the place of the group, for messages.
             take: takes the record; called on the thread.
+            delay_s: call it after this time. `flush` ends the delay.
         """
         let_go_in_child(self)
         with self._lock:
@@ -67,7 +71,7 @@ class TraceWriter:
                     directory,
                 )
                 return
-            self._pending.append((directory, where, take))
+            self._pending.append((directory, where, take, time.monotonic() + delay_s))
             if not self._flushes_at_exit:
                 self._flushes_at_exit = True
                 atexit.register(self.flush, _AT_EXIT_S)
@@ -77,6 +81,7 @@ class TraceWriter:
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all submitted records are written. Returns: whether they were in time."""
+        self._hurry.set()
         with self._idle:
             return self._idle.wait_for(lambda: self._thread is None, timeout_s)
 
@@ -85,9 +90,11 @@ class TraceWriter:
             with self._lock:
                 if not self._pending:
                     self._thread = None
+                    self._hurry.clear()
                     self._idle.notify_all()
                     return
-                directory, where, take = self._pending.popleft()
+                directory, where, take, due_s = self._pending.popleft()
+            self._hurry.wait(max(0.0, due_s - time.monotonic()))
             try:
                 path = self.write(directory, take())
             except ProcessGroupError as error:
@@ -135,6 +142,7 @@ class TraceWriter:
         """Leave the parent's records to the parent."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._hurry = threading.Event()
         self._pending.clear()
         self._written.clear()
         self._thread = None
