@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -163,6 +165,24 @@ def test_the_variable_names_the_directory(tmp_path: Path, monkeypatch: pytest.Mo
     with Bench(ProcessGroupGloo, timeout=GUARD) as bench:
         bench.configured(1)[0].abort()
         assert len(records(tmp_path / "made" / "here")) == 1
+
+
+ENDS_AT_ONCE: Final = """
+import sys, torch
+from torch.distributed import TCPStore
+from tft_pg import ProcessGroupGloo, format_store_addr
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+group = ProcessGroupGloo(trace_dir=sys.argv[1])
+group.configure(format_store_addr("127.0.0.1", store.port, "once"), 0, 1, replica_id="a", quorum_id=3)
+group.allreduce([torch.ones(1)]).wait()
+group.abort()
+"""
+
+
+def test_a_process_that_ends_after_its_abort_leaves_the_record(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)], check=True, timeout=120)
+    (record,) = records(tmp_path)
+    assert (record["replica"], record["quorum"], numbered(record)) == ("a", 3, [(1, "all_reduce", True)])
 
 
 # --- on request ------------------------------------------------------------------------------------------------------
@@ -347,3 +367,22 @@ def test_a_forked_child_writes_its_own_records_only(
     os.close(writes)
     goes_on.set()
     assert len(records_of(tmp_path)) == 1
+
+
+# --- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(
+    not (dist.is_nccl_available() and torch.cuda.is_available()), reason="there is no CUDA device or no NCCL here"
+)
+def test_gpu_an_abort_of_nccl_is_recorded(tmp_path: Path) -> None:
+    with Bench(partial(ProcessGroupNCCL, trace_dir=tmp_path), timeout=timedelta(seconds=60)) as bench:
+        (group,) = bench.configured(1)
+        group.allreduce([torch.ones(3, device="cuda")]).wait()
+        torch.cuda.synchronize()
+        group.abort()
+        (record,) = records(tmp_path)
+    assert (record["reason"], record["backend"], record["calls"][-1]["name"]) == ("abort", "tft-nccl", "all_reduce")
+    assert record["calls"][-1]["inputs"] == [["Float", [3]]]
