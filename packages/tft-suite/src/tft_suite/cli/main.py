@@ -126,7 +126,9 @@ def drain(
 @app.command()
 def trace(
     directories: Annotated[list[Path], typer.Argument(help="Directories with flight records of all machines.")],
-    late: Annotated[float, typer.Option(help="Report a rank that enters a call this many seconds late.")] = 1.0,
+    late: Annotated[
+        float, typer.Option(help="Report waits of this many seconds, and ranks that enter a call this late.")
+    ] = 1.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of sentences.")] = False,
 ) -> int:
     """Find deadlocks, stragglers and mismatched collectives in the flight records of a job.

@@ -102,7 +102,7 @@ def find_problems(groups: Sequence[GroupTraces], *, late_s: float) -> list[Findi
     Args:
         groups: the records.
         late_s: a rank that enters a collective this much later than the others is a straggler. A shorter wait is no
-            problem, unless an abort or a failure has ended it.
+            problem.
     """
     found: list[Finding] = []
     waits: list[_Wait] = []
@@ -212,7 +212,7 @@ def _first_wait(
         if not waiting or not missing:
             continue
         seconds = max(_waited_s(group.traces[rank], calls[rank]) for rank in waiting)
-        if seconds < late_s and not any(group.traces[rank].reason in _BROKEN_OFF for rank in waiting):
+        if seconds < late_s:
             continue
         return _Wait(group, key, calls[waiting[0]], waiting, missing, seconds)
     return None
