@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -123,7 +124,7 @@ def test_a_healthy_job_shows_no_problem(tmp_path: Path, capsys: pytest.CaptureFi
 
         def act(rank: int, group: ProcessGroup) -> None:
             one, two = torch.ones(2), torch.ones(4)
-            calls = {
+            calls: dict[str, Callable[[], dist.Work]] = {
                 "allgather": partial(group.allgather, [[torch.ones(2), torch.ones(2)]], [one]),
                 "reduce_scatter": partial(group.reduce_scatter, [one], [[torch.ones(2), torch.ones(2)]]),
                 "barrier": group.barrier,
