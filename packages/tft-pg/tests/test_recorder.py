@@ -270,6 +270,13 @@ def records_of(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
 
+def test_a_shutdown_leaves_its_record_and_no_thread(bench: Bench, tmp_path: Path) -> None:
+    (group,) = bench.configured(1)
+    group.shutdown()
+    assert len(list(tmp_path.iterdir())) == 1
+    assert "tft-pg-trace" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_the_queue_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = TraceWriter()
     goes_on = threading.Event()

@@ -277,6 +277,7 @@ class NativeProcessGroup(ProcessGroup):
             self._recorder.ended(live, "failure" if live.error else "end")
             live.end(why)
             live.release()
+        self._recorder.settle()
         # A stopped attempt ends within milliseconds.
         if not self._configuring.acquire(timeout=_STOPPED_WITHIN_S):
             logger.warning(

@@ -33,6 +33,7 @@ __all__ = ["TRACE_DIR_ENV", "GroupRecorder", "dump_traces", "flush_traces"]
 TRACE_DIR_ENV: Final = "TFT_TRACE_DIR"
 _JOB_ENV: Final = "TFT_JOB_ID"
 _RING_AFTER_S: Final = 0.3
+_SETTLE_S: Final = 2.0
 _DEFAULT_JOB: Final = "default"
 _RING_SIZE_ENVS: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 # Torch keeps one ring for NCCL and one for all other backends.
@@ -119,6 +120,11 @@ class GroupRecorder:
             # forgets its operations at the abort.
             delay_s = 0.0 if state[2] is None else _RING_AFTER_S
             _writer.submit(self._directory, live.where, take, delay_s=delay_s)
+
+    def settle(self) -> None:
+        """Wait until this group's record is written, for 2 s at most. A group that is shut down leaves no thread."""
+        if self._directory is not None:
+            _writer.flush(_SETTLE_S)
 
     def dump(self, directory: Path | None) -> Path | None:
         """Write the record now. Returns: the file, or None if the group is not configured."""

@@ -44,7 +44,6 @@ class TraceWriter:
     def __init__(self, files_max: int = FILES_MAX) -> None:
         self._files_max = files_max
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
         self._hurry = threading.Event()
         self._pending: deque[tuple[Path, Where, Callable[[], Snapshot], float]] = deque()
         self._thread: threading.Thread | None = None
@@ -80,10 +79,14 @@ class TraceWriter:
                 self._thread.start()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all submitted records are written. Returns: whether they were in time."""
-        self._hurry.set()
-        with self._idle:
-            return self._idle.wait_for(lambda: self._thread is None, timeout_s)
+        """Wait until all submitted records are written and the thread has ended. Returns: whether it was in time."""
+        with self._lock:
+            thread = self._thread
+            if thread is None:
+                return True
+            self._hurry.set()
+        thread.join(timeout_s)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         while True:
@@ -91,7 +94,6 @@ class TraceWriter:
                 if not self._pending:
                     self._thread = None
                     self._hurry.clear()
-                    self._idle.notify_all()
                     return
                 directory, where, take, due_s = self._pending.popleft()
             self._hurry.wait(max(0.0, due_s - time.monotonic()))
@@ -141,7 +143,6 @@ class TraceWriter:
     def forked(self) -> Inheritance:
         """Leave the parent's records to the parent."""
         self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
         self._hurry = threading.Event()
         self._pending.clear()
         self._written.clear()
