@@ -19,12 +19,14 @@ from tft_pg.errors import (
     ProcessGroupError,
     StoreAddressError,
     StoreUnreachableError,
+    TraceWriteError,
     UnsupportedOperationError,
 )
 from tft_pg.forwarding import forward
 from tft_pg.futures import context_timeout, future_timeout, future_wait, stream_timeout
 from tft_pg.mesh import extend_device_mesh
 from tft_pg.ops import COLLECTIVES, Collective
+from tft_pg.recorder import dump_traces, flush_traces
 from tft_pg.replica_group import init_group
 from tft_pg.store import StoreAddress, create_store_client, format_store_addr, parse_store_addr
 from tft_pg.word import WORD_VALUES_MAX, WordExchange, exchange_word_by_allreduce
@@ -68,14 +70,17 @@ __all__ = [
     "StoreAddress",
     "StoreAddressError",
     "StoreUnreachableError",
+    "TraceWriteError",
     "UnsupportedOperationError",
     "WordExchange",
     "WrappingProcessGroup",
     "__version__",
     "context_timeout",
     "create_store_client",
+    "dump_traces",
     "exchange_word_by_allreduce",
     "extend_device_mesh",
+    "flush_traces",
     "format_store_addr",
     "forward",
     "future_timeout",

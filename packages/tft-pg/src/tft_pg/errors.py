@@ -26,6 +26,7 @@ __all__ = [
     "ProcessGroupError",
     "StoreAddressError",
     "StoreUnreachableError",
+    "TraceWriteError",
     "UnsupportedOperationError",
     "Where",
 ]
@@ -108,6 +109,10 @@ class NotConfiguredError(ProcessGroupError):
 
 class ProcessGroupClosedError(ProcessGroupError):
     """The group was used after `shutdown()`. Next: create a new group, because this one stays closed."""
+
+
+class TraceWriteError(ProcessGroupError):
+    """A flight record could not be written (cause attached). Next: check the directory and its free space."""
 
 
 class AbortedError(ProcessGroupError):

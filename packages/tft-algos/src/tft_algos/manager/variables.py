@@ -29,6 +29,7 @@ KNOWN: Final = frozenset(
         "TFT_TLS_KEY",
         "TFT_TOKEN",
         "TFT_TOKEN_FILE",
+        "TFT_TRACE_DIR",
         "TFT_USE_BUCKETIZATION",
         "TFT_WATCHDOG_TIMEOUT_SEC",
     }

@@ -19,6 +19,7 @@ Law of this file: what all such libraries share; the file of a library's name ho
 from __future__ import annotations
 
 import copy
+import os
 import socket
 import threading
 import time
@@ -561,6 +562,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
             group.
         hostname: name or address of this machine for the other ranks; None: this machine's address on the route to the
             store.
+        trace_dir: the directory for flight records, or None.
 
     Raises: UnsupportedOperationError: this torch does not have the library. ConfigError: the environment, or an
         argument, is invalid.
@@ -573,8 +575,9 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         backend: AcceleratorBackend,
         device: torch.device | None,
         hostname: str | None,
+        trace_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(timeout)
+        super().__init__(timeout, trace_dir=trace_dir)
         backend.check()
         watchdog_timeout()  # reports a wrong setting here instead of in the first operation
         self._backend = backend

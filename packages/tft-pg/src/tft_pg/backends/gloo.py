@@ -90,6 +90,8 @@ class ProcessGroupGloo(NativeProcessGroup):
         timeout: of each operation, and of `configure` unless it is given another.
         interface: network interface to listen on, for example `eth0`; several separated by commas.
         hostname: name or address of this machine to listen on, instead of an interface.
+        trace_dir: the directory for the flight record of each configuration at its end, for `tft trace`. None: the
+            one that TFT_TRACE_DIR names. With neither, nothing is written.
 
     Without either argument, the group uses the first of these that applies:
 
@@ -108,8 +110,9 @@ class ProcessGroupGloo(NativeProcessGroup):
         *,
         interface: str | None = None,
         hostname: str | None = None,
+        trace_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(timeout)
+        super().__init__(timeout, trace_dir=trace_dir)
         if interface and hostname:
             raise ConfigError(f"name an interface ({interface}) or a hostname ({hostname}), not both")
         if not sockets.supported():

@@ -269,6 +269,20 @@ class LiveGroup:
         if setter is not None:
             setter(timeout)
 
+    def label(self, name: str, description: str) -> None:
+        """Name the torch group in torch's flight recorder."""
+        torch_group = self._torch_group
+        if torch_group is not None:
+            torch_group._set_group_name(name)  # type: ignore[arg-type]  # torch's stub wants a name of its tables
+            torch_group._set_group_desc(description)
+
+    def unfinished(self) -> int | None:
+        """Return the number of running collectives, or None if only the library knows it."""
+        if self._guard is not None:
+            return None
+        with self._lock:
+            return sum(not work.is_completed() for work in self._running)
+
     def never_destroy(self) -> None:
         """Prevent the destruction of the torch group, because the process ends."""
         torch_group = self._torch_group

@@ -34,6 +34,7 @@ from tft_pg.errors import (
 )
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
+from tft_pg.recorder import GroupRecorder
 from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.store import StoreAddress, StoreClient, parse_store_addr
 from tft_pg.word import LINGER, WordExchange, checked_values, exchange_word_by_allreduce
@@ -50,10 +51,15 @@ class NativeProcessGroup(ProcessGroup):
 
     Args:
         timeout: of each operation, and of `configure` unless it is given another.
+        trace_dir: the directory for a flight record of each configuration at its end. None: the one that TFT_TRACE_DIR
+            names. With neither, nothing is written.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(
+        self, timeout: timedelta = timedelta(seconds=60), *, trace_dir: str | os.PathLike[str] | None = None
+    ) -> None:
         super().__init__()
+        self._recorder = GroupRecorder(trace_dir, backend=self.getBackendName())
         self._timeout = checked_timeout(timeout)
         self._patience = Patience()
         self._configuring = threading.Lock()
@@ -122,6 +128,7 @@ class NativeProcessGroup(ProcessGroup):
                 if failure is error or not isinstance(error, Exception):
                     raise
                 raise failure from error
+            self._recorder.configured(live, address.prefix)
             self._finish(attempt, live)
 
     def _begin(self, attempt: Attempt) -> None:
@@ -132,6 +139,7 @@ class NativeProcessGroup(ProcessGroup):
             self._error = NotConfiguredError(f"configure is still running ({attempt.where}); wait until it returns")
             self._where = attempt.where
         if before is not None:
+            self._recorder.ended(before, "failure" if before.error else "end")
             before.end(AbortedError(f"a new configure replaced the group ({before.where})", where=before.where))
             before.release()
 
@@ -246,6 +254,7 @@ class NativeProcessGroup(ProcessGroup):
             if attempt is not None:
                 attempt.stop(why)  # under the lock, so the attempt can't succeed first
         if live is not None:
+            self._recorder.ended(live, "abort")
             live.end(why)
 
     def errored(self) -> Exception | None:
@@ -265,8 +274,10 @@ class NativeProcessGroup(ProcessGroup):
             if attempt is not None:
                 attempt.stop(why)
         if live is not None:
+            self._recorder.ended(live, "failure" if live.error else "end")
             live.end(why)
             live.release()
+        self._recorder.settle()
         # A stopped attempt ends within milliseconds.
         if not self._configuring.acquire(timeout=_STOPPED_WITHIN_S):
             logger.warning(
@@ -286,6 +297,7 @@ class NativeProcessGroup(ProcessGroup):
     def forked(self) -> Inheritance:
         """Close the group in a forked child, without ending or destroying the parent's resources."""
         self._parent_pid = os.getppid()
+        self._recorder.forked()
         self._configuring, self._lock = threading.Lock(), threading.Lock()
         self._closed, self._attempt, self._live = True, None, None
         self._store_client, self._given_up = None, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import final
 
@@ -42,6 +43,8 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             group. If CUDA is not in use by then, it means the current device of the thread that configures the group.
         hostname: name or address of this machine for the other ranks; None: this machine's address on the route to the
             store.
+        trace_dir: the directory for the flight record of each configuration at its end, for `tft trace`. None: the
+            one that TFT_TRACE_DIR names. With neither, nothing is written.
         backend: a replacement of torch's library, for tests; see `tft_pg.testing.FakeAccelerator`.
 
     Raises: UnsupportedOperationError: this torch has no NCCL. ConfigError: an argument, or the environment, is invalid.
@@ -53,6 +56,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         *,
         device: torch.device | int | str | None = None,
         hostname: str | None = None,
+        trace_dir: str | os.PathLike[str] | None = None,
         backend: AcceleratorBackend | None = None,
     ) -> None:
         super().__init__(
@@ -60,6 +64,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             backend=TorchLibrary(_NCCL) if backend is None else backend,
             device=checked_device(device, _NCCL),
             hostname=hostname,
+            trace_dir=trace_dir,
         )
 
     def getBackendName(self) -> str:

@@ -8,6 +8,7 @@ Law of this file: XCCL's names; see `accelerator`.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import final
 
@@ -45,6 +46,8 @@ class ProcessGroupXCCL(AcceleratorProcessGroup):
             group. If none is in use by then, it means the current device of the thread that configures the group.
         hostname: name or address of this machine for the other ranks; None: this machine's address on the route to the
             store.
+        trace_dir: the directory for the flight record of each configuration at its end, for `tft trace`. None: the
+            one that TFT_TRACE_DIR names. With neither, nothing is written.
         backend: a replacement of torch's library, for tests; see `tft_pg.testing.FakeAccelerator`.
 
     Raises: UnsupportedOperationError: this torch has no XCCL. ConfigError: an argument, or the environment, is invalid.
@@ -56,6 +59,7 @@ class ProcessGroupXCCL(AcceleratorProcessGroup):
         *,
         device: torch.device | int | str | None = None,
         hostname: str | None = None,
+        trace_dir: str | os.PathLike[str] | None = None,
         backend: AcceleratorBackend | None = None,
     ) -> None:
         super().__init__(
@@ -63,6 +67,7 @@ class ProcessGroupXCCL(AcceleratorProcessGroup):
             backend=TorchLibrary(_XCCL) if backend is None else backend,
             device=checked_device(device, _XCCL),
             hostname=hostname,
+            trace_dir=trace_dir,
         )
 
     def getBackendName(self) -> str:

@@ -123,6 +123,35 @@ def drain(
     return 0
 
 
+@app.command()
+def trace(
+    directories: Annotated[list[Path], typer.Argument(help="Directories with flight records of all machines.")],
+    late: Annotated[
+        float, typer.Option(help="Report waits of this many seconds, and ranks that enter a call this late.")
+    ] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of sentences.")] = False,
+) -> int:
+    """Find deadlocks, stragglers and mismatched collectives in the flight records of a job.
+
+    The processes write the records to the directory that TFT_TRACE_DIR names. This changes nothing and joins no job.
+    Exits with 0 if there is no problem and all files are readable, else 1.
+    """
+    if not 0.001 <= late <= 86400:
+        raise ConfigError(f"--late is {late}; give seconds, 0.001 to 86400")
+    from tft_suite.trace import report
+    from tft_suite.trace.analysis import find_problems, group_traces
+    from tft_suite.trace.files import SUFFIX, read_traces
+
+    traces, broken = read_traces(directories)
+    if not traces and not broken:
+        names = ", ".join(map(str, directories))
+        raise ConfigError(f"there is no flight record (*{SUFFIX}) in {names}; give the directory of TFT_TRACE_DIR")
+    groups = group_traces(traces)
+    found = find_problems(groups, late_s=late)
+    typer.echo((report.as_json if as_json else report.as_text)(groups, found, broken))
+    return int(bool(found or broken))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the `tft` console script and exit with its code. A wrong call exits with 2 and one sentence on stderr."""
     sys.exit(exit_code_of(sys.argv[1:] if arguments is None else list(arguments)))

@@ -1,0 +1,1 @@
+"""The `tft trace` command: flight records of many ranks, and what they show together."""
