@@ -100,11 +100,13 @@ if TYPE_CHECKING:
         ProcessGroupNCCL,
         ProcessGroupWrapper,
         ProcessGroupXCCL,
+        ReconfigurableProcessGroup,
         StoreAddressError,
         StoreUnreachableError,
         UnsupportedOperationError,
         extend_device_mesh,
         init_group,
+        reconfigure_with_store,
     )
     from tft_suite.errors import MessageError, MissingExtraError, SuiteError
 
@@ -163,6 +165,7 @@ __all__ = [
     "ProtocolError",
     "PureDistributedDataParallel",
     "QuorumBrokenError",
+    "ReconfigurableProcessGroup",
     "RefusedError",
     "ReplicaGroupLostError",
     "RequestTimeoutError",
@@ -202,6 +205,7 @@ __all__ = [
     "extract_local_tensor",
     "fragment_model",
     "init_group",
+    "reconfigure_with_store",
     "reduce_across",
 ]
 
@@ -294,11 +298,13 @@ _HOMES = {
         "ProcessGroupNCCL",
         "ProcessGroupWrapper",
         "ProcessGroupXCCL",
+        "ReconfigurableProcessGroup",
         "StoreAddressError",
         "StoreUnreachableError",
         "UnsupportedOperationError",
         "extend_device_mesh",
         "init_group",
+        "reconfigure_with_store",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

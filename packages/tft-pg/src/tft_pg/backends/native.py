@@ -264,6 +264,7 @@ class NativeProcessGroup(ProcessGroup):
             self._error = why
             if attempt is not None:
                 attempt.stop(why)
+        self._handle.close()
         if live is not None:
             live.end(why)
             live.release()
