@@ -122,8 +122,9 @@ class ReconfigurableProcessGroup(NativeProcessGroup):
                 f"{group!r} is not a torch group that can reconfigure; make it with enable_reconfigure=True "
                 "(torch 2.14 and later), or use ProcessGroupGloo or ProcessGroupNCCL"
             )
-        devices = sorted({device.type for device in group._device_types} - {_CPU.type})
-        if devices:
+        # Torch's Gloo is also entered for other devices, whose tensors it copies.
+        devices = sorted({device.type for device in group._device_types})
+        if devices and _CPU.type not in devices:
             raise UnsupportedOperationError(
                 f"ReconfigurableProcessGroup reduces tensors on the CPU, and {group!r} is for {', '.join(devices)}; "
                 "use ProcessGroupNCCL or ProcessGroupXCCL"

@@ -135,7 +135,7 @@ class ReconfigurableGloo(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU]
+        return [torch.device("cuda"), _CPU]  # as torch enters Gloo
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
