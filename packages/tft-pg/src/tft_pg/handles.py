@@ -221,6 +221,7 @@ class OwnHandle:
         self.group_rank = 0
         self.group_world_size = 1
         self.global_rank: int | None = None
+        let_go_in_child(self)
 
     def text(self) -> str:
         """Return the handle. The first call hosts the store.
@@ -241,7 +242,6 @@ class OwnHandle:
             with forks_wait():  # a child that is forked in the meantime would keep the listener
                 listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
                 self._port = listener.getsockname()[1]
-                let_go_in_child(self)
             # Any client that reaches the store can change its keys, so it listens on one address alone.
             self._store = TCPStore(
                 address,
@@ -267,8 +267,9 @@ class OwnHandle:
     def forked(self) -> Inheritance:
         """Release the store in a forked child."""
         self._lock = threading.Lock()
-        store, self._store, self._closed = self._store, None, True
-        return Inheritance(ports=[self._port], kept=[] if store is None else [store])
+        store, self._store = self._store, None
+        self._closed = self._closed or self._hosts
+        return Inheritance(ports=[self._port] if self._port else (), kept=[] if store is None else [store])
 
 
 class ReconfiguresByHandles:
