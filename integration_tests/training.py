@@ -35,7 +35,7 @@ from tft_algos.testing import EventInjector, Fault, InjectedError, Place, digest
 from tft_ckpt import CheckpointTransport, HTTPTransport, PGTransport
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo, init_group
-from tft_pg.testing import fork_child
+from tft_pg.testing import fork_child, reconfigurable_gloo
 
 PATIENCE_S = 50.0
 MARGIN_STEPS = 60  # margin so that no trainer has passed the step at which all must stop
@@ -98,6 +98,8 @@ class Spec:
         leaves: leave on SIGTERM, or when drained.
         forks: ways to make a child at each fault, before it strikes. A "forked" event reports them.
         over_group: live state goes over the process group instead of HTTP.
+        handle_store: the port of a store on loopback. The trainer gives its Manager a torch group that reconfigures by
+            handles, made in that store. None: a group of tft_pg.
         environment: of a launcher. RANK and WORLD_SIZE make it one process of several.
         settings: for the Manager.
     """
@@ -112,6 +114,7 @@ class Spec:
     leaves: bool = False
     forks: tuple[str, ...] = ()
     over_group: bool = False
+    handle_store: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -170,7 +173,7 @@ def _train(spec: Spec, connection: Connection, report: Callable[[Event], None]) 
         report(Event("healed", digest=digest(take())))
 
     settings: dict[str, Any] = {"timeout": timedelta(seconds=10), "hostname": "localhost"} | spec.settings
-    pg: Any = ProcessGroupGloo()
+    pg: Any = ProcessGroupGloo() if spec.handle_store is None else reconfigurable_gloo(spec.handle_store)
 
     def on_strike(fault: Fault) -> None:
         report(Event("struck", manager.current_step(), text=fault.describe()))
@@ -333,6 +336,7 @@ class Job:
         leaves: bool = False,
         forks: tuple[str, ...] = (),
         over_group: bool = False,
+        handle_store: int | None = None,
         environment: dict[str, str] | None = None,
         **settings: Any,
     ) -> Trainer:
@@ -348,6 +352,7 @@ class Job:
             leaves=leaves,
             forks=forks,
             over_group=over_group,
+            handle_store=handle_store,
             environment=environment or {},
             settings=settings,
         )

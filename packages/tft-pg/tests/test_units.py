@@ -36,7 +36,7 @@ from tft_pg import (
     WrappingProcessGroup,
     forward,
 )
-from tft_pg.backends.gloo import _classify
+from tft_pg.backends.gloo import classify
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import OperationRefusedError, Where
 from tft_pg.ops import collective
@@ -457,7 +457,7 @@ def test_a_place_reads_as_a_sentence_part() -> None:
     ],
 )
 def test_gloos_words_are_understood(text: str, kind: type[ProcessGroupError]) -> None:
-    assert _classify(RuntimeError(text)) is kind
+    assert classify(RuntimeError(text)) is kind
 
 
 # --- dummy ---

@@ -4,6 +4,7 @@ from tft_pg.backends.accelerator import AcceleratorProcessGroup
 from tft_pg.backends.device_library import AcceleratorBackend, Communicator
 from tft_pg.backends.gloo import ProcessGroupGloo
 from tft_pg.backends.nccl import ProcessGroupNCCL
+from tft_pg.backends.reconfigurable import ReconfigurableProcessGroup
 from tft_pg.backends.xccl import ProcessGroupXCCL
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import (
@@ -24,6 +25,7 @@ from tft_pg.errors import (
 )
 from tft_pg.forwarding import forward
 from tft_pg.futures import context_timeout, future_timeout, future_wait, stream_timeout
+from tft_pg.handles import ReconfigureOptions, reconfigure_with_store, supports_reconfigure
 from tft_pg.mesh import extend_device_mesh
 from tft_pg.ops import COLLECTIVES, Collective
 from tft_pg.recorder import dump_traces, flush_traces
@@ -66,6 +68,8 @@ __all__ = [
     "ProcessGroupNCCL",
     "ProcessGroupWrapper",
     "ProcessGroupXCCL",
+    "ReconfigurableProcessGroup",
+    "ReconfigureOptions",
     "ReducesOverParticipants",
     "StoreAddress",
     "StoreAddressError",
@@ -87,5 +91,7 @@ __all__ = [
     "future_wait",
     "init_group",
     "parse_store_addr",
+    "reconfigure_with_store",
     "stream_timeout",
+    "supports_reconfigure",
 ]

@@ -21,6 +21,7 @@ The contract, which `tft_pg.testing.check_process_group` checks:
 - `shutdown` is permanent, may be repeated, and leaves no thread and no descriptor.
 - `exchange_word` gives the same sum to every rank whose exchange succeeds. The sum never contains a word of another
   round, of another configuration, or of a disconnected rank.
+- `reconfigure` is a `configure` whose store and rank follow from the handles of all ranks, see `handles`.
 - `register` adds the group to torch's tables under a name, and `unregister` removes the group. Neither changes the
   state of the group.
 """
@@ -41,6 +42,7 @@ from torch.distributed.distributed_c10d import GroupName
 from tft_pg import registry
 from tft_pg.errors import ConfigError
 from tft_pg.forwarding import forward_collectives
+from tft_pg.handles import OwnHandle, ReconfiguresByHandles
 from tft_pg.ops import Collective
 from tft_pg.word import LINGER, WordExchange, exchange_word_by_allreduce
 
@@ -58,7 +60,7 @@ class _Abstract(abc.ABCMeta, type(dist.ProcessGroup)):  # type: ignore[misc]
 
 
 @forward_collectives
-class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
+class ProcessGroup(ReconfiguresByHandles, dist.ProcessGroup, metaclass=_Abstract):
     """A `torch.distributed.ProcessGroup` that can be reconfigured, and aborted from another thread.
 
     Every collective of `torch.distributed.ProcessGroup` is a method, in each of torch's call forms: `allreduce(tensors,
@@ -70,7 +72,8 @@ class ProcessGroup(dist.ProcessGroup, metaclass=_Abstract):
         missing = sorted(type(self).__abstractmethods__)
         if missing:  # torch's metaclass creates objects without this check
             raise TypeError(f"{type(self).__name__} is abstract; implement {', '.join(missing)}")
-        super().__init__(0, 1)  # type: ignore[call-arg]  # torch's stub declares only another form
+        dist.ProcessGroup.__init__(self, 0, 1)  # type: ignore[call-arg]  # torch's stub declares only another form
+        self._handle = OwnHandle()
         self._registered_as: str | None = None
         self._group_name: GroupName | None = None
 

@@ -103,6 +103,7 @@ if TYPE_CHECKING:
         ProcessGroupNCCL,
         ProcessGroupWrapper,
         ProcessGroupXCCL,
+        ReconfigurableProcessGroup,
         StoreAddressError,
         StoreUnreachableError,
         TraceWriteError,
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
         extend_device_mesh,
         flush_traces,
         init_group,
+        reconfigure_with_store,
     )
     from tft_suite.errors import MessageError, MissingExtraError, SuiteError
 
@@ -170,6 +172,7 @@ __all__ = [
     "ProtocolError",
     "PureDistributedDataParallel",
     "QuorumBrokenError",
+    "ReconfigurableProcessGroup",
     "RefusedError",
     "ReplicaGroupLostError",
     "RequestTimeoutError",
@@ -214,6 +217,7 @@ __all__ = [
     "flush_traces",
     "fragment_model",
     "init_group",
+    "reconfigure_with_store",
     "reduce_across",
 ]
 
@@ -309,6 +313,7 @@ _HOMES = {
         "ProcessGroupNCCL",
         "ProcessGroupWrapper",
         "ProcessGroupXCCL",
+        "ReconfigurableProcessGroup",
         "StoreAddressError",
         "StoreUnreachableError",
         "TraceWriteError",
@@ -317,6 +322,7 @@ _HOMES = {
         "extend_device_mesh",
         "flush_traces",
         "init_group",
+        "reconfigure_with_store",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -261,7 +261,10 @@ def _check_group(pg: object) -> None:
     needed = ("configure", "allreduce", "abort", "errored", "set_timeout", "shutdown")
     if isinstance(pg, type) or not all(callable(getattr(pg, name, None)) for name in needed):
         what = f"the class {pg.__name__}" if isinstance(pg, type) else f"a {type(pg).__name__}"
-        raise ConfigError(f"pg is {what}; give a process group that can be configured: ProcessGroupGloo()")
+        raise ConfigError(
+            f"pg is {what}; give a process group that can be configured: ProcessGroupGloo(), or torch's own, made with "
+            "enable_reconfigure=True (torch 2.14 and later)"
+        )
 
 
 def _settings(config: ResolvedConfig, replica_id: str, lease_ms: int | None) -> StepSettings:

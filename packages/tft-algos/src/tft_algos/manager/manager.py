@@ -25,6 +25,7 @@ import torch.distributed as dist
 from typing_extensions import Unpack  # in typing since Python 3.11
 
 from tft_algos.errors import ConfigError, ExceptionWithTraceback, UsageError
+from tft_algos.manager.adoption import adopted
 from tft_algos.manager.assembly import assemble, resolve
 from tft_algos.manager.config import ManagerConfig, ResolvedConfig, config_of, limit_of
 from tft_algos.manager.interfaces import Clock, Coordinator, ProcessGroupLike
@@ -48,7 +49,9 @@ class Manager:
     """The manager of one replica group, which keeps it in step with the others across joins, failures and losses.
 
     Args:
-        pg: the process group across replica groups. The Manager configures it, and shuts it down at the end.
+        pg: the process group across replica groups. The Manager configures it, and shuts it down at the end. A torch
+            group made with `enable_reconfigure=True` (torch 2.14 and later) is wrapped in a
+            `tft_pg.ReconfigurableProcessGroup`.
         load_state_dict: loads a healthy peer's state into this process, in place. The training thread calls it.
             DTensors of the peer's state arrive as DTensors on this process's own meshes.
         state_dict: returns the state of this process: tensors, DTensors and plain data. The training thread calls it on
@@ -65,6 +68,7 @@ class Manager:
             `tft_algos.manager.step.event_log`.
     Raises:
         ConfigError: a setting or an environment variable is wrong, missing or unknown.
+        tft_pg.UnsupportedOperationError: pg is a torch group that reconfigures, for tensors that are not on the CPU.
         UsageError: this process has an earlier Manager of that replica_id that was not shut down.
         UnreachableError, RequestTimeoutError: the group's store did not answer within
             connect_timeout. On a rank other than 0, this also holds for its manager server. Rank 0 does not wait here
@@ -74,7 +78,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: ProcessGroupLike,
+        pg: ProcessGroupLike | dist.ProcessGroup,
         load_state_dict: LoadState | None = None,
         state_dict: TakeState | None = None,
         min_replica_size: int | None = None,
@@ -87,11 +91,12 @@ class Manager:
         if (load_state_dict is None) != (state_dict is None):
             raise ConfigError("load_state_dict and state_dict belong together; give both or neither")
         requested = config_of(config, settings, min_replica_size)
-        resolved = resolve(requested, pg, coordinator, clock)
+        group = adopted(pg)
+        resolved = resolve(requested, group, coordinator, clock)
         user = UserState(is_rank0_only=resolved.rank0_synchronization_only)
         if load_state_dict is not None and state_dict is not None:
             user.register("default", load_state_dict, state_dict)
-        self._parts = assemble(resolved, pg, user, coordinator, clock)
+        self._parts = assemble(resolved, group, user, coordinator, clock)
         self._step = self._parts.shared.step
         self._life = Lifecycle(self._parts)
         self._runner = StepRunner(self._parts, check_open=self._life.check_open)

@@ -223,6 +223,9 @@ def reason_for_new_id(
 
 def _changes(before: Member, after: Member, *, somebody_is_gone: bool) -> list[str]:
     reasons = []
+    if after.reconfigure_handles != before.reconfigure_handles:
+        # A torch group changes its handle in each reconfigure. If that asked for another one, there would be no end.
+        before = replace(before, reconfigure_handles=after.reconfigure_handles)
     if after.identity != before.identity:
         what = "has a newer session" if after.session != before.session else "has other addresses or another world size"
         reasons.append(f"{after.replica_id} {what}")

@@ -34,20 +34,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from tft_pg.backends.addresses import address_towards
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.device_library import AcceleratorBackend, Communicator, Connecting
-from tft_pg.backends.examination import Examination
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.native import NativeProcessGroup
-from tft_pg.backends.patience import Phase
-from tft_pg.backends.rendezvous import meet
+from tft_pg.backends.peers import connect_peers, own_address
 from tft_pg.backends.word_line import WordLine
 from tft_pg.errors import (
     CollectiveTimeoutError,
     CommunicatorFailedError,
-    ConfigureError,
     OperationRefusedError,
     PeerDisconnectedError,
 )
@@ -591,9 +587,13 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         assert where.rank is not None
         assert where.world_size is not None
         device = self._device_here()  # on this thread, because on another thread the first device is current
-        lifeline = Lifeline(where.rank, where.world_size, self._address(where.world_size), where.replica_id)
+        client = self._store_client
+        assert client is not None
+        address = own_address(self._hostname, client.host, client.port, where.world_size)
+        lifeline = Lifeline(where.rank, where.world_size, address, where.replica_id)
         try:
-            self._meet(store, attempt, lifeline)
+            connect_peers(store, attempt, lifeline, silent=client.silent)
+            attempt.enter(None)  # the library's own connecting, which takes seconds the first time
             store.set_timeout(attempt.remaining())
             connecting = Connecting(self._backend, store, device, attempt)
             communicator = connecting.result(attempt, lifeline)
@@ -623,18 +623,6 @@ class AcceleratorProcessGroup(NativeProcessGroup):
             self._operations.look()
         return super().errored()
 
-    def _meet(self, store: Store, attempt: Attempt, lifeline: Lifeline) -> None:
-        """Find the other ranks, and connect the lifeline. Raises: ConfigureError: it names the missing ranks."""
-        assert self._store_client is not None
-        records = meet(store, attempt, lifeline.record(), silent=self._store_client.silent)
-        examination = Examination(store, attempt, lifeline.unconnected)
-        attempt.enter(Phase.CONNECTIONS, late=examination.late, examine=examination.run)
-        try:
-            lifeline.connect(records, attempt)
-        except ConfigureError as failure:
-            raise examination.after(failure) from failure
-        attempt.enter(None)  # the library's own connecting, which takes seconds the first time
-
     def _discard(self) -> None:
         return None
 
@@ -643,16 +631,3 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         if self._device is not None and self._device.index is not None:
             return self._device
         return self._backend.current_device() or self._device
-
-    def _address(self, world_size: int) -> str:
-        assert self._store_client is not None
-        if world_size == 1:
-            return ""
-        try:
-            if self._hostname is not None:
-                return str(socket.getaddrinfo(self._hostname, None, type=socket.SOCK_STREAM)[0][4][0])
-            return address_towards(self._store_client.host, self._store_client.port)
-        except OSError as error:
-            raise ConfigureError(
-                f"this machine has no reachable address ({error}); pass a hostname to the group"
-            ) from error

@@ -13,7 +13,7 @@ import socket
 from contextlib import suppress
 from typing import Final
 
-__all__ = ["address_towards", "loopback_of", "own_name_is_loopback"]
+__all__ = ["address_towards", "default_address", "loopback_of", "own_name_is_loopback"]
 
 # Reserved for documentation, so no machine has them.
 _OUTSIDE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
@@ -35,6 +35,14 @@ def address_towards(host: str, port: int) -> str:
         with suppress(OSError):
             return _towards(*outside)
     return address
+
+
+def default_address() -> str:
+    """Return the numeric address at which other machines reach this one, or loopback if there is no route to any."""
+    for outside in _OUTSIDE:
+        with suppress(OSError):
+            return _towards(*outside)
+    return "127.0.0.1"
 
 
 def own_name_is_loopback() -> bool:

@@ -63,7 +63,7 @@ from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
 from tft_pg.sockets import Endpoint
 
-__all__ = ["ProcessGroupGloo"]
+__all__ = ["ProcessGroupGloo", "all_threads", "classify", "is_reducing", "start_collective"]
 
 _INTERFACES_ENV = "GLOO_SOCKET_IFNAME"
 _Gloo: Any = dist.ProcessGroupGloo
@@ -158,7 +158,7 @@ class ProcessGroupGloo(NativeProcessGroup):
                 silent=self._store_client.silent,
                 examination=examination,
             )
-            before = _threads()
+            before = all_threads()
             began_s = time.monotonic()
             try:
                 backend = _Gloo(recording_store, where.rank, where.world_size, options)
@@ -170,7 +170,7 @@ class ProcessGroupGloo(NativeProcessGroup):
                 raise recording_store.error or examination.after(error) from None
         try:
             attempt.check()
-            mesh.finish(where.world_size, len(self._devices), threads=_threads() - before)
+            mesh.finish(where.world_size, len(self._devices), threads=all_threads() - before)
             mesh.lifeline = lifeline = setup.finish()
             if self._listeners != mesh.own():
                 self._listeners = mesh.own()
@@ -201,9 +201,9 @@ class ProcessGroupGloo(NativeProcessGroup):
             settle=mesh.settle,
             is_over=mesh.is_over,
             reports_end=lambda collective: collective.name not in _POINT_TO_POINT,
-            classify=_classify,
+            classify=classify,
             where=where,
-            start=partial(_start, where, transfers),
+            start=partial(start_collective, where, transfers),
             blame=mesh.silent_ranks,
             words=None if lifeline is None else WordLine(lifeline, where),
         )
@@ -283,7 +283,7 @@ def _nothing() -> None:
     return None
 
 
-def _start(
+def start_collective(
     where: Where,
     transfers: Transfers,
     torch_group: dist.ProcessGroup,
@@ -291,6 +291,16 @@ def _start(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> dist.Work:
+    """Start a collective of a torch group over Gloo.
+
+    Args:
+        where: the group's place, for messages.
+        transfers: the sends and receives of the group.
+        torch_group: runs the collective.
+        collective, args, kwargs: the call.
+
+    Raises: OperationRefusedError: Gloo lacks this call, or its arguments are wrong. RuntimeError: torch's error.
+    """
     if is_plain(collective, args):
         return forward(torch_group, collective, args, kwargs)
     fault = fault_of(collective, args, kwargs, rank=where.rank or 0, world_size=where.world_size or 1)
@@ -305,11 +315,12 @@ def _start(
     return transfers.adopt(forward(torch_group, collective, args, kwargs))
 
 
-def _threads() -> frozenset[str]:
+def all_threads() -> frozenset[str]:
+    """Return the ids of this process's threads."""
     return frozenset(os.listdir(_THREADS))
 
 
-def _reducing(candidates: frozenset[str]) -> bool:
+def is_reducing(candidates: frozenset[str]) -> bool:
     """Return whether any of these threads is a Gloo thread of torch that computes at this moment."""
     for thread in candidates:
         try:
@@ -514,7 +525,7 @@ class _Mesh:
         """
         severed_s = None if self._watch is None else self._watch.severed_s
         straggled = severed_s is not None and time.monotonic() - severed_s > _FORGET_AFTER_S
-        return straggled and not _reducing(self._threads)
+        return straggled and not is_reducing(self._threads)
 
     def settle(self) -> None:
         if self._watch is not None:
@@ -685,8 +696,9 @@ _FAULTS: Mapping[str, type[PeerDisconnectedError] | type[CollectiveTimeoutError]
 }
 
 
-def _classify(
+def classify(
     error: Exception,
 ) -> type[PeerDisconnectedError] | type[CollectiveTimeoutError] | type[OperationRefusedError]:
+    """Return the kind of an error of Gloo, by its text."""
     text = str(error)
     return next((fault for words, fault in _FAULTS.items() if words in text), OperationRefusedError)

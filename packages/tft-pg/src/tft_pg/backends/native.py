@@ -273,6 +273,7 @@ class NativeProcessGroup(ProcessGroup):
             self._error = why
             if attempt is not None:
                 attempt.stop(why)
+        self._handle.close()
         if live is not None:
             self._recorder.ended(live, "failure" if live.error else "end")
             live.end(why)

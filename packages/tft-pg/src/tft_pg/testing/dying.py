@@ -94,6 +94,7 @@ class _Order:
     world_size: int = 1
     row: str = ""
     length: int = 0
+    store_ports: tuple[int, ...] = ()
 
 
 _Answer = tuple[str, str] | None
@@ -169,7 +170,7 @@ def _obey(order: _Order, group: ProcessGroup, runs: list[_Run], words: list[Word
         case "finish word":
             assert words[0].wait() == (3, 3)
         case "cut off":
-            sockets.shut_down(_group_connections(order.address))
+            sockets.shut_down(_group_connections(order.address, order.store_ports))
         case _:
             raise AssertionError(f"there is no order {order.what!r}")
 
@@ -227,10 +228,10 @@ def _tcp_sockets() -> dict[int, Endpoint]:
     return found
 
 
-def _group_connections(store_addr: str) -> list[int]:
-    """Return all TCP connections of this process except those to its store."""
-    port = parse_store_addr(store_addr).port
-    return [inode for inode, remote in _tcp_sockets().items() if remote.port != port]
+def _group_connections(store_addr: str, store_ports: Sequence[int]) -> list[int]:
+    """Return all TCP connections of this process except those to its stores."""
+    ports = {parse_store_addr(store_addr).port, *store_ports}
+    return [inode for inode, remote in _tcp_sockets().items() if remote.port not in ports]
 
 
 # --- the cases ---
@@ -355,7 +356,7 @@ class _Stage:
             case Fault.STOPPED:
                 self.victim.signal(signal.SIGSTOP)
             case Fault.CUT_OFF:
-                self.victim.order(_Order("cut off", self.address))
+                self.victim.order(_Order("cut off", self.address, store_ports=self._subject.store_ports))
                 if is_stopped:
                     self.victim.signal(signal.SIGCONT)
                 self.victim.answer()

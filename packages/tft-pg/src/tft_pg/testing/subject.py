@@ -37,6 +37,7 @@ class Subject:
         ready: whether the group works before its first `configure`.
         meets_peers: whether `configure` waits for the other ranks.
         lacks: the unsupported collectives, which the group refuses; by their names in `tft_pg.COLLECTIVES`.
+        store_ports: of further stores that the groups need. A disconnected rank keeps its connections to them.
     """
 
     make: Callable[[], ProcessGroup]
@@ -44,6 +45,7 @@ class Subject:
     ready: bool = False
     meets_peers: bool = True
     lacks: frozenset[str] = frozenset()
+    store_ports: tuple[int, ...] = ()
 
     @property
     def most(self) -> int:

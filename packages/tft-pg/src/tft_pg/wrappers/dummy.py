@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import AbortedError, ConfigError, OperationRefusedError, ProcessGroupClosedError, ProcessGroupError
+from tft_pg.handles import OwnHandle
 from tft_pg.ops import Collective
 from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.word import EndedExchange, WordExchange, check_round, checked_values
@@ -41,6 +42,7 @@ class ProcessGroupDummy(ProcessGroup):
     def __init__(self, rank: int = 0, world: int = 1) -> None:
         super().__init__()
         self._check_rank(rank, world)
+        self._handle = OwnHandle(hosts=False)
         self.configure_count = 0
         self.wait_count = 0
         self.get_future_count = 0
@@ -101,6 +103,7 @@ class ProcessGroupDummy(ProcessGroup):
 
     def shutdown(self) -> None:
         self._error = ProcessGroupClosedError("the dummy group was shut down; make a new group")
+        self._handle.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
         checked_timeout(timeout)

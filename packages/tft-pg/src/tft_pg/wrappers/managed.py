@@ -77,8 +77,8 @@ class ManagedProcessGroup(ProcessGroup):
     `size()` is the number of participants. Allreduce (also coalesced) reduces over them, with the Manager's reductions.
     Replica groups hold the same weights, and their ranks change from step to step. So the collectives that move weights
     (broadcast, the allgathers, gather, scatter) and barrier run in a group of one. All other collectives are refused.
-    The Manager configures and aborts its own group, so this group refuses `configure`, `abort`, `set_timeout`,
-    `exchange_word` and `linger`. `shutdown` has no effect on the Manager's group.
+    The Manager configures and aborts its own group, so this group refuses `configure`, `reconfigure`, `abort`,
+    `set_timeout`, `exchange_word` and `linger`. `shutdown` has no effect on the Manager's group.
 
     Args:
         manager: reduces, and knows the number of participants.
@@ -139,6 +139,14 @@ class ManagedProcessGroup(ProcessGroup):
         timeout: timedelta | None = None,
     ) -> None:
         raise self._not_supported("configure")
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Return False, because the Manager configures its own group."""
+        return False
+
+    def get_reconfigure_handle(self) -> str:
+        raise self._not_supported("get_reconfigure_handle")
 
     def abort(self) -> None:
         raise self._not_supported("abort")

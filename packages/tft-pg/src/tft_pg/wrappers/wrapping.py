@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import ConfigError
 from tft_pg.forwarding import forward
+from tft_pg.handles import OwnHandle
 from tft_pg.ops import Collective
 from tft_pg.settings import checks_argument_order, refuses_errored_false
 from tft_pg.word import LINGER, WordExchange
@@ -127,6 +128,9 @@ class WrappingProcessGroup(ProcessGroup):
 
     def rank(self) -> int:
         return self._parent.rank()
+
+    def _own_handle(self) -> OwnHandle:
+        return self._parent._own_handle()
 
     def getBackendName(self) -> str:
         return self._parent.getBackendName()
