@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
 import threading
 import time
 import weakref
@@ -65,7 +64,6 @@ _GRACE_S = 0.05
 _WORDS_S = LINGER.total_seconds()
 # The longest wait for the library's abort. After this time, the wait is abandoned.
 _ABORT_S = 5.0
-_ABANDON_S = 0.1
 
 _Looking = Callable[[], AbstractContextManager[object]]
 _Fault = (
