@@ -6,6 +6,7 @@ from tft_pg.backends.gloo import ProcessGroupGloo
 from tft_pg.backends.nccl import ProcessGroupNCCL
 from tft_pg.backends.xccl import ProcessGroupXCCL
 from tft_pg.base import ProcessGroup
+from tft_pg.child.group import ProcessGroupBaby, ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupBabyXCCL
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -57,6 +58,10 @@ __all__ = [
     "OperationRefusedError",
     "PeerDisconnectedError",
     "ProcessGroup",
+    "ProcessGroupBaby",
+    "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupClosedError",
     "ProcessGroupDummy",
     "ProcessGroupError",
