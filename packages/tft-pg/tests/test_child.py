@@ -382,7 +382,7 @@ def test_what_can_not_be_is_refused_before_anything_is_sent(bench: Bench) -> Non
         assert isinstance(failure(call), OperationRefusedError)
         assert group.errored() is None
     with pytest.raises(TypeError):
-        group.allreduce("no tensor")
+        group.allreduce("no tensor")  # type: ignore[call-overload]
     many = [torch.ones(1) for _ in range(3000)]
     error = failure(lambda: group.allreduce_coalesced(many))
     assert isinstance(error, OperationRefusedError)
@@ -404,6 +404,25 @@ def test_a_callback_may_wait_for_another_operation(bench: Bench) -> None:
         return float(value[0])
 
     assert bench.all(groups, act) == [2.0, 2.0]
+
+
+def test_a_callback_may_shut_the_group_down(bench: Bench) -> None:
+    groups = bench.configured(2)
+    took_s: list[float] = []
+
+    def callback(_: object) -> None:
+        begun_s = time.monotonic()
+        groups[0].shutdown()
+        took_s.append(time.monotonic() - begun_s)
+
+    future = groups[0].allreduce([torch.ones(4)]).get_future()
+    future.add_done_callback(callback)
+    os.kill(child_of(groups[0]), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        future.wait()
+    until(lambda: bool(took_s), "the callback hangs")
+    assert took_s[0] < SOON_S
+    assert isinstance(groups[0].errored(), ProcessGroupClosedError)
 
 
 def test_torchs_ddp_runs_on_it_unmodified(bench: Bench) -> None:

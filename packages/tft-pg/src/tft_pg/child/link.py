@@ -210,11 +210,14 @@ class Link:
                 if self._child.closed:
                     return
                 packet = self._receive()
-                if packet is None:
-                    self._die()
-                    return
+            # Callbacks of futures run here, without any lock.
+            if packet is None:
+                self._die()
+                return
             if packet:
                 self._take(packet)
+            else:
+                self._check_late()
 
     def _receive(self) -> bytes | None:
         """Return the next answer. Empty: none has come for a while. None: the child has ended."""
@@ -230,17 +233,16 @@ class Link:
                 return None
         if ready:
             return None
-        now_s = time.monotonic()
-        if self._kill_s is not None and now_s >= self._kill_s:
-            self._child.kill()
-            return None
-        with self._lock:
-            late = next((call for call in self._calls.values() if now_s >= call.due_s), None)
-        if late is not None:
-            self._hangs(late)
-        return b""
+        # A child that was told to end, and has not ended in time, is given up.
+        return None if self._kill_s is not None and time.monotonic() >= self._kill_s else b""
 
-    def _hangs(self, call: Call) -> None:
+    def _check_late(self) -> None:
+        """Give the child up if it has not reported the end of a call in time."""
+        now_s = time.monotonic()
+        with self._lock:
+            call = next((call for call in self._calls.values() if now_s >= call.due_s), None)
+        if call is None:
+            return
         self._fail_all(
             CollectiveTimeoutError(
                 f"{call.operation} failed ({self.where}): child process {self.pid} did not report its end within "
@@ -319,5 +321,5 @@ class Link:
         if has_ended:
             for segment in held:
                 self._pool.give(segment)
-        with self._sending:
+        with self._reading, self._sending:
             self._child.close()

@@ -78,13 +78,22 @@ class ChildProcess:
 
     def has_ended(self, within_s: float = 0.0) -> bool:
         """Wait until the process has ended, and return whether it has."""
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(within_s * 1000))
+        with self._lock:
+            if self.closed:
+                return True
+            pidfd = os.dup(self.pidfd)
+        try:
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            return bool(poll.poll(within_s * 1000))
+        finally:
+            os.close(pidfd)
 
     def close(self) -> None:
-        """Close the descriptors. A child that still runs ends itself then."""
+        """Close the descriptors, once. A child that still runs ends itself then."""
         with self._lock:
+            if self.closed:
+                return
             self.closed = True
             self.socket.close()
             os.close(self.pidfd)
