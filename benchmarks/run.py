@@ -16,6 +16,7 @@ from typing import NoReturn, final
 
 from benchmarks import (
     chain,
+    child_process,
     failure_stall,
     lighthouse_scale,
     lighthouse_start,
@@ -49,6 +50,9 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p13": lambda short: lighthouse_scale.measure_streams(seconds=5.0 if short else 30.0),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
+    "p16": lambda short: child_process.measure(
+        turns=1 if short else 9, large=3 if short else 10, small=50 if short else 300
+    ),
     "p17": lambda short: steady_steps.measure_messages(steps=200 if short else 1_000),
     "p18": lambda short: steady_steps.measure_away(seconds=5.0 if short else 30.0),
     "p19": lambda short: standing_join.measure({1_000: 1} if short else standing_join.TURNS),

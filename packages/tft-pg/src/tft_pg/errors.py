@@ -186,7 +186,7 @@ class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
 
 
 class CommunicatorFailedError(ProcessGroupError):
-    """The device library failed in a call, and no operation works any more (cause attached). Next: configure again."""
+    """The device library or the child process failed, and no operation works any more. Next: configure again."""
 
 
 class OperationRefusedError(ProcessGroupError):

@@ -310,13 +310,14 @@ class PendingWork(dist.Work):
         self._done = threading.Event()
         self._error: Exception | None = None
         self._result: list[torch.Tensor] = []
+        self._source = 0
         self._promise = _Promise()
 
-    def finish(self, result: list[torch.Tensor]) -> None:
+    def finish(self, result: list[torch.Tensor], *, source: int = 0) -> None:
         with self._lock:
             if self._done.is_set():
                 return
-            self._result = result
+            self._result, self._source = result, source
             self._done.set()
         self._promise.keep(result)
 
@@ -344,6 +345,11 @@ class PendingWork(dist.Work):
 
     def result(self) -> list[torch.Tensor]:
         return self._result
+
+    def source_rank(self) -> int:
+        return self._source
+
+    _source_rank = source_rank
 
     def synchronize(self) -> None:
         return None

@@ -74,6 +74,11 @@ class NativeProcessGroup(ProcessGroup):
         self._parent_pid = 0  # in a forked child: the process that owns the original of this group
         let_go_in_child(self)
 
+    @property
+    def patience(self) -> Patience:
+        """Return the limits of the phases of `configure`."""
+        return self._patience
+
     @abc.abstractmethod
     def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
         """Build one torch group, and block until it is built.

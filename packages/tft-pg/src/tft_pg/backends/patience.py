@@ -13,6 +13,7 @@ Law of this file: numbers only; no clock, no I/O.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Final, final
 
 __all__ = ["SHORTEST_S", "Patience", "Phase"]
@@ -41,6 +42,21 @@ class Patience:
         self._bounds_s = dict(SHORTEST_S)
         self._failed_sizes: dict[Phase, int] = {}  # the largest group that took longer, while the limit is raised
         self._smaller: dict[Phase, int] = {}  # successes of smaller groups since then
+
+    def state(self) -> dict[str, list[float]]:
+        """Return the limits in a form that `restore` takes, in another process too."""
+        return {
+            phase.value: [self._bounds_s[phase], self._failed_sizes.get(phase, 0), self._smaller.get(phase, 0)]
+            for phase in Phase
+        }
+
+    def restore(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Continue with the limits that `state` returned. An empty state changes nothing."""
+        for name, (bound_s, failed_size, smaller) in state.items():
+            phase = Phase(name)
+            self._bounds_s[phase] = bound_s
+            self._failed_sizes[phase] = int(failed_size)
+            self._smaller[phase] = int(smaller)
 
     def bound_s(self, phase: Phase, ordinary_s: float) -> float:
         """Return how long this phase may take, in seconds; at most the ordinary timeout."""

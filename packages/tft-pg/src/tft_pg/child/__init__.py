@@ -1,0 +1,1 @@
+"""Process groups whose communication library runs in a child process."""
