@@ -29,12 +29,9 @@ from tft_pg import (
     PeerDisconnectedError,
     ProcessGroup,
     ProcessGroupBabyGloo,
-    ProcessGroupBabyNCCL,
-    ProcessGroupBabyXCCL,
     ProcessGroupClosedError,
     ProcessGroupError,
     ProcessGroupWrapper,
-    UnsupportedOperationError,
 )
 from tft_pg.child import link as links
 from tft_pg.child.nursery import NURSERY
@@ -449,9 +446,6 @@ def test_settings_are_checked() -> None:
             ProcessGroupBabyGloo(timeout)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="not both"):
         ProcessGroupBabyGloo(interface="lo", hostname="localhost")
-    for kind in (ProcessGroupBabyNCCL, ProcessGroupBabyXCCL):
-        with pytest.raises(UnsupportedOperationError, match="device memory"):
-            kind()
 
 
 def test_the_child_listens_where_the_environment_says(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, Final, NoReturn, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ from tft_pg.store import parse_store_addr
 from tft_pg.word import LINGER, WordExchange, check_round, checked_values
 from tft_pg.work import PendingWork
 
-__all__ = ["ProcessGroupBaby", "ProcessGroupBabyGloo", "ProcessGroupBabyNCCL", "ProcessGroupBabyXCCL"]
+__all__ = ["ProcessGroupBaby", "ProcessGroupBabyGloo"]
 
 # The child's own limit of an operation expires first. These seconds let its error arrive.
 _REPORT: Final = timedelta(seconds=6)
@@ -441,42 +441,6 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
         rank, world_size = self._where.rank or 0, self._where.world_size or 1
         fault = fault_of(collective, args, kwargs, rank=rank, world_size=world_size)
         return fault or lacks(collective, args, kwargs)
-
-
-class _OfDevices(ProcessGroupBaby):
-    """Abstract base of the groups whose tensors are on a device, which this release can't share with a child."""
-
-    _library: ClassVar[str] = ""
-
-    def __init__(self, timeout: float | timedelta = 60.0) -> None:
-        raise UnsupportedOperationError(
-            f"{type(self).__name__} needs device memory that is shared with a child process, which this release does "
-            f"not have; use ProcessGroup{self._library}, whose abort ends a hung operation in this process, or "
-            "ProcessGroupBabyGloo for tensors on the CPU"
-        )
-
-    def _fault(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> NoReturn:
-        raise AssertionError("the group can't be made")
-
-
-@final
-class ProcessGroupBabyNCCL(_OfDevices):
-    """Refused in this release: NCCL in a child process needs device memory that two processes share.
-
-    Raises: UnsupportedOperationError: always.
-    """
-
-    _library = "NCCL"
-
-
-@final
-class ProcessGroupBabyXCCL(_OfDevices):
-    """Refused in this release: XCCL in a child process needs device memory that two processes share.
-
-    Raises: UnsupportedOperationError: always.
-    """
-
-    _library = "XCCL"
 
 
 @final
