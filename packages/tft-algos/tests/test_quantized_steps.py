@@ -231,7 +231,7 @@ def test_a_half_that_cannot_start_aborts_the_group_before_the_next_reduction() -
 
 
 def test_a_fork_leaves_the_thread_and_its_work_behind(jobs: Callable[..., Job]) -> None:
-    def replica(rank: int, manager: Manager) -> bool:
+    def replica(rank: int, manager: Manager) -> tuple[bool, int]:
         manager.start_quorum()
         works = [manager.allreduce(torch.ones(100_000), should_quantize=True) for _ in range(3)]
         child = os.fork() if rank == 0 else None
