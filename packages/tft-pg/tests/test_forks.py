@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -354,6 +355,36 @@ def test_a_child_that_ends_as_a_program_does_ends_nothing_of_its_parents(kind: s
     if what == "use":
         assert lines.pop(0).startswith("ProcessGroupClosedError allreduce was called in process ")
     assert lines == ["child 7", "parent [None, None]"]
+
+
+def test_a_child_destroys_no_garbage_of_its_parent() -> None:
+    """A collection in a child destroyed a torch group of the parent, whose threads the child does not have."""
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            destroyed.append(os.getpid())
+
+    destroyed: list[int] = []
+    group = ProcessGroupGloo()
+    gc.disable()
+    try:
+        Garbage()
+        child = os.fork()
+        if child == 0:
+            try:
+                gc.collect()
+                os._exit(len(destroyed))
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        gc.collect()
+        assert destroyed == [os.getpid()]
+    finally:
+        gc.enable()
+        group.shutdown()
 
 
 def test_a_child_is_told_whose_group_it_has() -> None:

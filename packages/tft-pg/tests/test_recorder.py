@@ -209,6 +209,14 @@ def test_a_running_group_is_recorded_on_request(tmp_path: Path) -> None:
     assert len(records(tmp_path)) == 2
 
 
+def test_groups_without_a_directory_are_left_out_of_a_request_without_one(tmp_path: Path) -> None:
+    with Bench(lambda: ProcessGroupGloo(trace_dir=tmp_path)) as bench, Bench(ProcessGroupGloo) as other:
+        (own,), (without,) = bench.configured(1), other.configured(1)
+        own.allreduce([torch.ones(1)]).wait()
+        without.allreduce([torch.ones(1)]).wait()
+        assert len(dump_traces()) == 1
+
+
 def test_a_directory_that_cant_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "file"
     file.write_text("")

@@ -16,6 +16,7 @@ Law of this file: what happens in the child; each owner reports its own resource
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import socket
 import stat
@@ -89,6 +90,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
+    gc.freeze()  # a collection in the child would destroy the parent's garbage, which may hold objects of C++
     # As threading and logging do with their locks.
     _hooking._at_fork_reinit()  # type: ignore[attr-defined]
     _no_fork._at_fork_reinit()  # type: ignore[attr-defined]

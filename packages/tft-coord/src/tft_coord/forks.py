@@ -15,6 +15,7 @@ Law of this file: the actions in the child; each owner names its own descriptors
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import socket
 import stat
@@ -71,6 +72,7 @@ def let_go_in_child(owner: Owner) -> None:
 
 def _in_child() -> None:
     global _hooking
+    gc.freeze()  # a collection in the child would destroy the parent's garbage, which may hold objects of C++
     _hooking = threading.Lock()
     owners = list(_owners)
     _owners.clear()

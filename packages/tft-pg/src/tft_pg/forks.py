@@ -18,6 +18,7 @@ Law of this file: what happens at a fork; each owner reports its own resources.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import weakref
@@ -108,6 +109,8 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
+    # The parent's garbage may hold torch groups, and a collection in the child would destroy them.
+    gc.freeze()
     for lock in (_hooking, _no_fork, *_locks):
         lock._at_fork_reinit()  # type: ignore[attr-defined]  # as threading and logging do with their locks
     sockets.forget_holds()

@@ -49,19 +49,22 @@ def dump_traces(directory: str | os.PathLike[str] | None = None) -> list[Path]:
     """Write the flight records of all configured groups of this process now.
 
     Args:
-        directory: the directory for the files; None: each group's own `trace_dir`, or that of TFT_TRACE_DIR.
+        directory: the directory for the files; None: each group's own `trace_dir`, or that of TFT_TRACE_DIR. Groups
+            with neither are left out.
 
     Returns: the files.
-    Raises: ConfigError: no directory is set. TraceWriteError: the directory can't be written.
+    Raises: ConfigError: no configured group has a directory. TraceWriteError: the directory can't be written.
         UnsupportedOperationError: this torch has no flight recorder.
     """
     given = None if directory is None else Path(directory)
-    paths = []
-    for recorder in list(_recorders):
-        path = recorder.dump(given)
-        if path is not None:
-            paths.append(path)
-    return paths
+    configured = [recorder for recorder in _recorders if recorder.is_configured]
+    if given is None:
+        placed = [recorder for recorder in configured if recorder.has_directory]
+        if configured and not placed:
+            raise ConfigError(f"no directory for flight records is set; pass one, or set {TRACE_DIR_ENV}")
+        configured = placed
+    paths = [recorder.dump(given) for recorder in configured]
+    return [path for path in paths if path is not None]
 
 
 def flush_traces(timeout_s: float = 10.0) -> bool:
@@ -126,6 +129,16 @@ class GroupRecorder:
         if self._directory is not None:
             _writer.flush(_SETTLE_S)
 
+    @property
+    def is_configured(self) -> bool:
+        """Return whether the group is configured now."""
+        return self._live is not None and self._live() is not None
+
+    @property
+    def has_directory(self) -> bool:
+        """Return whether the group's records have a directory of their own."""
+        return self._directory is not None
+
     def dump(self, directory: Path | None) -> Path | None:
         """Write the record now. Returns: the file, or None if the group is not configured."""
         with self._lock:
@@ -134,8 +147,7 @@ class GroupRecorder:
         if live is None:
             return None
         target = directory or self._directory
-        if target is None:
-            raise ConfigError(f"no directory for flight records is set; pass one, or set {TRACE_DIR_ENV}")
+        assert target is not None, "dump_traces chooses the groups"
         return _writer.write(target, self._snapshot(label, *_state(live), "request"))
 
     def _snapshot(
