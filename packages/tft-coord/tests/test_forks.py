@@ -133,7 +133,9 @@ server.stop(None).wait()
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_a_child_keeps_the_users_own_connections_to_the_same_port_of_another_host(host: str) -> None:
     done = run(_USERS_OWN, host)
-    assert (done.stdout, done.stderr) == ("0\nthe user's own\n", "")
+    # gRPC may log the end of the server's connections by itself.
+    errors = [line for line in done.stderr.splitlines() if "Got goaway" not in line]
+    assert (done.stdout, errors) == ("0\nthe user's own\n", [])
 
 
 _ENVIRONMENT = """
