@@ -22,7 +22,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.patience import Patience, Phase
-from tft_pg.base import ProcessGroup
 from tft_pg.errors import (
     AbortedError,
     ConfigError,
@@ -34,6 +33,7 @@ from tft_pg.errors import (
 )
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
+from tft_pg.placed import PlacedProcessGroup
 from tft_pg.recorder import GroupRecorder
 from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.store import StoreAddress, StoreClient, parse_store_addr
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _STOPPED_WITHIN_S = 10.0
 
 
-class NativeProcessGroup(ProcessGroup):
+class NativeProcessGroup(PlacedProcessGroup):
     """Abstract base. A subclass builds torch groups of one backend.
 
     Args:
@@ -227,26 +227,6 @@ class NativeProcessGroup(ProcessGroup):
             return True
         return super().linger(timeout) if live.words is None else live.words.linger(checked_timeout(timeout))
 
-    def _unusable(self, operation: str) -> ProcessGroupError:
-        if self._closed:
-            return self._closed_error(operation)
-        error = self._error
-        if error is None:
-            return NotConfiguredError(f"{operation} was called before the first configure; configure the group")
-        kind = AbortedError if isinstance(error, AbortedError) else NotConfiguredError
-        return kind(f"{operation} was called on an unusable group: {error}", where=error.where)
-
-    def _closed_error(self, operation: str) -> ProcessGroupClosedError:
-        if self._parent_pid:
-            return ProcessGroupClosedError(
-                f"{operation} was called in process {os.getpid()}, which was forked from process {self._parent_pid}, "
-                f"the owner of this group ({self._where}); use the group there, or make a new one here",
-                where=self._where,
-            )
-        return ProcessGroupClosedError(
-            f"{operation} was called after shutdown ({self._where}); make a new group", where=self._where
-        )
-
     @refuses_errored_false
     def abort(self) -> None:
         with self._lock:
@@ -316,23 +296,6 @@ class NativeProcessGroup(ProcessGroup):
             live = self._live
         if live is not None:
             live.set_timeout(timeout)
-
-    def size(self) -> int:
-        return self._placed("size").world_size or 1
-
-    def rank(self) -> int:
-        return self._placed("rank").rank or 0
-
-    def _placed(self, operation: str) -> Where:
-        if self._closed or self._where.rank is None:
-            raise self._unusable(operation)
-        return self._where
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "configured" if self.errored() is None else "unusable"
-        if self._where.rank is None and not self._closed:
-            state = "unconfigured"
-        return f"{type(self).__name__}({self._where}, {state})"
 
 
 def _first_line(error: BaseException) -> str:

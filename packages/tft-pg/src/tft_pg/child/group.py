@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from tft_pg import sockets
 from tft_pg.backends.gloo_table import lacks
-from tft_pg.base import ProcessGroup
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.child.arguments import dtype_name, pack
 from tft_pg.child.link import Call, Link
@@ -45,6 +44,7 @@ from tft_pg.errors import (
 )
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
+from tft_pg.placed import PlacedProcessGroup
 from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.store import parse_store_addr
 from tft_pg.word import LINGER, WordExchange, check_round, checked_values
@@ -65,7 +65,7 @@ _FILLS_ALL: Final = frozenset(
 _ENVIRONMENT: Final = ("GLOO_", "TORCH_")
 
 
-class ProcessGroupBaby(ProcessGroup):
+class ProcessGroupBaby(PlacedProcessGroup):
     """Abstract base: a process group whose communication library runs in a child process.
 
     The child ends with this process, and a fresh child serves each `configure`. If the child dies, all running
@@ -374,45 +374,8 @@ class ProcessGroupBaby(ProcessGroup):
 
     # --- what it is ---------------------------------------------------------------------------------------------------
 
-    def _unusable(self, operation: str) -> ProcessGroupError:
-        if self._closed:
-            return self._closed_error(operation)
-        error = self._error
-        if error is None:
-            return NotConfiguredError(f"{operation} was called before the first configure; configure the group")
-        kind = AbortedError if isinstance(error, AbortedError) else NotConfiguredError
-        return kind(f"{operation} was called on an unusable group: {error}", where=error.where)
-
-    def _closed_error(self, operation: str) -> ProcessGroupClosedError:
-        if self._parent_pid:
-            return ProcessGroupClosedError(
-                f"{operation} was called in process {os.getpid()}, which was forked from process {self._parent_pid}, "
-                f"the owner of this group ({self._where}); use the group there, or make a new one here",
-                where=self._where,
-            )
-        return ProcessGroupClosedError(
-            f"{operation} was called after shutdown ({self._where}); make a new group", where=self._where
-        )
-
-    def size(self) -> int:
-        return self._placed("size").world_size or 1
-
-    def rank(self) -> int:
-        return self._placed("rank").rank or 0
-
-    def _placed(self, operation: str) -> Where:
-        if self._closed or self._where.rank is None:
-            raise self._unusable(operation)
-        return self._where
-
     def getBackendName(self) -> str:
         return f"tft-child-{self._kind}"
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "configured" if self.errored() is None else "unusable"
-        if self._where.rank is None and not self._closed:
-            state = "unconfigured"
-        return f"{type(self).__name__}({self._where}, {state})"
 
 
 @final
