@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tft_algos import DiLoCo, Manager
+from tft_coord import ManagerServer
 from tft_lighthouse import LighthouseServer
 from tft_lighthouse.shell import LighthouseShell
 from tft_pg import ProcessGroupGloo
@@ -185,3 +186,39 @@ def test_a_lighthouse_that_comes_back_with_a_clock_years_behind_is_waited_for(
         while trainer.manager.current_step() < 4:
             trainer.train(1)
     assert told.clock_behind.is_set()
+
+
+@final
+class LogLine(logging.Handler):
+    """The first warning of the manager server with this text in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(logging.WARNING)
+        self._text = text
+        self.logged = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage():
+            self.logged.set()
+
+
+def test_a_lighthouse_that_was_warned_of_is_logged_when_it_answers_again(
+    lighthouse: Lighthouse,
+) -> None:
+    """The last word was that it can't be reached, for as long as the job ran on."""
+    lighthouse.end()
+    away, back = LogLine("can't be reached"), LogLine(f"the lighthouse at {lighthouse.bind} answers again, after ")
+    logger = logging.getLogger("tft_coord.manager_server.link")
+    for line in (away, back):
+        logger.addHandler(line)
+    try:
+        with ManagerServer(
+            "group:1", lighthouse.bind, "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 1, in_process=True, wait=False
+        ):
+            assert away.logged.wait(WAIT_S)
+            assert not back.logged.is_set()
+            lighthouse.start()
+            assert back.logged.wait(WAIT_S)
+    finally:
+        for line in (away, back):
+            logger.removeHandler(line)

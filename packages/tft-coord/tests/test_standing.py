@@ -136,7 +136,7 @@ def test_one_error_fails_the_round_for_all() -> None:
     rank = Rank()
     own = rank.word()
     vote = rank.ends(own, replace(own, ok=False))
-    assert (vote.yes, vote.why) == (False, "1 of 3 members have an error in this round")
+    assert (vote.yes, vote.why) == (False, "1 of 3 members did not complete this round")
     assert rank.core.state is State.ASKS
 
 

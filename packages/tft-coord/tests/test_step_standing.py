@@ -344,7 +344,7 @@ def test_an_error_anywhere_is_a_no_everywhere() -> None:
     rank.first()
     rank.goes_on()
     vote = rank.end_word(rank.say(), rank.word_of(ok=0))
-    assert (vote.yes, vote.error, vote.why) == (False, None, "1 of 2 members have an error in this round")
+    assert (vote.yes, vote.error, vote.why) == (False, None, "1 of 2 members did not complete this round")
     assert none(do.AbortGroup, rank.concluded), "all know it, and may reduce what is said of the step that is over"
     assert not none(do.Reduce, rank.tell(on.ReductionAsked()))
     effects = rank.tell(on.StepStarted())

@@ -343,7 +343,7 @@ class StandingQuorum:
             raise ProtocolError(f"the word of a round has {NUM_WORDS} integers, not {len(total)}; give the whole sum")
         ok, ask, leave, recovering, check = total
         if ok != num_members:
-            return Vote(yes=False, why=f"{num_members - ok} of {num_members} members have an error in this round")
+            return Vote(yes=False, why=f"{num_members - ok} of {num_members} members did not complete this round")
         if lineage is None or check != num_participants * state_check(current.step, lineage):
             return Vote(yes=False, why=f"the participants of step {current.step} hold different states")
         return Vote(yes=True, stands=not (ask or leave or recovering))

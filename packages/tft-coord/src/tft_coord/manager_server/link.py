@@ -73,6 +73,7 @@ logger = logger_for_people(__name__)
 MAX_PATIENCE = 8  # times heartbeat_timeout, for the first connection to a lighthouse
 WARN_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
 AWAY = "replica %s: %s; retrying. A job with a quorum trains on for two thirds of its lease"
+BACK = "replica %s: the lighthouse at %s answers again, after %.1f s"
 REPORT_AWAY_EVERY_MS = 2_000  # a rank's next wait may begin at any time, and its log line comes after 5 s
 CLOSE_WITHIN_S = 0.2  # the last report to the lighthouse may delay the end of a trainer by this
 
@@ -472,6 +473,9 @@ class LighthouseLink:
         self.failure = ""
         self._failures.clear()
         self._faults.pop(self._target, None)
+        if self._warned_away and self._away_since_ms is not None:
+            # As loud as the line about its absence, which would stand as the last word otherwise.
+            logger.warning(BACK, self._replica_id, self._target, (self._now_ms() - self._away_since_ms) / 1000)
         self._away_since_ms, self._warned_away, self._away_reported_ms = None, False, None
 
     # --- messages of the lighthouse -----------------------------------------------------------------------------------
