@@ -189,12 +189,13 @@ class ErrorFeedback:
             raise ConfigError(f"codec is a {type(codec).__name__}; give a codec of tft_algos.quantization: Int4()")
         if decay is not None and (isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1):
             raise ConfigError(f"decay is {decay!r}; give a number above 0 and at most 1")
+        self.key = key
         self.codec = codec
         self.decay = (SPARSE_DECAY if codec.is_sparse else 1.0) if decay is None else float(decay)
         self.manager = manager
         self._slots: dict[str, FeedbackSlot] = {}
         self._loaded: dict[str, Mapping[str, Any]] = {}  # of slots that nobody has used since the load
-        manager.register_state_dict_fn(key, self.load_state_dict, self._state_for_others, compared=False)
+        manager.register_state_dict_fn(key, self.load_state_dict, self.empty_state, compared=False)
 
     def of(self, name: str) -> FeedbackSlot:
         """Return the slot of a tensor. Use one slot for each tensor, and the same one in every step.
@@ -215,11 +216,11 @@ class ErrorFeedback:
         """Return the residuals of the last committed step, for a checkpoint of this replica."""
         slots = {name: dict(state) for name, state in self._loaded.items()}
         slots |= {name: slot.state() for name, slot in self._slots.items()}
-        return {OWNER: self._owner, SLOTS: slots}
+        return {OWNER: self.owner, SLOTS: slots}
 
-    def _state_for_others(self) -> dict[str, Any]:
-        """Return the state for live recovery. A replica that heals begins without residuals, so none are sent."""
-        return {OWNER: self._owner, SLOTS: {}}
+    def empty_state(self) -> dict[str, Any]:
+        """Return a state without residuals, which a replica that heals begins with."""
+        return {OWNER: self.owner, SLOTS: {}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over residuals that this replica has made, or begin without any.
@@ -227,14 +228,14 @@ class ErrorFeedback:
         Raises: UserStateError: `state_dict` is not the state of an ErrorFeedback. Nothing has changed then.
         """
         slots = _checked(state_dict)
-        if state_dict[OWNER] != self._owner:
+        if state_dict[OWNER] != self.owner:
             slots = {}
         self._loaded = {name: state for name, state in slots.items() if name not in self._slots}
         for name, slot in self._slots.items():
             slot.load(slots.get(name))
 
     @property
-    def _owner(self) -> str:
+    def owner(self) -> str:
         """Return the name of this replica without the id of its process. A replica without a name has only that id."""
         name, _, _ = self.manager.replica_id.rpartition(":")
         return name or self.manager.replica_id
