@@ -9,14 +9,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tft_algos import ConfigError
 from tft_algos.quantization import TopK
 
 BLOCK, SENT = 4096, 128
 
 
-def through(tensor: torch.Tensor) -> torch.Tensor:
+def through(tensor: torch.Tensor, sent: int = SENT) -> torch.Tensor:
     result = torch.full_like(tensor, 7.0)
-    TopK().dequantize(TopK().quantize(tensor), result)
+    TopK(sent).dequantize(TopK(sent).quantize(tensor), result)
     return result
 
 
@@ -30,11 +31,12 @@ def levels(sizes: torch.Tensor) -> torch.Tensor:
     return torch.where(above, sizes[above].mean(), sizes[~above].mean())
 
 
-def test_the_largest_numbers_of_each_block_are_sent_with_two_levels() -> None:
+@pytest.mark.parametrize("num_sent", [64, 128, 256])
+def test_the_largest_numbers_of_each_block_are_sent_with_two_levels(num_sent: int) -> None:
     values = numbers(3 * BLOCK)
-    result = through(values)
+    result = through(values, num_sent)
     for block, given in zip(values.view(3, BLOCK), result.view(3, BLOCK), strict=True):
-        sent = block.abs().topk(SENT).indices
+        sent = block.abs().topk(num_sent).indices
         assert sorted(sent.tolist()) == given.nonzero().flatten().tolist()
         assert torch.equal(given[sent].sign(), block[sent].sign())
         assert len(set(given.abs()[sent].tolist())) == 2
@@ -63,12 +65,19 @@ def test_positions_at_the_ends_of_their_parts(where: list[int]) -> None:
     assert torch.equal(result, values)
 
 
-def test_random_positions_are_exact() -> None:
+@pytest.mark.parametrize("sent", [64, 128, 256])
+def test_random_positions_are_exact(sent: int) -> None:
     draw = torch.Generator().manual_seed(1)
     values = torch.zeros(200, BLOCK)
-    chosen = torch.rand(200, BLOCK, generator=draw).topk(SENT, dim=1).indices
-    values.scatter_(1, chosen, torch.randint(0, 2, (200, SENT), generator=draw) * 4.0 - 2.0)
-    assert torch.equal(through(values.flatten()).view(200, BLOCK), values)
+    chosen = torch.rand(200, BLOCK, generator=draw).topk(sent, dim=1).indices
+    values.scatter_(1, chosen, torch.randint(0, 2, (200, sent), generator=draw) * 4.0 - 2.0)
+    assert torch.equal(through(values.flatten(), sent).view(200, BLOCK), values)
+
+
+@pytest.mark.parametrize("wrong", [0, 127, 129, 512, "128", True, 128.0])
+def test_other_numbers_to_send_are_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="give 64, 128 or 256"):
+        TopK(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [1.0, 0.1, 0.7, 1e-3, 12345.678])
@@ -96,11 +105,12 @@ def test_the_range_of_float32(size: float) -> None:
     assert torch.allclose(through(values) / size, through(values / size), rtol=2**-7)
 
 
-def test_bytes() -> None:
+@pytest.mark.parametrize(("sent", "most"), [(64, 0.0055), (128, 0.0095), (256, 0.016)])
+def test_bytes(sent: int, most: float) -> None:
     values = numbers(1_000_000)
-    rows = TopK().quantize(values)
-    assert rows.shape == (TopK().num_rows(1_000_000), TopK().row_bytes)
-    assert rows.nbytes <= 0.0095 * values.nbytes
+    rows = TopK(sent).quantize(values)
+    assert rows.shape == (TopK(sent).num_rows(1_000_000), TopK(sent).row_bytes)
+    assert rows.nbytes <= most * values.nbytes
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])

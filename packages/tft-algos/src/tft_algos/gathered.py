@@ -55,7 +55,7 @@ class RowExchange(Exchange):
         sent = torch.empty(shape, dtype=torch.uint8, device=values.device)
         self._codec.encode(values, sent)
         self._compensation.sent(self._codec, sent)
-        # The size follows from the own tensor alone. A member with another size fails the collective.
+        # The size follows from the own tensor alone, whatever another member sends.
         received = torch.empty(self._num_ranks * shape[0], shape[1], dtype=torch.uint8, device=values.device)
         self._received = received
         self._gathering = self._issue(lambda: self._group._allgather_base(received.view(-1), sent.view(-1)))

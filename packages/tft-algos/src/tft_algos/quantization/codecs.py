@@ -33,7 +33,7 @@ if sys.byteorder != "little":  # a row's bytes are the memory of its scale and c
 
 
 class Codec(abc.ABC):
-    """A codec. Objects have no state, and equal codecs have the same type.
+    """A codec. Objects have no state, and equal codecs have the same name.
 
     Attributes:
         bits: bits of a code.
@@ -46,6 +46,11 @@ class Codec(abc.ABC):
     block: int
     is_sparse: bool = False
     _tile_elements: int = _TILE  # on a CPU
+
+    @property
+    def name(self) -> str:
+        """Return the name, by which replicas compare their codecs."""
+        return type(self).__name__
 
     @property
     @abc.abstractmethod
