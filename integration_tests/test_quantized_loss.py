@@ -23,8 +23,9 @@ from tft_pg import ProcessGroupGloo
 NAMES: Final = ("a", "b")
 WITHIN: Final = 0.01  # of float32's loss
 SYNCS_WITHIN: Final = 0.02
+AVERAGED_WITHIN: Final = 0.03
 SYNC_EVERY: Final = 10
-RUN_S: Final = 550.0
+RUN_S: Final = 1_500.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def train_apart(lighthouse: str, name: str, kind: str, settings: Settings, conne
         hostname="localhost",
         timeout=timedelta(seconds=60),
     ) as manager:
-        chosen: Any = ErrorFeedback(manager, TopK()) if kind == "top k" else False
+        chosen: Any = ErrorFeedback(manager, TopK(256)) if kind == "top k" else False
         with DiLoCo(manager, [model], adam, outer, SYNC_EVERY, use_bucketization=True, should_quantize=chosen):
             for step in range(settings.steps):
                 adam.zero_grad()
@@ -135,7 +136,7 @@ def loss_of(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1_800)
+@pytest.mark.timeout(3 * RUN_S)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_loss_after_1000_steps_is_within_one_percent(spawn: Spawn, lighthouse: LighthouseServer, seed: int) -> None:
     settings = Settings(steps=1_000, batch=16, context=32, characters=300_000, width=48, layers=2, seed=seed)
@@ -145,11 +146,13 @@ def test_the_loss_after_1000_steps_is_within_one_percent(spawn: Spawn, lighthous
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1_800)
+@pytest.mark.timeout(3 * RUN_S)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_loss_of_sparse_syncs_is_within_two_percent(spawn: Spawn, lighthouse: LighthouseServer, seed: int) -> None:
-    """Each with the outer optimizer that its paper has: without momentum for the largest numbers alone."""
+    """Each with the outer optimizer of its paper: without momentum for the largest numbers alone."""
     settings = Settings(steps=1_000, batch=16, context=32, characters=300_000, width=48, layers=2, seed=seed)
     exact = loss_of(spawn, lighthouse, "diloco", settings, train_apart)
-    loss_of(spawn, lighthouse, "averaged", settings, train_apart)  # for the report: float32, without momentum, too
-    assert loss_of(spawn, lighthouse, "top k", settings, train_apart) <= (1 + SYNCS_WITHIN) * exact
+    sparse = loss_of(spawn, lighthouse, "top k", settings, train_apart)
+    averaged = loss_of(spawn, lighthouse, "averaged", settings, train_apart)  # float32 without momentum, too
+    assert sparse <= (1 + SYNCS_WITHIN) * exact
+    assert sparse <= (1 + AVERAGED_WITHIN) * averaged

@@ -64,19 +64,35 @@ class RowExchange(Exchange):
         return self._gathering  # the first collective is the last one
 
     def write(self) -> None:
-        assert self._received is not None
-        total = torch.zeros(self._num_elements, dtype=torch.float32, device=self._received.device)
-        for rank, rows in enumerate(self._received.chunk(self._num_ranks)):
+        """Write the sum into the tensor, which is undefined if a contribution can't be added.
+
+        Raises: ContributionError: a member's rows are damaged, or not finite.
+        """
+        assert self._received is not None, "the exchange has not begun"
+        tensor = self._tensor
+        if tensor.dtype == torch.float32 and tensor.is_contiguous():
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                self._add_all(self._received, tensor.detach().view(-1))
+            return
+        total = torch.empty(self._num_elements, dtype=torch.float32, device=tensor.device)
+        self._add_all(self._received, total)
+        write_back(total, [tensor])
+
+    def _add_all(self, received: torch.Tensor, total: torch.Tensor) -> None:
+        """Write the sum of all rows, in the order of the ranks."""
+        for rank, rows in enumerate(received.chunk(self._num_ranks)):
             try:
                 self._codec.check_levels(rows)
-                self._codec.add_to(rows, total)
+                if rank:
+                    self._codec.add_to(rows, total)
+                else:
+                    self._codec.decode(rows, total)
             except ValueError as error:
                 raise ContributionError(
                     f"replica rank {rank} sent a contribution that can't be added: {error}; the sync fails on all "
                     "replicas, so look for numbers that are not finite on that replica",
                     replica_rank=rank,
                 ) from error
-        write_back(total, [self._tensor])
 
     def release(self) -> None:
         self._received = self._gathering = None
