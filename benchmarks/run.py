@@ -24,6 +24,7 @@ from benchmarks import (
     rejoin,
     serving,
     slow_link,
+    slow_rounds,
     standing_join,
     steady_steps,
     step_overhead,
@@ -57,6 +58,9 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p18": lambda short: steady_steps.measure_away(seconds=5.0 if short else 30.0),
     "p19": lambda short: standing_join.measure({1_000: 1} if short else standing_join.TURNS),
     "slow": lambda short: slow_link.measure(turns=2 if short else 14),
+    "rounds": lambda short: slow_rounds.measure(
+        {"float32": 1, "int4": 2, "top k": 4} if short else {"float32": 5, "int4": 20, "top k": 60}
+    ),
 }
 LAYOUT = "{:<5} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 

@@ -84,26 +84,28 @@ class Islands:
             self._cluster.unlimit(name)
 
 
+def start_on(cluster: Hosts, stack: ExitStack, host: str, module: str, **flags: Any) -> Worker:
+    """Start a worker on a host. It ends with the stack."""
+    words = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
+    words += ["--hostname", cluster.address(host)]
+    prefix = ["ip", "netns", "exec", cluster.namespace(host).name]
+    worker = Worker("tft", f"benchmarks.{module}", words, prefix=prefix)
+    stack.callback(worker.end)
+    return worker
+
+
 @contextmanager
 def islands(steps: int) -> Iterator[Islands]:
     """Yield the islands with hosts, a lighthouse and workers that are ready."""
     with hosts(LIGHTHOUSE, *NAMES) as cluster, ExitStack() as stack:
-
-        def start(host: str, module: str, **flags: Any) -> Worker:
-            words = [word for flag, value in flags.items() for word in (f"--{flag.replace('_', '-')}", str(value))]
-            words += ["--hostname", cluster.address(host)]
-            prefix = ["ip", "netns", "exec", cluster.namespace(host).name]
-            worker = Worker("tft", f"benchmarks.{module}", words, prefix=prefix)
-            stack.callback(worker.end)
-            return worker
-
-        address = start(LIGHTHOUSE, "lighthouse_worker", min_replicas=len(NAMES)).receive(WITHIN_S)["address"]
+        lighthouse = start_on(cluster, stack, LIGHTHOUSE, "lighthouse_worker", min_replicas=len(NAMES))
+        address = lighthouse.receive(WITHIN_S)["address"]
         shape = {"steps": steps, "fragments": FRAGMENTS, "sync_every": SYNC_EVERY, "delay": DELAY}
         workers: list[Worker] = []
         port = 0
         for island, name in enumerate(NAMES):
             place = {"island": island, "lighthouse": address, "store": cluster.address(NAMES[0]), "port": port}
-            workers.append(start(name, "slow_link_worker", **shape, **place))
+            workers.append(start_on(cluster, stack, name, "slow_link_worker", **shape, **place))
             port = port or workers[0].receive(WITHIN_S)["port"]
         yield Islands(cluster, workers)
 

@@ -14,7 +14,7 @@ import torch
 from integration_tests.conftest import Spawn
 from integration_tests.training import Event, Job, Trainer
 from tft_algos import DiLoCo, Manager, Optimizer
-from tft_algos.quantization import ErrorFeedback, Int8
+from tft_algos.quantization import Codec, ErrorFeedback, Int4, Int8, TopK
 from tft_algos.testing import digest
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo, ProcessGroupNCCL
@@ -106,8 +106,8 @@ def test_gpu_replicas_over_nccl_have_equal_digests(spawn: Spawn, lighthouse: Lig
     assert job.check_digests() > 20
 
 
-def train_apart(lighthouse: str, name: str, connection: Connection) -> None:
-    """Run a replica whose syncs go with four bits and feedback, several in flight, until the test gives the last."""
+def train_apart(lighthouse: str, name: str, codec: Codec, connection: Connection) -> None:
+    """Run a replica whose syncs go with a codec and feedback, several in flight, until the test gives the last."""
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
@@ -121,7 +121,7 @@ def train_apart(lighthouse: str, name: str, connection: Connection) -> None:
         hostname="localhost",
         timeout=timedelta(seconds=20),
     ) as manager:
-        feedback = ErrorFeedback(manager)
+        feedback = ErrorFeedback(manager, codec)
         with DiLoCo(manager, fragments, inner, outer, 4, fragment_sync_delay=3, should_quantize=feedback) as diloco:
             last, step = None, manager.current_step()
             while last is None or manager.current_step() < last:
@@ -138,11 +138,14 @@ def train_apart(lighthouse: str, name: str, connection: Connection) -> None:
 
 
 @pytest.mark.in_parts
-def test_kill_and_heal_of_quantized_syncs_gives_equal_digests(spawn: Spawn, lighthouse: LighthouseServer) -> None:
+@pytest.mark.parametrize("codec", [Int4(), TopK()], ids=["int4", "top k"])
+def test_kill_and_heal_of_quantized_syncs_gives_equal_digests(
+    spawn: Spawn, lighthouse: LighthouseServer, codec: Codec
+) -> None:
     job = Job(spawn, lighthouse)
 
     def start(name: str) -> Trainer:
-        return job.add(name, train_apart, str(lighthouse.address), name)
+        return job.add(name, train_apart, str(lighthouse.address), name, codec)
 
     trainers = [start(name) for name in ("a", "b", "c")]
     job.until(lambda: all(trainer.committed_with(3) for trainer in trainers), "three commit together")

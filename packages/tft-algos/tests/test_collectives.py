@@ -19,7 +19,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tft_algos import ConfigError, UnsupportedFeatureError
 from tft_algos.collectives import allreduce_quantized, reduce_scatter_quantized
-from tft_algos.quantization import Codec, Int4, Int8
+from tft_algos.encoded_work import EncodedWork
+from tft_algos.gathered import RowExchange
+from tft_algos.quantization import Codec, ErrorFeedback, Int4, Int8, TopK
 from tft_pg import ProcessGroupDummy, ProcessGroupGloo
 from tft_pg.errors import AbortedError, ProcessGroupError
 
@@ -208,6 +210,8 @@ def test_what_cannot_work_is_refused() -> None:
         allreduce_quantized([one], dist.ReduceOp.SUM, object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="codec is a str"):
         allreduce_quantized([one], dist.ReduceOp.SUM, group, codec="int8")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedFeatureError, match="lost without error feedback"):
+        allreduce_quantized([one], dist.ReduceOp.SUM, group, codec=TopK())
     with pytest.raises(ConfigError, match="one input of the output's shape"):
         reduce_scatter_quantized(one, [one, one], dist.ReduceOp.SUM, group)
     with pytest.raises(ConfigError, match="several devices"):
@@ -252,3 +256,30 @@ def test_bytes_on_the_socket(ranks_of: Callable[..., Ranks], size: int, codec: C
     least = 2 * (size - 1) * given[0].nbytes  # of an allreduce of float32
     assert plain >= least
     assert quantized <= most * least
+
+
+def test_bytes_of_a_sparse_sum_on_the_socket(ranks_of: Callable[..., Ranks]) -> None:
+    """They grow with the number of the other ranks: 0.9 % of a ring's bytes with 2 ranks, 1.8 % with 4."""
+
+    class NoManager:
+        replica_id = "a:1"
+
+        def register_state_dict_fn(self, *_: Any, **__: Any) -> None:
+            pass
+
+    def run(rank: int, group: Any) -> torch.Tensor:
+        tensor = given[rank].clone()
+        slot = ErrorFeedback(NoManager(), TopK()).of("fragment")
+        compensation = slot.begin(tensor, 1, kind="sum", scale=1.0)
+        assert EncodedWork(RowExchange(group, TopK(), tensor, compensation=compensation), [tensor]).wait()
+        return tensor
+
+    for size in (2, 4):
+        ranks = ranks_of(size)
+        given = contributions(size, 1_000_000)
+        sums: list[torch.Tensor] = []
+        sparse = bytes_of(lambda ranks=ranks, sums=sums: sums.extend(ranks.run(run)))  # type: ignore[misc]
+        least = 2 * (size - 1) * given[0].nbytes  # of an allreduce of float32
+        print(f"{size} ranks: {sparse} bytes, {sparse / least:.4f} of float32's")
+        assert all(torch.equal(each, sums[0]) for each in sums)
+        assert size * (size - 1) * 1_000_000 // 4096 * 148 <= sparse <= 0.02 * least

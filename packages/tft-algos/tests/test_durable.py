@@ -16,10 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tft_algos import ConfigError, Manager, Optimizer, durable
 from tft_algos.durable import DurableCheckpoint
+from tft_algos.durable_state import RESIDUALS, SavedResiduals
 from tft_algos.errors import DurableCheckpointError
+from tft_algos.quantization import ErrorFeedback, TopK
+from tft_algos.rank_files import RankLoadPlanner, RankReader, RankSavePlanner, RankWriter, read_metadata
 from tft_algos.testing import digest, plan_of
 
 
@@ -604,3 +609,114 @@ def test_what_can_t_be_an_argument_is_named(tmp_path: Path, changed: dict[str, A
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
     with pytest.raises(ConfigError, match="give a whole number, or None for the newest"):
         Job(tmp_path).checkpoint.load(step)
+
+
+# --- residuals --------------------------------------------------------------------------------------------------------
+
+
+class OwnStepSource(StepSource):
+    """A StepSource with a name, to which the state of an ErrorFeedback may belong."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.replica_id = f"{name}:{uuid.uuid4()}"
+
+    def register_state_dict_fn(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def replica_with_residuals(
+    directory: Path, name: str, values: list[float | None], keys: tuple[str, ...] = ("error_feedback",)
+) -> tuple[DurableCheckpoint, list[ErrorFeedback]]:
+    """Return a checkpoint of one replica, and its feedback with one residual for each value."""
+    manager: Any = OwnStepSource(name)
+    feedback = [ErrorFeedback(manager, TopK(), key=key) for key in keys]
+    for each in feedback:
+        for index, value in enumerate(values):
+            slot = each.of(f"fragment {index}, slice 0.1")
+            if value is not None:
+                slot.keep("mean", torch.full((100 + index,), value))
+    model = torch.nn.Linear(3, 2)
+    return DurableCheckpoint(manager, directory, model=model, feedback=feedback), feedback
+
+
+def residuals_of(feedback: ErrorFeedback) -> dict[str, tuple[str, list[float] | None]]:
+    slots = feedback.state_dict()["slots"].items()
+    return {
+        name: (slot["kind"], None if slot["residual"] is None else slot["residual"].tolist()) for name, slot in slots
+    }
+
+
+def test_a_replica_takes_up_its_own_residuals_and_others_begin_without(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.INFO)
+    keys = ("first", "second")
+    writer, (first, second) = replica_with_residuals(tmp_path, "a", [1.5, None, -2.0], keys)
+    assert writer.save() is not None
+    restarted, found = replica_with_residuals(tmp_path, "a", [], keys)
+    assert restarted.load() == 0
+    assert [residuals_of(each) for each in found] == [residuals_of(first), residuals_of(second)]
+    assert found[0].of("fragment 2, slice 0.1").residual("mean", torch.device("cpu")) is not None
+    assert "resumed step 0 with its residuals" in caplog.text
+    caplog.clear()
+    other, (own, _) = replica_with_residuals(tmp_path, "b", [7.0], keys)
+    assert other.load() == 0
+    assert residuals_of(own) == {"fragment 0, slice 0.1": ("", None)}
+    assert "residuals" not in caplog.text
+
+
+def test_a_replica_begins_without_residuals_if_the_checkpoint_has_none(tmp_path: Path) -> None:
+    Job(tmp_path).checkpoint.save()
+    model, manager = torch.nn.Linear(3, 2), OwnStepSource("a")
+    feedback = ErrorFeedback(manager, TopK())
+    feedback.of("weight").keep("mean", torch.ones(3))
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    checkpoint = DurableCheckpoint(manager, tmp_path, model=model, optimizers=adam, feedback=feedback)  # type: ignore[arg-type]
+    assert checkpoint.load() == 0
+    assert residuals_of(feedback) == {"weight": ("", None)}
+    assert checkpoint.save() is not None  # without any residual
+    assert checkpoint.load() == 0
+
+
+def test_a_job_without_feedback_ignores_saved_residuals(tmp_path: Path) -> None:
+    writer, _ = replica_with_residuals(tmp_path, "a", [1.0])
+    writer.save()
+    plain = DurableCheckpoint(OwnStepSource("a"), tmp_path, model=torch.nn.Linear(3, 2))  # type: ignore[arg-type]
+    assert plain.load() == 0
+
+
+def test_each_rank_has_its_own_residuals(tmp_path: Path) -> None:
+    manager: Any = OwnStepSource("a")
+
+    def part(rank: int, num_ranks: int) -> tuple[SavedResiduals, ErrorFeedback]:
+        feedback = ErrorFeedback(manager)
+        return SavedResiduals(manager, feedback, rank, num_ranks), feedback
+
+    for rank in range(2):
+        saved, feedback = part(rank, 2)
+        feedback.of("weight").keep("mean", torch.full((5,), float(rank)))
+        state = {"shared": torch.ones(2), **saved.state()}
+        planner = RankSavePlanner(rank, own=RESIDUALS)
+        with durable._without_dcp_warnings():
+            save(state, storage_writer=RankWriter(tmp_path, rank), planner=planner, no_dist=True)
+    metadata = read_metadata(tmp_path)
+    for rank in range(2):
+        saved, feedback = part(rank, 2)
+        state = {"shared": torch.zeros(2), **saved.wanted(metadata)}
+        with durable._without_dcp_warnings():
+            load(state, storage_reader=RankReader(tmp_path, metadata), planner=RankLoadPlanner(), no_dist=True)
+        assert saved.load(state)
+        assert residuals_of(feedback) == {"weight": ("mean", [float(rank)] * 5)}
+    saved, feedback = part(0, 1)
+    assert saved.wanted(metadata) == {}
+    assert not saved.load({})
+
+
+def test_feedback_that_is_not_of_this_manager_is_refused(tmp_path: Path) -> None:
+    manager: Any = OwnStepSource("a")
+    for wrong, why in (
+        (None, "feedback is a NoneType"),
+        ([1], "feedback is a int"),
+        (ErrorFeedback(OwnStepSource("a")), "belongs to another Manager"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            DurableCheckpoint(manager, tmp_path, model=torch.nn.Linear(1, 1), feedback=wrong)  # type: ignore[arg-type]

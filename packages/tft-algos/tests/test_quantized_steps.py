@@ -17,12 +17,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tft_algos import ConfigError, DiLoCo, Manager, UnsupportedFeatureError, UsageError, UserStateError
+from tft_algos import (
+    ConfigError,
+    ContributionError,
+    DiLoCo,
+    Manager,
+    UnsupportedFeatureError,
+    UsageError,
+    UserStateError,
+)
+from tft_algos.collectives import allreduce_quantized
+from tft_algos.encoded_work import EncodedWork
+from tft_algos.gathered import RowExchange
 from tft_algos.manager.reduce.quantized import QuantizedReductions
-from tft_algos.quantization import ErrorFeedback, Int4, Int8
+from tft_algos.quantization import ErrorFeedback, Int4, Int8, TopK
 from tft_algos.testing import MemoryTransport, ScriptedCoordinator, plan_of
 from tft_coord.core.types import QuorumKey
-from tft_pg import AbortedError, ProcessGroupGloo
+from tft_pg import AbortedError, CollectiveTimeoutError, DummyWork, ProcessGroupGloo
 from tft_pg.work import PendingWork
 
 LIMIT = timedelta(seconds=20)
@@ -186,7 +197,7 @@ def test_no_second_half_starts_in_another_configuration() -> None:
         _allgather_base = alltoall_base
 
     group = Group()
-    reductions = QuantizedReductions(group)
+    reductions = QuantizedReductions(group, timeout=LIMIT)
     works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(2)]
     reductions.group_changes()
     group.first.finish([])
@@ -222,7 +233,7 @@ def test_a_half_that_cannot_start_aborts_the_group_before_the_next_reduction() -
             raise self.error or MemoryError("no memory")
 
     group = Group()
-    reductions = QuantizedReductions(group)
+    reductions = QuantizedReductions(group, timeout=LIMIT)
     works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(2)]
     with pytest.raises(MemoryError):
         works[0].wait()
@@ -416,6 +427,261 @@ def test_residuals_belong_to_the_replica_that_made_them(jobs: Callable[..., Job]
             own.load_state_dict(wrong)  # type: ignore[arg-type]
 
 
+def test_a_replica_that_heals_receives_no_residuals(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> None:
+        feedback = ErrorFeedback(manager)
+        manager.start_quorum()
+        manager.allreduce(gradient(rank), feedback.of("weight")).wait()
+        assert manager.should_commit()
+        assert bool(feedback.state_dict()["slots"]["weight"]["residual"].any())
+        given = manager._parts.shared.user_state.take()["error_feedback"]
+        assert given == {"owner": f"r{rank}", "slots": {}}
+        feedback.load_state_dict(given)
+
+    jobs(2, steps=1).run(replica)
+
+
+# --- the largest numbers alone ----------------------------------------------------------------------------------------
+
+
+def pseudogradient(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(10_000, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 4.0, 7.0)], ids=["plain", "weighted"])
+def test_a_sparse_mean_is_that_of_what_was_sent(jobs: Callable[..., Job], weights: tuple[float, ...] | None) -> None:
+    def replica(rank: int, manager: Manager) -> tuple[torch.Tensor, torch.Tensor]:
+        slot = ErrorFeedback(manager, TopK()).of("fragment")
+        manager.start_quorum()
+        tensor = pseudogradient(rank)
+        work = manager.allreduce(tensor, slot, weight=None if weights is None else weights[rank])
+        assert work.get_future().wait()[0] is tensor
+        assert work.wait()
+        assert manager.should_commit()
+        return tensor, slot.state()["residual"]
+
+    results = jobs(3).run(replica)
+    assert all(torch.equal(tensor, results[0][0]) for tensor, _ in results)
+    given = [1.0, 1.0, 1.0] if weights is None else weights
+    sent = torch.zeros(10_000)
+    for rank in range(3):
+        exact = torch.zeros(10_000)
+        TopK().dequantize(TopK().quantize(pseudogradient(rank)), exact)
+        sent += exact * given[rank] / sum(given)
+    assert torch.allclose(results[0][0], sent, rtol=2**-6, atol=1e-6)
+
+
+def test_a_sparse_sum_loses_nothing_over_many_steps(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> tuple[torch.Tensor, torch.Tensor]:
+        slot = ErrorFeedback(manager, TopK(), decay=1.0).of("fragment")
+        total = torch.zeros(10_000)
+        for step in range(12):
+            manager.start_quorum()
+            tensor = pseudogradient(rank, step)
+            manager.allreduce(tensor, slot, dist.ReduceOp.SUM).wait()
+            if manager.should_commit():
+                total += tensor
+        return total, slot.state()["residual"]
+
+    verdicts = [step % 3 != 1 for step in range(12)]
+    (total, residual), (again, other) = jobs(2, steps=12, verdicts=verdicts).run(replica)
+    assert torch.equal(total, again)
+    exact = sum(pseudogradient(rank, step) for rank in range(2) for step in range(12) if verdicts[step])
+    assert torch.allclose(total + residual + other, exact, atol=1e-4)  # type: ignore[arg-type]
+    assert float((total - exact).abs().max()) > 1.0
+
+
+def test_a_sparse_residual_decays(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> list[torch.Tensor]:
+        slot = ErrorFeedback(manager, TopK()).of("fragment")
+        residuals = []
+        for given in (pseudogradient(rank), torch.zeros(10_000)):
+            manager.start_quorum()
+            manager.allreduce(given, slot)
+            assert manager.should_commit()
+            residuals.append(slot.state()["residual"].clone())
+        return residuals
+
+    for before, after in jobs(2, steps=2).run(replica):
+        kept = (after / before - 0.95).abs() < 1e-4
+        assert int((~kept).sum()) == 3 * 128  # the numbers that the second step has sent
+
+
+def test_sparse_and_other_reductions_keep_their_order(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> list[torch.Tensor]:
+        feedback = ErrorFeedback(manager, TopK())
+        manager.start_quorum()
+        tensors = [torch.full((100 + index,), rank + 1.0) for index in range(9)]
+        works = [
+            manager.allreduce(tensor, (False, Int8(), feedback.of(str(index)))[index % 3], dist.ReduceOp.SUM)
+            for index, tensor in enumerate(tensors)
+        ]
+        assert all(works[index].wait() for index in sorted(range(9), key=lambda index: (index * (rank + 2)) % 7))
+        assert manager.should_commit()
+        return tensors
+
+    for tensors in jobs(3).run(replica):
+        assert all(torch.allclose(tensor, torch.full_like(tensor, 6.0)) for tensor in tensors)
+
+
+def test_a_contribution_that_is_not_finite_fails_the_step_and_names_its_replica(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> None:
+        slot = ErrorFeedback(manager, TopK()).of("fragment")
+        for wrong, verdict in ((0.0, True), (float("nan"), False), (0.0, True)):
+            manager.start_quorum()
+            tensor = pseudogradient(rank)
+            before = slot.state()["residual"]
+            tensor[5] += wrong if rank == 1 else 0.0
+            assert manager.allreduce(tensor, slot).wait() is verdict
+            error = manager.errored()
+            assert manager.should_commit() is verdict
+            if not verdict:
+                assert error is not None
+                found = error.original_exception
+                assert isinstance(found, ContributionError)
+                assert found.replica_rank == 1
+                assert "replica rank 1 sent" in str(found)
+                assert slot.state()["residual"] is before
+                return
+
+    jobs(2, steps=3).run(replica)
+
+
+def test_a_damaged_row_is_named() -> None:
+    class Group:
+        def size(self) -> int:
+            return 3
+
+        def rank(self) -> int:
+            return 0
+
+        def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+            received.view(3, -1).copy_(sent)
+            received.view(3, -1)[2, 4] ^= 1  # of the map of positions
+            return DummyWork([received])
+
+    feedback = ErrorFeedback(_NoManager(), TopK())
+    tensor = pseudogradient(0)
+    compensation = feedback.of("fragment").begin(tensor, 1, kind="sum", scale=1.0)
+    work = EncodedWork(RowExchange(Group(), TopK(), tensor, compensation=compensation), [tensor])
+    with pytest.raises(ContributionError, match="replica rank 2 sent") as raised:
+        work.wait()
+    assert raised.value.replica_rank == 2
+
+
+class _NoManager:
+    replica_id = "a:1"
+
+    def register_state_dict_fn(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def test_a_codec_that_needs_feedback_is_refused_without_it(jobs: Callable[..., Job]) -> None:
+    (manager,) = jobs(1).managers
+    manager.start_quorum()
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.MAX):
+        with pytest.raises(UnsupportedFeatureError, match=r"TopK sends only a few.*ErrorFeedback\(manager, TopK\(\)\)"):
+            manager.allreduce(torch.ones(3), TopK(), op)
+    slot = ErrorFeedback(manager, TopK()).of("a")
+    with pytest.raises(UnsupportedFeatureError, match=r"use ReduceOp\.SUM or ReduceOp\.AVG"):
+        manager.allreduce(torch.ones(3), slot, dist.ReduceOp.MAX)
+    with pytest.raises(UnsupportedFeatureError, match="would be rounded"):
+        manager.allreduce(torch.ones(3, dtype=torch.int32), slot, dist.ReduceOp.SUM)
+    model = torch.nn.Linear(2, 2)
+    inner, outer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    with pytest.raises(UnsupportedFeatureError, match="TopK sends only a few"):
+        DiLoCo(manager, [model], inner, outer, 4, should_quantize=TopK())
+    for wrong in (0.0, 1.5, -1, True, "0.9", float("nan")):
+        with pytest.raises(ConfigError, match="decay is"):
+            ErrorFeedback(manager, TopK(), key="b", decay=wrong)  # type: ignore[arg-type]
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+class Stuck:
+    """A process group whose first collective does not end before an abort."""
+
+    def __init__(self) -> None:
+        self.first = PendingWork(on_timeout=lambda limit: TimeoutError(str(limit)), limit=LIMIT)
+        self.begun = threading.Event()
+        self.error: Exception | None = None
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def errored(self) -> Exception | None:
+        return self.error
+
+    def abort(self) -> None:
+        self.error = AbortedError("aborted")
+        self.first.fail(self.error)
+
+    def alltoall_base(self, *_: object) -> dist.Work:
+        self.begun.set()
+        return self.first
+
+    _allgather_base = alltoall_base
+
+
+@pytest.mark.parametrize("waits", ["drain", "wait"])
+def test_a_reduction_that_stands_still_ends_with_the_time_out(waits: str) -> None:
+    group = Stuck()
+    reductions = QuantizedReductions(group, timeout=timedelta(seconds=0.2))
+    works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(3)]
+    assert group.begun.wait(60)
+    with pytest.raises(CollectiveTimeoutError, match=r"timed out after 0\.2 s and was aborted, with 2 behind it"):
+        reductions.drain() if waits == "drain" else works[1].wait()
+    for work in works:
+        with pytest.raises(AbortedError):
+            work.wait()
+    reductions.drain()
+    reductions.close(wait=True)
+
+
+def test_the_time_out_of_a_wait_is_shorter_than_that_of_the_reduction() -> None:
+    group = Stuck()
+    reductions = QuantizedReductions(group, timeout=LIMIT)
+    work = reductions.start(torch.ones(5), Int8(), None)
+    with pytest.raises(CollectiveTimeoutError, match=r"timed out after 0\.1 s"):
+        work.wait(timedelta(seconds=0.1))
+    reductions.close(wait=True)
+    with pytest.raises(TimeoutError):
+        allreduce_quantized([torch.ones(5)], dist.ReduceOp.SUM, Stuck()).wait(timedelta(seconds=0.1))  # type: ignore[arg-type]
+
+
+def test_a_long_queue_that_advances_is_not_late() -> None:
+    """The time-out is of one reduction, and starts again whenever one has advanced."""
+    moved = threading.Semaphore(0)
+
+    class Group(Stuck):
+        def alltoall_base(self, *_: object) -> dist.Work:
+            assert moved.acquire(timeout=60)
+            return DummyWork([])
+
+        def _allgather_base(self, *_: object) -> dist.Work:
+            return DummyWork([])
+
+    reductions = QuantizedReductions(Group(), timeout=timedelta(seconds=2))
+    for _ in range(5):
+        reductions.start(torch.ones(5), Int8(), None)
+    ended = threading.Event()
+
+    def move() -> None:
+        while not ended.wait(0.6):
+            moved.release()
+
+    mover = threading.Thread(target=move)
+    mover.start()
+    reductions.drain()
+    ended.set()
+    mover.join()
+    reductions.close(wait=True)
+
+
 # --- syncs ------------------------------------------------------------------------------------------------------------
 
 
@@ -444,3 +710,33 @@ def test_diloco_quantizes_its_syncs(jobs: Callable[..., Job], kind: str, delay: 
     assert torch.allclose(one, 1.0 - 0.1 * torch.round((1.0 - one) / 0.1), atol=0.02)
     assert float(one.max()) <= 1.0 - 4 * 0.2
     assert not torch.equal(one, torch.ones_like(one))
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_diloco_sends_the_largest_numbers_and_keeps_the_others(jobs: Callable[..., Job], delay: int) -> None:
+    def replica(rank: int, manager: Manager) -> tuple[torch.Tensor, torch.Tensor]:
+        model = torch.nn.Sequential(torch.nn.Linear(20, 20, bias=False), torch.nn.Linear(20, 3, bias=False))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        chosen = ErrorFeedback(manager, TopK(), decay=1.0)
+        with DiLoCo(manager, list(model), inner, outer, 4, fragment_sync_delay=delay, should_quantize=chosen) as diloco:
+            while manager.current_step() < 9:
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, rank + 0.5)  # the mean is one
+                inner.step()
+            states = diloco.state_dict().values()
+            weights = [each.flatten() for state in states for each in state["original_parameters"].values()]
+            slots = chosen.state_dict()["slots"]
+            residuals = [slots[f"fragment {index}, slice 0"]["residual"] for index in range(2)]
+            return torch.cat(weights), torch.cat(residuals)
+
+    (one, kept), (other, also_kept) = jobs(2, steps=10).run(replica)
+    assert torch.equal(one, other)
+    assert bool(kept.any())
+    # Every inner step of a sync is in the weights, or is still to come.
+    arrived = one - (kept + also_kept) / 2
+    assert torch.allclose(arrived, 1.0 - 0.1 * torch.round((1.0 - arrived) / 0.1), atol=1e-4)
+    assert float(arrived.max()) <= 1.0 - 4 * 0.2 + 1e-4

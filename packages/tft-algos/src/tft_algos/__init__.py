@@ -13,6 +13,7 @@ from tft_algos.data import DistributedSampler
 from tft_algos.ddp import DistributedDataParallel
 from tft_algos.errors import (
     ConfigError,
+    ContributionError,
     DurableCheckpointError,
     ExceptionWithTraceback,
     HealingError,
@@ -81,6 +82,7 @@ __all__ = [
     "Clock",
     "ConfigError",
     "ConfigureError",
+    "ContributionError",
     "CoordinationError",
     "Coordinator",
     "DeferredStep",

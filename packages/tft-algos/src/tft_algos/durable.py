@@ -51,9 +51,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from tft_algos.durable_state import MOST_NAMED, RESIDUALS, SavedResiduals, leave_out, named, optimizers_in, others_in
 from tft_algos.errors import ConfigError, DurableCheckpointError
 from tft_algos.manager import Manager
-from tft_algos.optim import Optimizer
+from tft_algos.quantization import ErrorFeedback
 from tft_algos.rank_files import (
     RankLoadPlanner,
     RankReader,
@@ -72,7 +73,6 @@ LOCK: Final = ".lock"
 MOST_MANIFEST_BYTES: Final = 64 << 20
 READ_BYTES: Final = 1 << 20
 MAX_SEARCHES: Final = 3
-MOST_NAMED: Final = 8
 
 _NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,13})(?:\.([1-9][0-9]{0,3}))?")
 _TAKEN: Final = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
@@ -111,6 +111,8 @@ class DurableCheckpoint:
         model: any module, including modules of FSDP2 and DDP.
         optimizers: the model's optimizers, wrapped or not.
         others: other state that is the same on every replica: schedulers, counters. The state of rank 0 is saved.
+        feedback: the `ErrorFeedback` of this Manager, or several. The writing group saves its own residuals, and only a
+            group with the same name and as many ranks takes them up. All others begin without residuals.
         every: committed steps from one checkpoint to the next.
         keep: number of complete checkpoints to keep. Older ones are removed.
         process_group: torch's group of this replica group's ranks. None: the default group. A group of one does not use
@@ -126,6 +128,7 @@ class DurableCheckpoint:
         model: torch.nn.Module,
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         others: Mapping[str, Stateful] | None = None,
+        feedback: ErrorFeedback | Sequence[ErrorFeedback] = (),
         every: int = 1,
         keep: int = 2,
         process_group: dist.ProcessGroup | None = None,
@@ -139,32 +142,16 @@ class DurableCheckpoint:
                 raise ConfigError(f"{name} is {value!r}; give a whole number, at least 1")
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-        if not isinstance(optimizers, torch.optim.Optimizer | Sequence):
-            raise ConfigError(f"optimizers is a {type(optimizers).__name__}; give torch.optim.Optimizers")
-        listed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-        for each in listed:
-            if not isinstance(each, torch.optim.Optimizer):
-                raise ConfigError(f"optimizers holds a {type(each).__name__}; give torch.optim.Optimizers")
-        others = {} if others is None else others
-        if not isinstance(others, Mapping):
-            raise ConfigError(f"others is a {type(others).__name__}; give a mapping of names to Stateful objects")
-        for key, other in others.items():
-            if not isinstance(key, str):
-                raise ConfigError(f"others has the key {key!r}; give strings as keys")
-            if not isinstance(other, Stateful):
-                raise ConfigError(
-                    f"others has a {type(other).__name__} under {key!r}, whose state can't be saved; give an object "
-                    "with state_dict and load_state_dict"
-                )
         self._manager = manager
         self._directory = Path(directory)
         self._model = model
-        self._optimizers = [each.optim if isinstance(each, Optimizer) else each for each in listed]
-        self._others = dict(others)
+        self._optimizers = optimizers_in(optimizers)
+        self._others = others_in(others)
         self._every = every
         self._keep = keep
         status = manager.status()
         self._rank, self._world_size = status.group_rank, status.group_world_size
+        self._residuals = SavedResiduals(manager, feedback, self._rank, self._world_size)
         self._group: dist.ProcessGroup | None = None
         if self._world_size > 1:
             group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
@@ -222,7 +209,7 @@ class DurableCheckpoint:
                     save(
                         state,
                         storage_writer=RankWriter(writer.place, self._rank),
-                        planner=RankSavePlanner(self._rank),
+                        planner=RankSavePlanner(self._rank, own=RESIDUALS),
                         no_dist=True,
                     )
                 path = self._directory / f"step-{step}"
@@ -285,16 +272,16 @@ class DurableCheckpoint:
         with self._converting_errors(step, "load", path):
             state = self._state()
             metadata = read_metadata(path)
-            saved = metadata.planner_data
             self._check_wanted(state, metadata)
+            state |= self._residuals.wanted(metadata)
             if self._optimizers:
-                without = _leave_out(state["optimizer"]["state"], saved)
+                without = leave_out(state["optimizer"]["state"], metadata.planner_data)
                 if without:
                     logger.info(
                         "[%s/%d] the checkpoint has no optimizer state for %s, which had no gradient by step %d",
                         self._manager.replica_id,
                         self._rank,
-                        _named(without),
+                        named(without),
                         step,
                     )
             with self._together(step, "load", path), _without_dcp_warnings():
@@ -306,8 +293,12 @@ class DurableCheckpoint:
                 )
             for key, other in self._others.items():
                 other.load_state_dict(state["others"][key][0])
+            has_residuals = self._residuals.load(state)
         self._manager.load_state_dict(manifest.manager)
-        logger.info("[%s/%d] resumed step %d from %s", self._manager.replica_id, self._rank, step, path)
+        with_residuals = " with its residuals" if has_residuals else ""
+        logger.info(
+            "[%s/%d] resumed step %d%s from %s", self._manager.replica_id, self._rank, step, with_residuals, path
+        )
         return step
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -343,21 +334,21 @@ class DurableCheckpoint:
                     converted.append(f"{keys[1]} from {dtypes[0]} to {dtypes[1]}")
         unread = sorted(there["model"] - set(state["model"]))
         if unread:
-            raise ValueError(f"the saved model has {_named(unread)}, which this model lacks")
+            raise ValueError(f"the saved model has {named(unread)}, which this model lacks")
         if converted:
             logger.warning(
                 "[%s/%d] %d tensors of the model have another dtype in the checkpoint and are converted: %s",
                 self._manager.replica_id,
                 self._rank,
                 len(converted),
-                _named(converted),
+                named(converted),
             )
         if unread := sorted(there["others"] - set(self._others)):
             logger.warning(
                 "[%s/%d] ignored the saved state of %s, because `others` has no such key",
                 self._manager.replica_id,
                 self._rank,
-                _named(unread),
+                named(unread),
             )
 
     def _take_state(self, step: int) -> dict[str, Any]:
@@ -369,7 +360,7 @@ class DurableCheckpoint:
         state: dict[str, Any] = {}
         try:
             with self._converting_errors(step, "take"):
-                state = self._state()
+                state = self._state() | self._residuals.state()
         except DurableCheckpointError as failure:
             error = failure
         if not self._all_agree(error is None) and error is None:
@@ -469,30 +460,6 @@ class DurableCheckpoint:
                 path=str(where),
                 step=step,
             ) from error
-
-
-def _named(names: Sequence[str]) -> str:
-    """Return the first of the names, for a message."""
-    return ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
-
-
-def _leave_out(wanted: dict[str, Any], saved: Mapping[str, Sequence[Any]] | None) -> list[str]:
-    """Remove the optimizer state of parameters for which the checkpoint has none.
-
-    An optimizer makes the state of a parameter at its first gradient. Torch makes the state of all parameters before a
-    load. State that the writer did not have yet can't be read, and must not be made here either.
-
-    Args:
-        wanted: the state of the optimizers here, by parameter name. It is changed.
-        saved: the keys of each leaf in the checkpoint, as recorded by torch.
-    Returns: the names that were removed. Empty if the checkpoint has no optimizer state at all. Then the optimizer was
-        of another kind, and torch refuses the load.
-    """
-    there = {keys[2] for keys in (saved or {}).values() if tuple(keys[:2]) == ("optimizer", "state") and len(keys) > 2}
-    left_out = [name for name in wanted if name not in there] if there else []
-    for name in left_out:
-        del wanted[name]
-    return left_out
 
 
 @final

@@ -25,6 +25,7 @@ from tft_coord.core.step.errors import (
 
 __all__ = [
     "ConfigError",
+    "ContributionError",
     "DurableCheckpointError",
     "ExceptionWithTraceback",
     "HealingError",
@@ -97,6 +98,20 @@ class LeftJob(SystemExit):
 class ZeroWeightError(TrainingError, ArithmeticError):
     """The weights of all contributions sum to zero or to no finite number. Next: give other weights in the next
     step."""
+
+
+class ContributionError(TrainingError, ArithmeticError):
+    """A replica's contribution to a reduction can't be added, and the step does not commit. Next: look for numbers that
+    are not finite on the replica that the message names.
+
+    Args:
+        message: one sentence.
+        replica_rank: the replica's place in the quorum.
+    """
+
+    def __init__(self, message: str, *, replica_rank: int) -> None:
+        super().__init__(message)
+        self.replica_rank = replica_rank
 
 
 class StateLoadError(HealingError):

@@ -66,11 +66,13 @@ class RankSavePlanner(DefaultSavePlanner):
 
     Args:
         rank: the rank of this process in its group.
+        own: the key of the part of the state that each rank has alone. None: there is none.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, own: str | None = None) -> None:
         super().__init__()
         self._rank = rank
+        self._own = own
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plan of this rank only. `read_metadata` checks later that all ranks together wrote everything."""
@@ -81,6 +83,8 @@ class RankSavePlanner(DefaultSavePlanner):
         return plans, dataclasses.replace(metadata, planner_data=mappings)
 
     def _writes(self, item: WriteItem) -> bool:
+        if self.mappings[item.index.fqn][0] == self._own:
+            return True
         value = self.state_dict[item.index.fqn]
         if not isinstance(value, DTensor):
             return self._rank == 0

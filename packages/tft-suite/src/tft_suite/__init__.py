@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tft_algos import (
+        ContributionError,
         DiLoCo,
         DistributedDataParallel,
         DistributedSampler,
@@ -132,6 +133,7 @@ __all__ = [
     "CommunicatorFailedError",
     "ConfigError",
     "ConfigureError",
+    "ContributionError",
     "CoordinationClosedError",
     "CoordinationError",
     "DiLoCo",
@@ -230,6 +232,7 @@ _HOMES = {
         "DiLoCo",
         "DistributedDataParallel",
         "DistributedSampler",
+        "ContributionError",
         "DurableCheckpointError",
         "ExceptionWithTraceback",
         "HealingError",

@@ -55,7 +55,7 @@ class SyncQuantization:
     def describe(self) -> str:
         """Return a text that is equal on replicas whose codes fit together."""
         codec = self._chosen.codec if isinstance(self._chosen, ErrorFeedback) else self._chosen
-        return type(Int8() if isinstance(codec, bool) else codec).__name__
+        return (Int8() if isinstance(codec, bool) else codec).name
 
 
 def sync_quantization_of(

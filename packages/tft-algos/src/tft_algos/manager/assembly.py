@@ -185,7 +185,7 @@ def _connected(shared: ManagerContext, group: ProcessGroupLike) -> Parts:
     config, step, reports, clock = shared.config, shared.step, shared.reports, shared.clock
     aborter, fingerprint, unreached = QuorumAborter(group, clock), OwnFingerprint(config), UnreachedPeers()
     own_time = OwnTime(clock.monotonic)
-    reducer = Reducer(group, step, clock, own_time=own_time)
+    reducer = Reducer(group, step, clock, own_time=own_time, timeout=config.timeout)
     step_progress = StepProgress(
         step,
         slowest_step_ms=config.timeouts.slowest_step_ms,

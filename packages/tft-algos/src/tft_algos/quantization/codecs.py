@@ -1,7 +1,8 @@
 """Codecs: float32 numbers as small whole numbers, with one float32 scale for each block.
 
 A block becomes a row of bytes: the scale, then the codes. A code times the scale is the number again, with an error of
-at most half a scale. All codes of a row depend on this block alone, so rows can be sent to different members.
+at most half a scale. All codes of a row depend on this block alone, so rows can be sent to different members. The codec
+in `top_k` sends only a few numbers of each block.
 
 The code is plain torch, so it runs on every device. On a CPU it works on tiles that fit into the cache, because each
 operation passes over its operands once more.
@@ -32,27 +33,34 @@ if sys.byteorder != "little":  # a row's bytes are the memory of its scale and c
 
 
 class Codec(abc.ABC):
-    """A codec. Objects have no state, and equal codecs have the same type.
+    """A codec. Objects have no state, and equal codecs have the same name.
 
     Attributes:
         bits: bits of a code.
-        block: elements that share a scale.
-        largest: the largest code. The smallest code is its negative.
+        block: elements that share a row of bytes.
+        is_sparse: a row has only a few numbers of its block. The reductions of such a codec need an `ErrorFeedback`,
+            which keeps the others.
     """
 
     bits: int
     block: int
-    largest: int
+    is_sparse: bool = False
+    _tile_elements: int = _TILE  # on a CPU
 
     @property
+    def name(self) -> str:
+        """Return the name, by which replicas compare their codecs."""
+        return type(self).__name__
+
+    @property
+    @abc.abstractmethod
     def row_bytes(self) -> int:
         """Return the bytes of an encoded block, with its scale."""
-        return SCALE_BYTES + self.block * self.bits // 8
 
     @property
+    @abc.abstractmethod
     def relative_error(self) -> float:
         """Return the bound of the error of one number, relative to the largest absolute value in its block."""
-        return 0.5 / self.largest
 
     def num_rows(self, num_elements: int) -> int:
         """Return the number of blocks that hold so many elements."""
@@ -61,7 +69,7 @@ class Codec(abc.ABC):
     def quantize(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor as rows of bytes, with the shape (blocks, row_bytes) and the dtype uint8.
 
-        A block with NaN or infinity becomes NaN. A block whose numbers are all below 2**-100 becomes zeros.
+        A block with NaN or infinity becomes NaN, or NaN and infinity where a codec sends only a few numbers.
 
         Args:
             tensor: dense, of any shape and any floating-point or complex dtype. It is converted to float32.
@@ -79,7 +87,7 @@ class Codec(abc.ABC):
             rows: of `quantize`, of a tensor with the same number of elements.
             into: as the argument of `quantize`.
         Raises: UnsupportedFeatureError: the tensor can't be quantized. ValueError: the rows belong to a tensor of
-            another size, or to another codec.
+            another size, or to another codec, or are damaged.
         """
         check_quantizable(into)
         num_elements = into.numel() * (2 if into.is_complex() else 1)
@@ -141,6 +149,44 @@ class Codec(abc.ABC):
             self._put(rows[full : full + 1], last, scratch[:1], add)
             tail.copy_(last[0, :rest])
 
+    def _tile(self, device: torch.device) -> int:
+        return (self._tile_elements if device.type == "cpu" else _TILE_ON_DEVICE) // self.block
+
+    def _tiles(self, num_blocks: int, device: torch.device) -> list[tuple[int, int]]:
+        tile = self._tile(device)
+        return [(start, min(start + tile, num_blocks)) for start in range(0, num_blocks, tile)]
+
+    def _scratch(self, device: torch.device, num_blocks: int) -> torch.Tensor:
+        return torch.empty(num_blocks, self.block, dtype=torch.float32, device=device)
+
+    @abc.abstractmethod
+    def _encode(self, blocks: torch.Tensor, rows: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Write the rows of blocks. `blocks` and `scratch` are float32, with the shape (blocks, block)."""
+
+    @abc.abstractmethod
+    def _put(self, rows: torch.Tensor, blocks: torch.Tensor, scratch: torch.Tensor, add: float | None) -> None:
+        """Write the numbers of rows into blocks, or add them times `add`. Raises: ValueError: a row is damaged."""
+
+
+class ScaledCodec(Codec):
+    """A codec that sends a code for every number, and one scale for each block.
+
+    A block whose numbers are all below 2**-100 becomes zeros.
+
+    Attributes:
+        largest: the largest code. The smallest code is its negative.
+    """
+
+    largest: int
+
+    @property
+    def row_bytes(self) -> int:
+        return SCALE_BYTES + self.block * self.bits // 8
+
+    @property
+    def relative_error(self) -> float:
+        return 0.5 / self.largest
+
     def _put(self, rows: torch.Tensor, blocks: torch.Tensor, scratch: torch.Tensor, add: float | None) -> None:
         scales = rows[:, :SCALE_BYTES].view(torch.float32)
         if add is None:
@@ -159,16 +205,6 @@ class Codec(abc.ABC):
         torch.mul(blocks, peaks.reciprocal_().mul_(self.largest).masked_fill_(is_zero, 0.0), out=scratch)
         self._put_codes(scratch.add_(_ROUNDER), rows)
 
-    def _tile(self, device: torch.device) -> int:
-        return (_TILE if device.type == "cpu" else _TILE_ON_DEVICE) // self.block
-
-    def _tiles(self, num_blocks: int, device: torch.device) -> list[tuple[int, int]]:
-        tile = self._tile(device)
-        return [(start, min(start + tile, num_blocks)) for start in range(0, num_blocks, tile)]
-
-    def _scratch(self, device: torch.device, num_blocks: int) -> torch.Tensor:
-        return torch.empty(num_blocks, self.block, dtype=torch.float32, device=device)
-
     @abc.abstractmethod
     def _put_codes(self, rounded: torch.Tensor, rows: torch.Tensor) -> None:
         """Write codes into rows.
@@ -184,7 +220,7 @@ class Codec(abc.ABC):
 
 
 @final
-class Int8(Codec):
+class Int8(ScaledCodec):
     """Codes of 8 bits: 25.4 % of the bytes of float32, scales included.
 
     The error of a number is at most 1/254 of the largest absolute value among its 256 neighbours.
@@ -202,7 +238,7 @@ class Int8(Codec):
 
 
 @final
-class Int4(Codec):
+class Int4(ScaledCodec):
     """Codes of 4 bits: 14.1 % of the bytes of float32, scales included. Use it with `ErrorFeedback`.
 
     The error of a number is at most 1/14 of the largest absolute value among its 64 neighbours. Without feedback, small

@@ -2,7 +2,8 @@
 
 A replica keeps, for each tensor, the residual: its contribution minus what it has sent. The next contribution includes
 the residual. A member also rounds the sum of its chunk, and adds this error to its own residual, so that the error
-returns in the next sum whoever owns the chunk then. Over many steps nothing is lost.
+returns in the next sum whoever owns the chunk then. Over many steps nothing is lost. With `TopK` a residual is most of
+the contribution, and each step takes a part of it off.
 
 A residual is part of a step. It counts once the step has committed. After a failed step, the residual is that of the
 last committed step.
@@ -22,6 +23,7 @@ from tft_algos.quantization.codecs import Codec, Int4, flat_float32
 
 OWNER: Final = "owner"
 SLOTS: Final = "slots"
+SPARSE_DECAY: Final = 0.95  # arXiv 2508.15706
 
 
 class RegistersState(Protocol):
@@ -58,7 +60,7 @@ class Compensation:
         values = flat_float32(tensors, copies=True)
         residual = self.slot.residual(self._kind, values.device)
         if residual is not None:
-            values.add_(residual, alpha=self._scale)
+            values.add_(residual, alpha=self._scale * self.slot.decay)
         self._next = values
         return values
 
@@ -106,6 +108,7 @@ class FeedbackSlot:
     def __init__(self, name: str, feedback: ErrorFeedback) -> None:
         self.name = name
         self.codec = feedback.codec
+        self.decay = feedback.decay
         self.manager = feedback.manager
         self.pending: Compensation | None = None
         self._kind = ""
@@ -168,18 +171,31 @@ class ErrorFeedback:
         manager: whose reductions use this. The state is registered here.
         codec: of all reductions. None: `Int4`.
         key: of the registered state, the same on every replica.
-    Raises: ConfigError: codec is not a codec, or the key is used already.
+        decay: the share of a residual that the next contribution includes, above 0 and at most 1. None: 0.95 with
+            `TopK`, whose residuals are old and large, otherwise 1.
+    Raises: ConfigError: codec is not a codec, decay is out of range, or the key is used already.
     """
 
-    def __init__(self, manager: RegistersState, codec: Codec | None = None, *, key: str = "error_feedback") -> None:
+    def __init__(
+        self,
+        manager: RegistersState,
+        codec: Codec | None = None,
+        *,
+        key: str = "error_feedback",
+        decay: float | None = None,
+    ) -> None:
         codec = Int4() if codec is None else codec
         if not isinstance(codec, Codec):
             raise ConfigError(f"codec is a {type(codec).__name__}; give a codec of tft_algos.quantization: Int4()")
+        if decay is not None and (isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1):
+            raise ConfigError(f"decay is {decay!r}; give a number above 0 and at most 1")
+        self.key = key
         self.codec = codec
+        self.decay = (SPARSE_DECAY if codec.is_sparse else 1.0) if decay is None else float(decay)
         self.manager = manager
         self._slots: dict[str, FeedbackSlot] = {}
         self._loaded: dict[str, Mapping[str, Any]] = {}  # of slots that nobody has used since the load
-        manager.register_state_dict_fn(key, self.load_state_dict, self.state_dict, compared=False)
+        manager.register_state_dict_fn(key, self.load_state_dict, self.empty_state, compared=False)
 
     def of(self, name: str) -> FeedbackSlot:
         """Return the slot of a tensor. Use one slot for each tensor, and the same one in every step.
@@ -197,10 +213,14 @@ class ErrorFeedback:
         return slot
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the residuals of the last committed step, for live recovery and for a checkpoint of this replica."""
+        """Return the residuals of the last committed step, for a checkpoint of this replica."""
         slots = {name: dict(state) for name, state in self._loaded.items()}
         slots |= {name: slot.state() for name, slot in self._slots.items()}
-        return {OWNER: self._owner, SLOTS: slots}
+        return {OWNER: self.owner, SLOTS: slots}
+
+    def empty_state(self) -> dict[str, Any]:
+        """Return a state without residuals, which a replica that heals begins with."""
+        return {OWNER: self.owner, SLOTS: {}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over residuals that this replica has made, or begin without any.
@@ -208,14 +228,14 @@ class ErrorFeedback:
         Raises: UserStateError: `state_dict` is not the state of an ErrorFeedback. Nothing has changed then.
         """
         slots = _checked(state_dict)
-        if state_dict[OWNER] != self._owner:
+        if state_dict[OWNER] != self.owner:
             slots = {}
         self._loaded = {name: state for name, state in slots.items() if name not in self._slots}
         for name, slot in self._slots.items():
             slot.load(slots.get(name))
 
     @property
-    def _owner(self) -> str:
+    def owner(self) -> str:
         """Return the name of this replica without the id of its process. A replica without a name has only that id."""
         name, _, _ = self.manager.replica_id.rpartition(":")
         return name or self.manager.replica_id

@@ -11,19 +11,24 @@ Law of this file: the order of collectives. The halves of a reduction are in `tf
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
 
-from tft_algos.collectives import QuantizedWork, check_group, check_operation
+from tft_algos.collectives import ChunkExchange, check_dense, check_group, check_operation
+from tft_algos.encoded_work import EncodedWork, Exchange, Issue
 from tft_algos.errors import ConfigError
+from tft_algos.gathered import RowExchange
 from tft_algos.quantization.codecs import Codec, Int8, check_quantizable
 from tft_algos.quantization.feedback import Compensation, FeedbackSlot
-from tft_pg import AbortedError, DummyWork
+from tft_algos.quantization.top_k import TopK
+from tft_pg import AbortedError, CollectiveTimeoutError, DummyWork
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.threads import join_within
 
@@ -63,6 +68,7 @@ def quantizer_of(
             )
         quantizer = Quantizer(should_quantize.codec, should_quantize)
     elif isinstance(should_quantize, Codec):
+        check_dense(should_quantize)
         quantizer = Quantizer(should_quantize)
     elif should_quantize is True:
         quantizer = Quantizer(_DEFAULT)
@@ -84,11 +90,14 @@ class QuantizedReductions:
 
     Args:
         group: the process group, with the collectives that `check_group` names.
+        timeout: maximum time of one reduction, until its last collective has started.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, *, timeout: timedelta) -> None:
         self._group = group
-        self._works: deque[tuple[QuantizedWork, int]] = deque()  # with its configuration. The first one is under way
+        self._timeout = timeout
+        self._num_advanced = 0
+        self._works: deque[tuple[EncodedWork, int]] = deque()  # with its configuration. The first one is under way
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -103,15 +112,7 @@ class QuantizedReductions:
         if not tensor.numel():
             return DummyWork([tensor])
         configuration = self._configuration
-        work = QuantizedWork(
-            self._group,
-            codec,
-            [tensor],
-            average=False,
-            compensation=compensation,
-            is_driven=tensor.device.type == "cpu",
-            issue=lambda start: self._issue(start, configuration),
-        )
+        work = self._work(tensor, codec, compensation, lambda start: self._issue(start, configuration))
         if tensor.device.type != "cpu":
             self.drain()
             work.begin()
@@ -128,14 +129,49 @@ class QuantizedReductions:
             self._changed.notify_all()
         return work
 
+    def _work(self, tensor: torch.Tensor, codec: Codec, compensation: Compensation | None, issue: Issue) -> EncodedWork:
+        if isinstance(codec, TopK):
+            assert compensation is not None, "a sparse reduction without error feedback"
+            exchange: Exchange = RowExchange(self._group, codec, tensor, compensation=compensation, issue=issue)
+        else:
+            exchange = ChunkExchange(
+                self._group, codec, [tensor], average=False, compensation=compensation, issue=issue
+            )
+        return EncodedWork(exchange, [tensor], driver=self if tensor.device.type == "cpu" else None)
+
     def drain(self) -> None:
         """Wait until all collectives of earlier quantized reductions have started, or failed.
 
-        The halves have the time-out of the process group, and an abort ends them.
+        Raises: CollectiveTimeoutError, as `await_until`.
         """
         if self._works:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._works)
+            self.await_until(lambda: not self._works, None)
+
+    def await_until(self, done: Callable[[], bool], timeout: timedelta | None) -> None:
+        """Wait until the thread of this object has made `done` true.
+
+        Args:
+            timeout: for the whole wait. None: the time-out of one reduction, which starts again whenever one advances.
+        Raises: CollectiveTimeoutError: the time-out has passed. The process group was aborted.
+        """
+        limit_s = (self._timeout if timeout is None else timeout).total_seconds()
+        ends_at = time.monotonic() + limit_s
+        with self._changed:
+            while not done():
+                advanced = self._num_advanced
+                if not self._changed.wait(ends_at - time.monotonic()) and not done():
+                    break
+                if timeout is None and self._num_advanced != advanced:
+                    ends_at = time.monotonic() + limit_s
+            else:
+                return
+            num_behind = max(len(self._works) - 1, 0)
+            configuration = self._works[0][1] if self._works else self._configuration
+        self._abort(configuration)
+        raise CollectiveTimeoutError(
+            f"a quantized reduction timed out after {limit_s:g} s and was aborted, with {num_behind} behind it; the "
+            "next step requests another quorum (on a slow link, raise the Manager's timeout)"
+        )
 
     def group_changes(self) -> None:
         """Prepare for a new configuration of the group: no later half of an earlier reduction starts in it."""
@@ -189,4 +225,5 @@ class QuantizedReductions:
                 self._abort(configuration)
             with self._changed:
                 self._works.popleft()
+                self._num_advanced += 1
                 self._changed.notify_all()

@@ -109,6 +109,7 @@ class Reducer:
         step: decides each reduction, and receives each failure.
         clock: measures time-outs.
         own_time: told when this member has given its contribution.
+        timeout: maximum time of one quantized reduction.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class Reducer:
         clock: Clock,
         *,
         own_time: OwnTime,
+        timeout: timedelta,
     ) -> None:
         self._group = group
         self._step = step
@@ -127,7 +129,7 @@ class Reducer:
         self._aside: list[Started] = []  # of deferred steps
         self.num_started = 0  # since the start of this Manager
         self._denominators: dict[torch.device, Denominator] = {}  # sums of the step's weight
-        self.quantized = QuantizedReductions(group)
+        self.quantized = QuantizedReductions(group, timeout=timeout)
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of the open step. See `Manager.set_weight`."""

@@ -1,0 +1,231 @@
+"""The Work of a reduction whose numbers travel encoded: what all kinds of it have in common.
+
+A reduction encodes its tensors, exchanges bytes in one or two collectives, and writes the result when the last of them
+has ended. Either the waiting caller moves it on, or a thread of its own does.
+
+Law of this file: the life of a Work, from its start to its result. `collectives` and `gathered` decide what is sent.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeAlias, final
+
+import torch
+import torch.distributed as dist
+
+Issue: TypeAlias = Callable[[Callable[[], dist.Work]], dist.Work]
+
+
+def at_once(start: Callable[[], dist.Work]) -> dist.Work:
+    """Start a collective."""
+    return start()
+
+
+class Driver(Protocol):
+    """The thread that moves reductions on, as a waiting caller sees it."""
+
+    def await_until(self, done: Callable[[], bool], timeout: timedelta | None) -> None:
+        """Wait until `done` is true.
+
+        Raises: CollectiveTimeoutError: a reduction stood still for too long, or `timeout` has passed.
+        """
+        ...
+
+
+class Exchange(abc.ABC):
+    """What a reduction sends, and what it makes of what it receives."""
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Encode, and start the first collective. Raises: errors of the process group."""
+
+    @abc.abstractmethod
+    def proceed(self, timeout: timedelta | None) -> dist.Work | None:
+        """Wait for all collectives but the last one.
+
+        Args:
+            timeout: for each collective. None: that of the process group.
+        Returns: the last collective. None: the result is written.
+        Raises: errors of the process group.
+        """
+
+    @abc.abstractmethod
+    def write(self) -> None:
+        """Write the result into the tensors. The last collective has ended. Raises: the result can't be used."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Release the memory of the exchange."""
+
+
+@final
+class EncodedWork(dist.Work):
+    """A reduction of encoded numbers.
+
+    Args:
+        exchange: of this reduction.
+        tensors: receive the result.
+        driver: another thread calls `advance`, so `wait` and `get_future` do not.
+    """
+
+    def __init__(self, exchange: Exchange, tensors: list[torch.Tensor], *, driver: Driver | None = None) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._tensors = tensors
+        self._driver = driver
+        self._lock = threading.RLock()
+        self._has_begun = False
+        self._last: dist.Work | None = None  # the collective after which the result is here
+        self._end = _End()
+
+    # --- the parts of a reduction -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Encode, and start the first collective. Raises: errors of the process group."""
+        with self._lock:
+            self._has_begun = True
+            self._exchange.begin()
+
+    def advance(self, timeout: timedelta | None = None) -> None:
+        """Bring the reduction to its last collective. A second call does nothing. Raises nothing.
+
+        Args:
+            timeout: for each collective before the last. None: that of the process group.
+        """
+        with self._lock:
+            if self._end.advanced.is_set():
+                return
+            try:
+                if not self._has_begun:
+                    self.begin()
+                self._last = self._exchange.proceed(timeout)
+                self._end.is_written = self._last is None
+            except Exception as error:
+                self._end.error = error
+        self._end.advanced.set()
+        self._resolve()
+
+    def _finish(self) -> None:
+        """Write the result. The last collective has ended."""
+        with self._lock:
+            if self._end.is_written or self._end.error is not None:
+                return
+            try:
+                self._exchange.write()
+            except Exception as error:
+                self._end.error = error
+            self._end.is_written = self._end.error is None
+            self._exchange.release()
+
+    @property
+    def failure(self) -> Exception | None:
+        """Return the error of a part that could not start or has failed. None: there is none yet."""
+        return self._end.error
+
+    # --- the interface of a Work --------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the tensors hold the result.
+
+        Args:
+            timeout: maximum wait. None: each collective has the time-out of the process group.
+        Raises: errors of the process group. The result is undefined then.
+        """
+        ends_at = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        if self._driver is not None:
+            self._driver.await_until(self._end.advanced.is_set, timeout)
+        else:
+            self.advance(timeout)
+        last = self._last
+        if self._end.error is None and last is not None and not self._end.is_written:
+            left = None if ends_at is None else timedelta(seconds=max(ends_at - time.monotonic(), 0.001))
+            failure = _failure(lambda: last.wait(left) if left else last.wait())
+            self._end.error = self._end.error or failure
+        self._finish()
+        if self._end.error is not None:
+            raise self._end.error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future of the tensors, which is done when they hold the result, or holds an error."""
+        if self._driver is None:
+            self.advance()
+        with self._end.lock:
+            if self._end.future is None:
+                device = self._tensors[0].device
+                self._end.future = torch.futures.Future(devices=None if device.type == "cpu" else [device])
+            future = self._end.future
+        if self._end.advanced.is_set():
+            self._resolve()
+        return future
+
+    def _resolve(self) -> None:
+        """Complete the future, if there is one, when the last collective has ended."""
+        with self._end.lock:
+            future = self._end.future
+            if future is None or self._end.is_resolved:
+                return
+            self._end.is_resolved = True
+            last = self._last
+        if last is None:
+            self._complete(future)
+        elif self._tensors[0].device.type != "cpu":  # this wait only orders the stream
+            self._end.error = self._end.error or _failure(last.wait)
+            self._complete(future)
+        else:
+            last.get_future().add_done_callback(lambda ended: self._ended(future, ended))
+
+    def _ended(self, future: torch.futures.Future[Any], ended: torch.futures.Future[Any]) -> None:
+        # A wait here, on the backend's own thread, would never end.
+        self._end.error = self._end.error or _failure(ended.value)
+        self._complete(future)
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        """Complete the future. All collectives have ended."""
+        self._finish()
+        if self._end.error is not None:
+            future.set_exception(self._end.error)
+        else:
+            future.set_result(self._tensors)
+
+    def is_completed(self) -> bool:
+        if self._end.is_written or self._end.error is not None:
+            return True
+        last = self._last
+        return self._end.advanced.is_set() and last is not None and last.is_completed()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+
+def _failure(call: Callable[[], object]) -> Exception | None:
+    """Return the error that a call raises, or None."""
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+@final
+class _End:
+    """How far a reduction has come."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # of the future. The lock of the Work is held during the first half
+        self.advanced = threading.Event()  # the last collective was issued, or there is an error
+        self.error: Exception | None = None
+        self.is_written = False
+        self.future: torch.futures.Future[Any] | None = None
+        self.is_resolved = False
