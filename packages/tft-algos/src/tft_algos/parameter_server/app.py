@@ -19,9 +19,8 @@ from aiohttp.typedefs import Handler, Middleware
 from tft_algos.errors import ServerBusyError
 from tft_algos.parameter_server.routes import NEW_SESSION_ROUTE
 from tft_algos.parameter_server.sessions import Session, Sessions
-from tft_ckpt.transfer.admission import Acceptor
-from tft_ckpt.transfer.request_log import request_logger
 from tft_ckpt.transfer.routes import authorization
+from tft_ckpt.transfer.web_server import WebServer
 
 __all__ = ["App"]
 
@@ -48,11 +47,10 @@ class App:
     ) -> None:
         self.started: Future[None] = Future()
         self._loop = loop
-        self._listener = listener
         self._token = token
         self._sessions = sessions
         self._stop = asyncio.Event()
-        self._acceptor: Acceptor | None = None
+        self._server = WebServer(loop, listener, log=_log, tls=None, authentication_timeout_s=AUTHENTICATION_TIMEOUT_S)
 
     def stop(self) -> None:
         """Close the port and every connection, so that `serve` ends. Any thread may call this."""
@@ -63,44 +61,12 @@ class App:
         """Answer clients until `stop`. Raises: the error that prevents the start; the port is closed then."""
         app = web.Application(middlewares=[self._check_token()])
         app.router.add_get(NEW_SESSION_ROUTE, self._new_session, allow_head=False)
-        runner = web.AppRunner(
-            app,
-            handle_signals=False,
-            handler_cancellation=True,
-            access_log=None,
-            logger=request_logger(_log),
-            shutdown_timeout=0.05,
-            lingering_time=0.0,  # a request has no body; one with a body ends its connection
-        )
-        try:
-            await runner.setup()
-        except BaseException:
-            self._listener.close()
-            raise
-        server = runner.server
-        assert server is not None, "a runner that was set up has a server"
-        self._acceptor = acceptor = Acceptor(
-            self._loop,
-            self._listener,
-            protocol=server,
-            tls=None,
-            authentication_timeout_s=AUTHENTICATION_TIMEOUT_S,
-        )
-        acceptor.open()
+        await self._server.start(app)
         self.started.set_result(None)
         try:
             await self._stop.wait()
         finally:
-            await acceptor.close()
-            await _run_pending_callbacks()
-            await runner.cleanup()
-            for connection in server.connections:
-                connection.force_close()
-            tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await _run_pending_callbacks()
+            await self._server.close()
 
     def _check_token(self) -> Middleware:
         expected = None if self._token is None else authorization(self._token).encode("utf-8")
@@ -116,8 +82,7 @@ class App:
                         headers={"www-authenticate": "Bearer"},
                     )
                 )
-            if self._acceptor is not None:
-                self._acceptor.authenticated(request.transport)
+            self._server.authenticated(request.transport)
             try:
                 return await handler(request)
             except web.HTTPNotFound:
@@ -156,8 +121,3 @@ def _last(refusal: _Refusal) -> _Refusal:
     """Let the connection end after this answer."""
     refusal.force_close()
     return refusal
-
-
-async def _run_pending_callbacks() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
