@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_algos.errors import ServerBusyError
-from tft_algos.parameter_server.routes import NEW_SESSION_ROUTE
+from tft_algos.parameter_server.routes import HOLDS_HEADER, NEW_SESSION_ROUTE
 from tft_algos.parameter_server.sessions import Session, Sessions
 from tft_ckpt.transfer.routes import authorization
 from tft_ckpt.transfer.web_server import WebServer
@@ -26,6 +26,7 @@ __all__ = ["App"]
 
 AUTHENTICATION_TIMEOUT_S: Final = 10.0
 GROUP_TIMEOUT_S: Final = 30.0  # for new_process_group
+_ABORT_AGAIN_S: Final = 0.05
 
 _log = logging.getLogger("tft_algos.parameter_server")
 _Refusal = TypeVar("_Refusal", bound=web.HTTPException)
@@ -100,9 +101,32 @@ class App:
         failure = await self._failure(session)
         if failure:
             raise web.HTTPInternalServerError(text=failure)
+        if HOLDS_HEADER in request.headers:
+            return await self._answer_until_joined(request, session)
         response = web.Response(body=session.opened.body(), content_type="application/json")
         response.force_close()
         return response
+
+    async def _answer_until_joined(self, request: web.Request, session: Session) -> web.StreamResponse:
+        """Send the answer, and end it when both sides have joined. If the client disconnects first, end the session."""
+        response = web.StreamResponse()
+        response.content_type = "application/json"
+        response.force_close()
+        try:
+            await response.prepare(request)
+            await response.write(session.opened.body() + b"\n")
+            await asyncio.shield(asyncio.wrap_future(session.joined))
+        except (asyncio.CancelledError, ConnectionError):
+            self._stop_before_it_begins(session)
+            raise
+        await response.write_eof()
+        return response
+
+    def _stop_before_it_begins(self, session: Session) -> None:
+        """Stop a session whose client has disconnected, repeatedly. An abort before a configure does not end it."""
+        if not session.joined.done():
+            session.stop()
+            self._loop.call_later(_ABORT_AGAIN_S, self._stop_before_it_begins, session)
 
     async def _failure(self, session: Session) -> str:
         """Wait for the session's group. Returns: why there is none, or ""."""

@@ -117,6 +117,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             raise ConfigError(f"name an interface ({interface}) or a hostname ({hostname}), not both")
         if not sockets.supported():
             raise UnsupportedOperationError("ProcessGroupGloo needs Linux: it finds its connections through /proc")
+        self._trace_dir = trace_dir
         self._interface = interface
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
@@ -126,6 +127,11 @@ class ProcessGroupGloo(NativeProcessGroup):
 
     def getBackendName(self) -> str:
         return "tft-gloo"
+
+    def settings(self) -> tuple[timedelta, dict[str, object]]:
+        """Return the timeout and the other arguments with which another group is made like this one."""
+        trace_dir = None if self._trace_dir is None else os.fspath(self._trace_dir)
+        return self._timeout, {"interface": self._interface, "hostname": self._hostname, "trace_dir": trace_dir}
 
     def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
         where = attempt.where
