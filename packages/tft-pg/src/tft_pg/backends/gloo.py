@@ -36,13 +36,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tft_pg import sockets
 from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_loopback
 from tft_pg.backends.attempt import EXAMINED_AFTER_S, Attempt
+from tft_pg.backends.by_allreduce import start_reduce_scatter
 from tft_pg.backends.examination import Examination, give_up, rank_names
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup, keep_at_exit
 from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.patience import Phase
-from tft_pg.backends.reduce_scatter import start_reduce_scatter
 from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
 from tft_pg.backends.word_line import WordLine
