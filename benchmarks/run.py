@@ -58,6 +58,8 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p19": lambda short: standing_join.measure({1_000: 1} if short else standing_join.TURNS),
     "slow": lambda short: slow_link.measure(turns=2 if short else 14),
 }
+if reconfigure.HAS_NATIVE:
+    ROWS["p15n"] = lambda short: reconfigure.measure_native(turns=1 if short else 7, configures=5 if short else 20)
 LAYOUT = "{:<5} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 
 
