@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         extract_local_tensor,
         fragment_model,
         reduce_across,
+        start_debug_server,
     )
     from tft_ckpt import (
         TLS,
@@ -223,6 +224,7 @@ __all__ = [
     "init_group",
     "reconfigure_with_store",
     "reduce_across",
+    "start_debug_server",
 ]
 
 _HOMES = {
@@ -261,6 +263,7 @@ _HOMES = {
         "extract_local_tensor",
         "fragment_model",
         "reduce_across",
+        "start_debug_server",
     ),
     "tft_ckpt": (
         "CheckpointError",
