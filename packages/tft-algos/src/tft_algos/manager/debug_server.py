@@ -12,8 +12,9 @@ from typing import Any, Final
 from tft_algos.errors import ConfigError
 from tft_algos.manager.manager import Manager
 from tft_algos.manager.status import ManagerStatus
+from tft_coord.errors import UnreachableError
 from tft_pg import ConfigError as GroupConfigError
-from tft_pg import DebugServer, PagePlace
+from tft_pg import DebugServer, PagePlace, StoreUnreachableError
 
 __all__ = ["start_debug_server"]
 
@@ -43,7 +44,7 @@ def start_debug_server(
             debug server already, or a package is missing.
         ManagerClosedError: the Manager was shut down.
         UnsupportedOperationError: this torch has no debug server, or its page can't be bound to one address.
-        tft_pg.StoreUnreachableError: the store of the replica group did not answer.
+        UnreachableError: the store of the replica group did not answer.
     """
     manager._life.check_open()
     config = manager.strategy.config
@@ -53,6 +54,8 @@ def start_debug_server(
         server = DebugServer(partial(_facts, manager), host=host, port=port, page_port=page_port, place=place)
     except GroupConfigError as error:
         raise ConfigError(str(error)) from error
+    except StoreUnreachableError as error:
+        raise UnreachableError(str(error)) from error
     manager._life.at_end(server.close)
     return server
 

@@ -1,17 +1,15 @@
-"""Torch's page of the debug servers of a replica group, as a program of its own.
+"""Torch's page of the debug servers of a replica group, in a process of its own.
 
-Torch's page asks each rank's worker server, whose address it finds in the group's store. Torch lets it listen on all
-interfaces, and has no argument for another address. So this program gives torch's page a server class that listens on
-one address, and adds a view of the training. It ends with the process that started it.
+Torch's page asks each rank's worker server, whose address it finds in the group's store. The process ends with the one
+that started it, because it holds one end of a pair of sockets.
 
-Law of this file: the page's process, on both sides.
+Law of this file: the start and the end of the page's process, which runs `page_process`.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import select
 import socket
 import subprocess
@@ -22,18 +20,17 @@ from typing import Any, Final, final
 from tft_pg.errors import ConfigError, UnsupportedOperationError
 from tft_pg.forks import Inheritance, forks_wait, let_go_in_child
 
-__all__ = ["HANDLER", "DebugPage", "PagePlace", "serve"]
+__all__ = ["HANDLER", "STORE_PREFIX", "DebugPage", "PagePlace"]
 
 HANDLER: Final = "tft"
 STORE_PREFIX: Final = "debug_server"  # where torch's page looks
 _PACKAGES: Final = ("jinja2", "tabulate")
 _START_S: Final = 60.0
 _END_S: Final = 5.0
-_FETCH_S: Final = 10.0
 _ANSWER_BYTES_MAX: Final = 4096
 _PROGRAM: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from tft_pg.debug.page import serve; serve(int(sys.argv[2]), json.loads(sys.argv[3]))"
+    "from tft_pg.debug.page_process import serve; serve(int(sys.argv[2]), json.loads(sys.argv[3]))"
 )
 
 
@@ -142,54 +139,3 @@ class DebugPage:
         process, self._process = self._process, None
         descriptor = self._control.fileno()
         return Inheritance(descriptors=[descriptor], kept=[process, self._control])
-
-
-# --- in the page's process --------------------------------------------------------------------------------------------
-
-
-def serve(descriptor: int, settings: dict[str, Any]) -> None:
-    """Serve the page until the other end of the descriptor is closed. The main function of the page's process."""
-    control = socket.socket(fileno=descriptor)
-    try:
-        answer: dict[str, Any] = {"port": _start(settings)}
-    except Exception as error:
-        unsupported = isinstance(error, UnsupportedOperationError | ImportError | AttributeError)
-        answer = {"error": f"{error}"[:500] or type(error).__name__, "unsupported": unsupported}
-    control.sendall(json.dumps(answer).encode())
-    while control.recv(1):
-        pass
-    os._exit(0)
-
-
-def _start(settings: dict[str, Any]) -> int:
-    """Start torch's page. Returns: its port."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.debug import _debug_handlers, _frontend
-
-    from tft_pg.debug.training_view import TrainingView
-
-    address, port, store = settings["address"], settings["port"], settings["store"]
-    own_store = None
-    if store is None:
-        # With a listener of its own. Otherwise the store listens on all interfaces.
-        listener = socket.create_server(("127.0.0.1", 0))
-        store = list(listener.getsockname())
-        own_store = TCPStore(*store, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        own_store.set(f"{STORE_PREFIX}/rank0", settings["worker_url"])
-    os.environ.update(RANK="0", WORLD_SIZE=str(settings["world_size"]), MASTER_ADDR=store[0], MASTER_PORT=str(store[1]))
-
-    class OnOneAddress(_frontend._IPv6HTTPServer):
-        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
-        def __init__(self, _: object, handler: Any) -> None:
-            super().__init__((address, port), handler)
-
-    _frontend._IPv6HTTPServer = OnOneAddress  # type: ignore[misc]
-    handlers = [*_debug_handlers.default_handlers(), TrainingView()]
-    for handler in handlers:
-        handler.fetch_timeout = _FETCH_S
-    page = _frontend.FrontendServer(port, handlers)
-    if not isinstance(page._server, OnOneAddress):
-        raise UnsupportedOperationError("this torch's page does not use the given server; install torch 2.13")
-    page.keeps = own_store
-    return int(page._server.server_address[1])
