@@ -1,5 +1,7 @@
 """P15: how long a Gloo group takes to be configured, and again after a member's death, beside torchft.
 
+P15N: the same for torch's own group that reconfigures (torch 2.14 and later), in tft's adapter, beside tft's group.
+
 The groups have 2, 4 and 8 processes. In each turn a group is configured repeatedly, each time under a fresh prefix of a
 store of this process. The figure of one configure is its slowest member's. Then the last member is killed with SIGKILL
 and the others are configured without it. This happens once a turn, because a member dies only once. The systems take
@@ -11,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from benchmarks.row import Row
@@ -18,24 +21,12 @@ from benchmarks.worker import Worker
 
 SIZES = (2, 4, 8)
 WARM_UPS = 3
+HAS_NATIVE = hasattr(dist.ProcessGroup, "reconfigure")
 
 
 def measure(turns: int, configures: int) -> Row:
-    """Return the row. Each size runs in each system, `turns` times."""
-    configure_ms: dict[str, dict[int, list[float]]] = {
-        system: {size: [] for size in SIZES} for system in ("torchft", "tft")
-    }
-    reconfigure_ms: dict[str, dict[int, list[float]]] = {
-        system: {size: [] for size in SIZES} for system in ("torchft", "tft")
-    }
-    for _ in range(turns):
-        for size in SIZES:
-            for system in configure_ms:
-                times_ms, after_death_ms = _turn(system, size, configures)
-                configure_ms[system][size].append(statistics.median(times_ms))
-                reconfigure_ms[system][size].append(after_death_ms)
-    ours = [statistics.median(found["tft"][size]) for found in (configure_ms, reconfigure_ms) for size in SIZES]
-    theirs = [statistics.median(found["torchft"][size]) for found in (configure_ms, reconfigure_ms) for size in SIZES]
+    """Return the row of tft beside torchft. Each size runs in each system, `turns` times."""
+    ours, theirs = _medians(("tft", "torchft"), turns, configures)
     worst = max(mine / other for mine, other in zip(ours, theirs, strict=True))
     return Row(
         name="P15",
@@ -47,6 +38,38 @@ def measure(turns: int, configures: int) -> Row:
         bar="each <= torchft",
         met=worst <= 1.0,
     )
+
+
+def measure_native(turns: int, configures: int) -> Row:
+    """Return the row of torch's own group that reconfigures, in tft's adapter, beside tft's group over Gloo."""
+    native, gloo = _medians(("torch", "tft"), turns, configures)
+    worst = max(mine / other for mine, other in zip(native, gloo, strict=True))
+    return Row(
+        name="P15N",
+        what="native configure, after a death",
+        ours=_figures(native),
+        peer="",
+        other=f"Gloo {_figures(gloo)} ms",
+        ratio=worst,
+        bar="each <= 2 x tft's Gloo",
+        met=worst <= 2.0,
+    )
+
+
+def _medians(systems: Sequence[str], turns: int, configures: int) -> list[list[float]]:
+    """Return, for each system, the medians of a configure of each size, and then those after a death, in ms."""
+    configure_ms: dict[tuple[str, int], list[float]] = {(system, size): [] for system in systems for size in SIZES}
+    after_death_ms: dict[tuple[str, int], list[float]] = {(system, size): [] for system in systems for size in SIZES}
+    for _ in range(turns):
+        for size in SIZES:
+            for system in systems:
+                times_ms, death_ms = _turn(system, size, configures)
+                configure_ms[system, size].append(statistics.median(times_ms))
+                after_death_ms[system, size].append(death_ms)
+    return [
+        [statistics.median(found[system, size]) for found in (configure_ms, after_death_ms) for size in SIZES]
+        for system in systems
+    ]
 
 
 def _figures(times_ms: Sequence[float]) -> str:

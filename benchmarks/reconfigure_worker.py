@@ -1,4 +1,4 @@
-"""One member of the reconfiguration benchmark, of tft or of torchft: it configures its group on request.
+"""One member of the reconfiguration benchmark: it configures its group of tft, of torch or of torchft on request.
 
 An order is one JSON line (store address, rank, world size). The answer is one line: the time for building the group, in
 milliseconds. Each group reduces once, outside the measured time, to show that it works.
@@ -32,6 +32,31 @@ def of_tft() -> tuple[Any, Configure]:
     return group, lambda address, rank, world_size: group.configure(address, rank, world_size)
 
 
+def of_torch() -> tuple[Any, Configure]:
+    """Return torch's own group that reconfigures, in tft's adapter, and its configure function."""
+    from tft_pg import ReconfigurableProcessGroup, parse_store_addr
+    from tft_pg.testing import reconfigurable_gloo
+
+    group = _Late()
+
+    def configure(address: str, rank: int, world_size: int) -> None:
+        if group.made is None:  # all groups share the store of the benchmark
+            torchs = reconfigurable_gloo(parse_store_addr(address).port, stand_in=False)
+            group.made = ReconfigurableProcessGroup(torchs, timeout=TIMEOUT)
+        group.made.configure(address, rank, world_size)
+
+    return group, configure
+
+
+class _Late:
+    """A group that is made with its first configure."""
+
+    made: Any = None
+
+    def allreduce(self, *args: object) -> Any:
+        return self.made.allreduce(*args)
+
+
 def of_torchft() -> tuple[Any, Configure]:
     """Return a group of the peer, configured through its public function for use without a Manager."""
     from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
@@ -40,7 +65,7 @@ def of_torchft() -> tuple[Any, Configure]:
     return group, lambda address, rank, world_size: reconfigure_with_store(group, address, rank, world_size, TIMEOUT)
 
 
-SYSTEMS = {"tft": of_tft, "torchft": of_torchft}
+SYSTEMS = {"tft": of_tft, "torch": of_torch, "torchft": of_torchft}
 
 
 def main() -> None:

@@ -62,6 +62,8 @@ ROWS: dict[str, Callable[[bool], Row]] = {
         {"float32": 1, "int4": 2, "top k": 4} if short else {"float32": 5, "int4": 20, "top k": 60}
     ),
 }
+if reconfigure.HAS_NATIVE:
+    ROWS["p15n"] = lambda short: reconfigure.measure_native(turns=1 if short else 7, configures=5 if short else 20)
 LAYOUT = "{:<5} {:<30} {:>16} {:>16} {:>22} {:>6}  {:<4} {}"
 
 

@@ -26,7 +26,7 @@ class Worker:
     """A process that runs a module of the benchmarks.
 
     Args:
-        system: "tft", or "torchft" for the peer's interpreter.
+        system: "torchft" for the peer's interpreter; any other, such as "tft", for this one.
         module: for example "benchmarks.failure_worker". It receives `--system` and the arguments.
         arguments: of its command line.
         prefix: a command that starts the interpreter, such as a command that enters a network namespace first.
@@ -34,7 +34,7 @@ class Worker:
 
     def __init__(self, system: str, module: str, arguments: Sequence[str] = (), *, prefix: Sequence[str] = ()) -> None:
         self._module = module
-        interpreter = sys.executable if system == "tft" else str(peer.python())
+        interpreter = str(peer.python()) if system == "torchft" else sys.executable
         self.process = subprocess.Popen(
             [*prefix, interpreter, "-m", module, "--system", system, *arguments],
             stdin=subprocess.PIPE,

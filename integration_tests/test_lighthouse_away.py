@@ -208,7 +208,7 @@ def test_a_lighthouse_that_was_warned_of_is_logged_when_it_answers_again(
     """The last word was that it can't be reached, for as long as the job ran on."""
     lighthouse.end()
     away, back = LogLine("can't be reached"), LogLine(f"the lighthouse at {lighthouse.bind} answers again, after ")
-    logger = logging.getLogger("tft_coord.manager_server.link")
+    logger = logging.getLogger("tft_coord.manager_server.absence")
     for line in (away, back):
         logger.addHandler(line)
     try:

@@ -29,10 +29,19 @@ from tft_algos import (
     UnreachableError,
 )
 from tft_algos.parameter_server.routes import ANSWER_BYTES_MAX, OpenedSession, parse_address, parse_answer
-from tft_pg import ConfigureError, PeerDisconnectedError, ProcessGroup, ProcessGroupError, ProcessGroupGloo
+from tft_pg import (
+    ConfigureError,
+    ErrorSwallowingProcessGroupWrapper,
+    PeerDisconnectedError,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupError,
+    ProcessGroupGloo,
+)
 
 SECRET = "made-by-openssl-rand"
-WAIT_S = 20.0
+WAIT_S = 60.0
+HOUR = timedelta(hours=1)
 
 
 @pytest.fixture(autouse=True)
@@ -201,6 +210,85 @@ def test_a_client_that_never_joins_loses_its_session_after_join_timeout() -> Non
         with session(server) as pg:
             assert double(pg, 1.0) == 2.0
             assert not [key for key in keys(server) if late["session_id"] in key]
+
+
+@contextmanager
+def holding(server: ParameterServer) -> Iterator[tuple[socket.socket, OpenedSession]]:
+    """Open a session as a client that has not joined yet, and holds its connection."""
+    with socket.create_connection(parse_address(server.address()), timeout=WAIT_S) as sock:
+        sock.sendall(b"GET /new_session HTTP/1.0\r\ntft-holds-connection: 1\r\n\r\n")
+        with sock.makefile("rb") as answer:
+            assert b" 200 " in answer.readline()
+            while answer.readline().strip():
+                pass
+            yield sock, parse_answer(answer.readline())
+
+
+def test_a_client_that_dies_before_it_joins_loses_its_session_at_once() -> None:
+    with Doubles(join_timeout=HOUR, max_sessions=1) as server:
+        for _ in range(3):
+            with holding(server):
+                assert server.num_sessions() == 1
+            wait_until(lambda: server.num_sessions() == 0, "the session ended")
+            assert keys(server) == []
+        with session(server) as pg:
+            assert double(pg, 1.0) == 2.0
+
+
+def test_a_client_holds_its_connection_until_both_sides_have_joined() -> None:
+    with Doubles(join_timeout=HOUR) as server, holding(server) as (sock, opened):
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1)
+        pg = Doubles.new_process_group()
+        pg.configure(opened.store_addr, 1, 2, timeout=timedelta(seconds=WAIT_S))
+        sock.settimeout(WAIT_S)
+        assert sock.recv(1) == b""
+        assert double(pg, 1.0) == 2.0
+        pg.shutdown()
+
+
+def test_a_message_that_is_too_long_ends_its_session_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with Doubles() as server, session(server) as other, session(server) as pg:
+        sending = pg.send([torch.ones(100_000)], 0, 0)
+        with suppress(ProcessGroupError):  # it may end before the server has read the message
+            sending.wait()
+        with pytest.raises(ProcessGroupError):
+            pg.recv([torch.empty(1)], 0, 0).wait()
+        wait_until(lambda: server.num_sessions() == 1, "the session ended")
+        assert double(other, 4.0) == 8.0
+    (record,) = [each for each in caplog.records if "the library of its group failed" in each.getMessage()]
+    assert record.levelname == "WARNING"
+
+
+@pytest.mark.parametrize(("isolate", "kind"), [(True, ProcessGroupBabyGloo), (False, ProcessGroupGloo)])
+def test_the_server_s_group_runs_in_a_child_process_unless_told_otherwise(isolate: bool, kind: type) -> None:
+    kinds: list[type] = []
+
+    class TellsKind(Doubles):
+        def forward(self, session_id: str, pg: ProcessGroup) -> None:
+            kinds.append(type(pg))
+            super().forward(session_id, pg)
+
+    with TellsKind(isolate=isolate) as server, session(server) as pg:
+        assert double(pg, 1.0) == 2.0
+    assert kinds == [kind]
+
+
+def test_a_group_of_another_type_is_used_as_it_is() -> None:
+    class OfItsOwn(Doubles):
+        @classmethod
+        def new_process_group(cls) -> ProcessGroup:
+            return ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(timeout=timedelta(seconds=WAIT_S)))
+
+        def forward(self, session_id: str, pg: ProcessGroup) -> None:
+            assert isinstance(pg, ErrorSwallowingProcessGroupWrapper)
+            pg.send([torch.ones(1)], 1, 0).wait()
+
+    with OfItsOwn() as server, session(server) as pg:
+        answer = torch.zeros(1)
+        pg.recv([answer], 0, 0).wait()
+        assert answer.item() == 1.0
 
 
 def test_a_secret_is_demanded_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from tft_pg import (
 )
 from tft_pg.errors import Where
 from tft_pg.recorder import group as recorder_group
+from tft_pg.recorder import name_job
 from tft_pg.recorder import writer as recorder_writer
 from tft_pg.recorder.record import Snapshot, encode, file_stem
 from tft_pg.recorder.writer import TraceWriter
@@ -43,6 +44,7 @@ GUARD_S: Final = 20.0
 def of_no_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TFT_TRACE_DIR", "TFT_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(recorder_group, "_named_job", "")
 
 
 @pytest.fixture
@@ -165,6 +167,14 @@ def test_the_variable_names_the_directory(tmp_path: Path, monkeypatch: pytest.Mo
     with Bench(ProcessGroupGloo, timeout=GUARD) as bench:
         bench.configured(1)[0].abort()
         assert len(records(tmp_path / "made" / "here")) == 1
+
+
+def test_the_named_job_stands_before_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TFT_JOB_ID", "of the shell")
+    name_job("of the Manager")
+    with Bench(partial(ProcessGroupGloo, trace_dir=tmp_path), timeout=GUARD) as bench:
+        bench.configured(1)[0].abort()
+    assert [each["job"] for each in records(tmp_path)] == ["of the Manager"]
 
 
 ENDS_AT_ONCE: Final = """

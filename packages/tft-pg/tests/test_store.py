@@ -120,6 +120,13 @@ def test_nobody_there_is_a_clear_error() -> None:
             create_store_client(format_store_addr("127.0.0.1", port, "a"), timedelta(milliseconds=100))
 
 
+def test_a_store_that_never_answers_is_waited_for_no_longer_than_the_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = format_store_addr("127.0.0.1", silent.getsockname()[1], "a")
+        with pytest.raises(StoreUnreachableError, match="it accepts connections but does not answer"):
+            create_store_client(address, timedelta(milliseconds=100))
+
+
 def test_a_store_that_starts_late_is_found() -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

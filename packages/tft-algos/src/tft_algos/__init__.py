@@ -40,6 +40,7 @@ from tft_algos.manager import (
     Clock,
     Coordinator,
     DeferredStep,
+    Incident,
     Manager,
     ManagerConfig,
     ManagerPhase,
@@ -49,6 +50,7 @@ from tft_algos.manager import (
     StandingCoordinator,
     StepControl,
     WorldSizeMode,
+    start_debug_server,
 )
 from tft_algos.optim import Optimizer
 from tft_algos.pure_ddp import PureDistributedDataParallel
@@ -92,6 +94,7 @@ __all__ = [
     "DurableCheckpointError",
     "ExceptionWithTraceback",
     "HealingError",
+    "Incident",
     "JobOverError",
     "LeftJob",
     "LocalSGD",
@@ -137,6 +140,7 @@ __all__ = [
     "extract_local_tensor",
     "fragment_model",
     "reduce_across",
+    "start_debug_server",
 ]
 
 _LATER = {

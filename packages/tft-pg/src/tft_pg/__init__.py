@@ -8,6 +8,7 @@ from tft_pg.backends.reconfigurable import ReconfigurableProcessGroup
 from tft_pg.backends.xccl import ProcessGroupXCCL
 from tft_pg.base import ProcessGroup
 from tft_pg.child.group import ProcessGroupBaby, ProcessGroupBabyGloo
+from tft_pg.debug import DebugServer, PagePlace
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -54,12 +55,14 @@ __all__ = [
     "CommunicatorFailedError",
     "ConfigError",
     "ConfigureError",
+    "DebugServer",
     "DummyWork",
     "ErrorSwallowingProcessGroupWrapper",
     "FakeProcessGroupWrapper",
     "ManagedProcessGroup",
     "NotConfiguredError",
     "OperationRefusedError",
+    "PagePlace",
     "PeerDisconnectedError",
     "ProcessGroup",
     "ProcessGroupBaby",

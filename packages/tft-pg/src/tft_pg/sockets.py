@@ -31,6 +31,7 @@ __all__ = [
     "Endpoint",
     "Held",
     "Traffic",
+    "bound",
     "connected",
     "connecting",
     "descriptors",
@@ -55,6 +56,12 @@ _LOOKS_EVERY_S = 0.001
 _TCP_INFO_BYTES = 256
 _TCP_RETRANSMITS = 2
 _TCP_COUNTERS = struct.Struct("=120xQQ")
+# Its first byte is the state. For a listening socket, the counter of unacknowledged segments counts what waits.
+_TCP_LISTEN = 10
+_TCP_WAITING = struct.Struct("=24xI")
+# A socket filter of one instruction, "return 0": no packet passes.
+_SO_ATTACH_FILTER = 26
+_BPF_DROP = struct.pack("=HBBI", 0x06, 0, 0, 0)
 
 
 class Endpoint(NamedTuple):
@@ -133,6 +140,16 @@ def connected(*, local: Collection[Endpoint] = (), remote: Collection[Endpoint] 
             there = _end(descriptor, remote=True)
             matches = there is not None and (there in remote or _end(descriptor, remote=False) in local)
             if matches and _inode(descriptor) == inode:  # otherwise closed and reused since the check
+                found.add(inode)
+    return frozenset(found)
+
+
+def bound(local: Collection[Endpoint]) -> frozenset[int]:
+    """Return the inodes of the sockets with one of these local addresses, also of those that listen or have ended."""
+    found = set()
+    with _lock:
+        for descriptor, inode in _inodes():
+            if _end(descriptor, remote=False) in local and _inode(descriptor) == inode:
                 found.add(inode)
     return frozenset(found)
 
@@ -309,6 +326,23 @@ class Held(NamedTuple):
         length = ctypes.c_uint32(_TCP_INFO_BYTES)
         _libc.getsockopt(self.duplicate, socket.IPPROTO_TCP, socket.TCP_INFO, information, ctypes.byref(length))
         return information.raw
+
+    def is_listening(self) -> bool:
+        """Return whether this socket listens."""
+        return self._information()[0] == _TCP_LISTEN
+
+    def num_waiting(self) -> int:
+        """Return how many connections of this listening socket its owner has not accepted yet."""
+        return int(_TCP_WAITING.unpack_from(self._information())[0])
+
+    def refuse_connections(self) -> bool:
+        """Drop every packet to this listening socket, so that its owner accepts only what waits already.
+
+        Returns: False if the kernel can't do this.
+        """
+        drop = ctypes.create_string_buffer(_BPF_DROP, len(_BPF_DROP))
+        program = struct.pack("@HP", 1, ctypes.addressof(drop))
+        return bool(_libc.setsockopt(self.duplicate, socket.SOL_SOCKET, _SO_ATTACH_FILTER, program, len(program)) == 0)
 
     def stop_reading(self) -> None:
         """Let the owner read the end of the stream after the received data. The remote end does not notice."""

@@ -142,7 +142,14 @@ def create_store_client(store_addr: str, timeout: timedelta = timedelta(seconds=
     """
     address = parse_store_addr(store_addr)
     client = StoreClient(address.host, address.port)
-    client.connect(timeout, keep_trying=lambda: None)
+    deadline_s = time.monotonic() + timeout.total_seconds()
+
+    def keep_trying() -> None:
+        # A store that accepts a connection and never answers keeps torch's client for ever.
+        if time.monotonic() > deadline_s:
+            raise client.silent()
+
+    client.connect(timeout, keep_trying=keep_trying)
     return client.under(address.prefix)
 
 

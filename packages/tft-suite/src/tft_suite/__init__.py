@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         extract_local_tensor,
         fragment_model,
         reduce_across,
+        start_debug_server,
     )
     from tft_ckpt import (
         TLS,
@@ -225,6 +226,7 @@ __all__ = [
     "init_group",
     "reconfigure_with_store",
     "reduce_across",
+    "start_debug_server",
 ]
 
 _HOMES = {
@@ -264,6 +266,7 @@ _HOMES = {
         "extract_local_tensor",
         "fragment_model",
         "reduce_across",
+        "start_debug_server",
     ),
     "tft_ckpt": (
         "CheckpointError",

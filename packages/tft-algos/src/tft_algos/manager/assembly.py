@@ -52,6 +52,7 @@ from tft_algos.manager.variables import warn_of_misspelt
 from tft_ckpt import CheckpointTransport, HTTPTransport
 from tft_coord.core.step import StepSettings
 from tft_coord.core.step import events as on
+from tft_pg.recorder import name_job
 
 
 @final
@@ -155,6 +156,7 @@ def assemble(
         coordinator, clock: as in Manager.
     Raises: errors of making the coordinator or of setting the group's time-out. Nothing is left running then.
     """
+    name_job(config.job)
     group = NullGroup(group) if config.is_passive_rank else group
     clock = clock or SystemClock()
     if config.timeout_is_explicit:

@@ -11,6 +11,7 @@ from typing import Final, final
 
 from tft_algos.manager.assembly import Parts
 from tft_algos.manager.step import waits
+from tft_algos.manager.step.event_log import Incident
 from tft_coord.core.progress import Phase
 from tft_coord.core.step import Healing
 from tft_coord.core.types import Plan, QuorumKey
@@ -74,6 +75,7 @@ class ManagerStatus:
         waits_s: how long it has waited, in seconds, rounded down to the last beat (about 1 s) that saw the wait.
         errors: the errors of this step, oldest first, at most 16.
         last_error: the newest error that was reported in any step, `type: text`. "": no error.
+        incidents: the last errors and losses of all steps, oldest first, at most 32.
     """
 
     replica_id: str
@@ -98,6 +100,7 @@ class ManagerStatus:
     waits_s: float
     errors: tuple[Exception, ...]
     last_error: str
+    incidents: tuple[Incident, ...]
 
 
 def status_of(parts: Parts) -> ManagerStatus:
@@ -137,4 +140,5 @@ def status_of(parts: Parts) -> ManagerStatus:
         waits_s=wait.seconds if wait is not None else 0.0,
         errors=step.errors,
         last_error=shared.reports.records.last_error,
+        incidents=tuple(shared.reports.records.incidents.copy()),
     )

@@ -17,16 +17,16 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_algos.errors import ServerBusyError
-from tft_algos.parameter_server.routes import NEW_SESSION_ROUTE
+from tft_algos.parameter_server.routes import HOLDS_HEADER, NEW_SESSION_ROUTE
 from tft_algos.parameter_server.sessions import Session, Sessions
-from tft_ckpt.transfer.admission import Acceptor
-from tft_ckpt.transfer.request_log import request_logger
 from tft_ckpt.transfer.routes import authorization
+from tft_ckpt.transfer.web_server import WebServer
 
 __all__ = ["App"]
 
 AUTHENTICATION_TIMEOUT_S: Final = 10.0
 GROUP_TIMEOUT_S: Final = 30.0  # for new_process_group
+_ABORT_AGAIN_S: Final = 0.05
 
 _log = logging.getLogger("tft_algos.parameter_server")
 _Refusal = TypeVar("_Refusal", bound=web.HTTPException)
@@ -48,11 +48,10 @@ class App:
     ) -> None:
         self.started: Future[None] = Future()
         self._loop = loop
-        self._listener = listener
         self._token = token
         self._sessions = sessions
         self._stop = asyncio.Event()
-        self._acceptor: Acceptor | None = None
+        self._server = WebServer(loop, listener, log=_log, tls=None, authentication_timeout_s=AUTHENTICATION_TIMEOUT_S)
 
     def stop(self) -> None:
         """Close the port and every connection, so that `serve` ends. Any thread may call this."""
@@ -63,44 +62,12 @@ class App:
         """Answer clients until `stop`. Raises: the error that prevents the start; the port is closed then."""
         app = web.Application(middlewares=[self._check_token()])
         app.router.add_get(NEW_SESSION_ROUTE, self._new_session, allow_head=False)
-        runner = web.AppRunner(
-            app,
-            handle_signals=False,
-            handler_cancellation=True,
-            access_log=None,
-            logger=request_logger(_log),
-            shutdown_timeout=0.05,
-            lingering_time=0.0,  # a request has no body; one with a body ends its connection
-        )
-        try:
-            await runner.setup()
-        except BaseException:
-            self._listener.close()
-            raise
-        server = runner.server
-        assert server is not None, "a runner that was set up has a server"
-        self._acceptor = acceptor = Acceptor(
-            self._loop,
-            self._listener,
-            protocol=server,
-            tls=None,
-            authentication_timeout_s=AUTHENTICATION_TIMEOUT_S,
-        )
-        acceptor.open()
+        await self._server.start(app)
         self.started.set_result(None)
         try:
             await self._stop.wait()
         finally:
-            await acceptor.close()
-            await _run_pending_callbacks()
-            await runner.cleanup()
-            for connection in server.connections:
-                connection.force_close()
-            tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await _run_pending_callbacks()
+            await self._server.close()
 
     def _check_token(self) -> Middleware:
         expected = None if self._token is None else authorization(self._token).encode("utf-8")
@@ -116,8 +83,7 @@ class App:
                         headers={"www-authenticate": "Bearer"},
                     )
                 )
-            if self._acceptor is not None:
-                self._acceptor.authenticated(request.transport)
+            self._server.authenticated(request.transport)
             try:
                 return await handler(request)
             except web.HTTPNotFound:
@@ -135,9 +101,32 @@ class App:
         failure = await self._failure(session)
         if failure:
             raise web.HTTPInternalServerError(text=failure)
+        if HOLDS_HEADER in request.headers:
+            return await self._answer_until_joined(request, session)
         response = web.Response(body=session.opened.body(), content_type="application/json")
         response.force_close()
         return response
+
+    async def _answer_until_joined(self, request: web.Request, session: Session) -> web.StreamResponse:
+        """Send the answer, and end it when both sides have joined. If the client disconnects first, end the session."""
+        response = web.StreamResponse()
+        response.content_type = "application/json"
+        response.force_close()
+        try:
+            await response.prepare(request)
+            await response.write(session.opened.body() + b"\n")
+            await asyncio.shield(asyncio.wrap_future(session.joined))
+        except (asyncio.CancelledError, ConnectionError):
+            self._stop_before_it_begins(session)
+            raise
+        await response.write_eof()
+        return response
+
+    def _stop_before_it_begins(self, session: Session) -> None:
+        """Stop a session whose client has disconnected, repeatedly. An abort before a configure does not end it."""
+        if not session.joined.done():
+            session.stop()
+            self._loop.call_later(_ABORT_AGAIN_S, self._stop_before_it_begins, session)
 
     async def _failure(self, session: Session) -> str:
         """Wait for the session's group. Returns: why there is none, or ""."""
@@ -156,8 +145,3 @@ def _last(refusal: _Refusal) -> _Refusal:
     """Let the connection end after this answer."""
     refusal.force_close()
     return refusal
-
-
-async def _run_pending_callbacks() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The client's request for a session.
+"""The client's request for a session, and its connection until both sides have joined.
 
 Law of this file: one HTTP request with a deadline, and the errors that it can end with.
 """
@@ -6,11 +6,13 @@ Law of this file: one HTTP request with a deadline, and the errors that it can e
 from __future__ import annotations
 
 import http.client
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from tft_algos.errors import ServerBusyError, SessionRefusedError
 from tft_algos.parameter_server.routes import (
     ANSWER_BYTES_MAX,
+    HOLDS_HEADER,
     NEW_SESSION_ROUTE,
     OpenedSession,
     parse_address,
@@ -21,44 +23,61 @@ from tft_ckpt.transfer.connection import Connection, SourceSilentError, StopSign
 from tft_ckpt.transfer.routes import authorization
 from tft_coord.errors import RequestTimeoutError, UnreachableError
 
-__all__ = ["request_session"]
+__all__ = ["requested_session"]
 
 _SENTENCE_CHARS_MAX = 300
 
 
-def request_session(address: str, *, token: str | None, timeout_s: float) -> OpenedSession:
-    """Ask a parameter server for a session.
+@contextmanager
+def requested_session(address: str, *, token: str | None, timeout_s: float) -> Iterator[OpenedSession]:
+    """Ask a parameter server for a session, which the caller joins inside the context.
+
+    The connection stays open inside the context. If it ends early, because this process dies or the caller raises, the
+    server ends the session at once. The end of the context waits until the server has joined too.
 
     Args:
         address: what the server's `address()` returns.
         token: the job's secret, or None.
-        timeout_s: for the whole request.
+        timeout_s: for the whole context.
 
     Raises:
         ConfigError: the address is malformed.
         UnreachableError: nothing answers there, or the connection was lost.
-        RequestTimeoutError: there was no complete answer in time.
+        RequestTimeoutError: there was no complete answer in time, or the server has not joined in time.
         ServerBusyError: the server has no room for a session, or stops.
         SessionRefusedError: the secret is wrong, the server can't make a group, or it is not a parameter server.
     """
     host, port = parse_address(address)
-    headers = {} if token is None else {"authorization": authorization(token)}
-    try:
-        with closing(StopSignal(timeout_s, None)) as stop:
-            connection = Connection(host, port, silence_s=timeout_s, stop=stop)
-            with closing(connection):
-                response = connection.get(NEW_SESSION_ROUTE, headers)
-                status, body = response.status, response.read(ANSWER_BYTES_MAX + 1)
-    except (TransferTimeoutError, SourceSilentError) as error:
-        raise RequestTimeoutError(
-            f"the parameter server at {address} did not answer within {timeout_s:.3g} s; check whether its process is "
-            "stopped, and the network to it"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
-        raise UnreachableError(
-            f"the parameter server at {address} can't be reached ({error or type(error).__name__}); check the address, "
-            "and that the server runs"
-        ) from error
+    headers = {HOLDS_HEADER: "1"} | ({} if token is None else {"authorization": authorization(token)})
+    late = (
+        f"the parameter server at {address} did not answer within {timeout_s:.3g} s; check whether its process is "
+        "stopped, and the network to it"
+    )
+    with ExitStack() as held:
+        try:
+            stop = held.enter_context(closing(StopSignal(timeout_s, None)))
+            connection = held.enter_context(closing(Connection(host, port, silence_s=timeout_s, stop=stop)))
+            response = connection.get(NEW_SESSION_ROUTE, headers)
+            read = response.readline if response.status == 200 else response.read
+            status, body = response.status, read(ANSWER_BYTES_MAX + 1)
+        except (TransferTimeoutError, SourceSilentError) as error:
+            raise RequestTimeoutError(late) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise UnreachableError(
+                f"the parameter server at {address} can't be reached ({error or type(error).__name__}); check the "
+                "address, and that the server runs"
+            ) from error
+        yield _opened(address, status, body)
+        try:
+            # A session that ends instead is an error of the group's next operation.
+            with suppress(http.client.HTTPException, ConnectionError):
+                response.read(1)
+        except (TransferTimeoutError, SourceSilentError) as error:
+            raise RequestTimeoutError(late) from error
+
+
+def _opened(address: str, status: int, body: bytes) -> OpenedSession:
+    """Return the session of an answer. Raises: ServerBusyError, SessionRefusedError: there is none."""
     if status == 200 and len(body) <= ANSWER_BYTES_MAX:
         try:
             return parse_answer(body)

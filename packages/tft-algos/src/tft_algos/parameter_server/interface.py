@@ -15,10 +15,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
-from tft_algos.parameter_server.client import request_session
+from tft_algos.parameter_server.client import requested_session
 from tft_algos.parameter_server.server import SessionServer
 from tft_algos.parameter_server.settings import ServerSettings, resolve_insecure, resolve_token, seconds_of
-from tft_pg import ProcessGroup
+from tft_pg import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 
 __all__ = ["ParameterServer"]
 
@@ -42,8 +42,10 @@ class ParameterServer(abc.ABC):
         insecure: whether to serve other machines without a secret. None: TFT_INSECURE.
         max_sessions: the number of sessions at one time. Further clients get `ServerBusyError`. Each session has a
             thread.
-        join_timeout: how long a client may take to configure its group. A client that dies before then takes up a
-            session for this time.
+        join_timeout: how long a client may take to configure its group. The session of a client that disconnects before
+            then ends at once, and that of a machine that vanishes ends after this time.
+        isolate: whether the server runs the Gloo of each session in a child process. Gloo ends its process if a
+            message is longer than the tensor that receives it. With False, a client can end the server in this way.
 
     Raises: ConfigError: a setting is invalid, a port is taken, or the server would serve other machines without a
         secret.
@@ -60,6 +62,7 @@ class ParameterServer(abc.ABC):
         insecure: bool | None = None,
         max_sessions: int = 64,
         join_timeout: timedelta = timedelta(seconds=60),
+        isolate: bool = True,
     ) -> None:
         self._session_server = SessionServer(
             ServerSettings(
@@ -72,7 +75,7 @@ class ParameterServer(abc.ABC):
             ),
             token=resolve_token(token),
             insecure=resolve_insecure(insecure),
-            new_group=self.new_process_group,
+            new_group=self._new_isolated_group if isolate else self.new_process_group,
             forward=self.forward,
         )
 
@@ -81,8 +84,19 @@ class ParameterServer(abc.ABC):
     def new_process_group(cls) -> ProcessGroup:
         """Return a new process group that is not configured. Both sides call this once a session.
 
-        The group's timeout bounds each operation, also the wait for the other side's next call.
+        The group's timeout bounds each operation, also the wait for the other side's next call. In place of a
+        `ProcessGroupGloo`, the server uses a `ProcessGroupBabyGloo` with the same settings, see `isolate`. A group of
+        another type is used as it is.
         """
+
+    def _new_isolated_group(self) -> ProcessGroup:
+        group = self.new_process_group()
+        if not isinstance(group, ProcessGroupGloo):
+            return group
+        try:
+            return ProcessGroupBabyGloo.like(group)
+        finally:
+            group.shutdown()
 
     @abc.abstractmethod
     def forward(self, session_id: str, pg: ProcessGroup) -> None:
@@ -121,9 +135,10 @@ class ParameterServer(abc.ABC):
         secret = resolve_token(token)
         group = cls.new_process_group()  # before the request, so that no session is opened if this fails
         try:
-            session = request_session(address, token=secret, timeout_s=max(_LEAST_S, deadline_s - time.monotonic()))
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
-            group.configure(session.store_addr, 1, 2, timeout=timedelta(seconds=left_s))
+            with requested_session(address, token=secret, timeout_s=left_s) as session:
+                left_s = max(_LEAST_S, deadline_s - time.monotonic())
+                group.configure(session.store_addr, 1, 2, timeout=timedelta(seconds=left_s))
         except BaseException:
             group.shutdown()
             raise

@@ -16,6 +16,11 @@ The answers:
 
 Every answer except 200 has one sentence of text as its body.
 
+A client that sends ``tft-holds-connection: 1`` keeps its connection until it has joined. The server then sends the JSON
+as one line, and ends the answer as soon as its own side has joined or the session is over. If the connection ends
+before, the server ends the session at once. A client without the header may disconnect after the answer. If it never
+joins, its session ends after `join_timeout`.
+
 Law of this file: spelling only.
 """
 
@@ -28,9 +33,10 @@ from urllib.parse import urlsplit
 
 from tft_algos.errors import ConfigError
 
-__all__ = ["ANSWER_BYTES_MAX", "NEW_SESSION_ROUTE", "OpenedSession", "parse_address", "parse_answer"]
+__all__ = ["ANSWER_BYTES_MAX", "HOLDS_HEADER", "NEW_SESSION_ROUTE", "OpenedSession", "parse_address", "parse_answer"]
 
 NEW_SESSION_ROUTE = "/new_session"
+HOLDS_HEADER = "tft-holds-connection"
 ANSWER_BYTES_MAX = 4096
 _STORE_ADDR_CHARS_MAX = 512
 

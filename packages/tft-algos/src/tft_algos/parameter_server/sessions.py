@@ -20,7 +20,7 @@ from typing import Final, final
 from tft_algos.errors import ServerBusyError
 from tft_algos.parameter_server.routes import OpenedSession
 from tft_algos.parameter_server.session_store import SessionStore
-from tft_pg import PeerDisconnectedError, ProcessGroup, ProcessGroupError
+from tft_pg import CommunicatorFailedError, PeerDisconnectedError, ProcessGroup, ProcessGroupError
 from tft_pg.threads import join_within
 
 __all__ = ["Session", "Sessions"]
@@ -44,6 +44,8 @@ class Session:
         self.client = client
         # Why the session can't begin, or "" as soon as its group exists.
         self.failure: Future[str] = Future()
+        # Done as soon as both sides have joined, or the session can't begin.
+        self.joined: Future[None] = Future()
         self.is_over = False
         self._lock = threading.Lock()
         self._group: ProcessGroup | None = None
@@ -167,6 +169,8 @@ class Sessions:
         finally:
             if not session.failure.done():
                 session.failure.set_result("the server can't serve a session; see its log")
+            if not session.joined.done():
+                session.joined.set_result(None)
             try:
                 session.release()
             finally:
@@ -188,11 +192,14 @@ class Sessions:
         try:
             group.configure(session.opened.store_addr, 0, 2, timeout=self._join_timeout)
         except ProcessGroupError as error:
-            if not session.was_stopped():
+            if session.was_stopped():
+                _log.info("%s ended before it began, because the client disconnected or the server stops", session)
+            else:
                 _log.warning("%s ended before it began: %s", session, error)
             return
         if session.was_stopped():
             return
+        session.joined.set_result(None)
         _log.info("%s began", session)
         try:
             self._forward(session.opened.session_id, group)
@@ -201,6 +208,13 @@ class Sessions:
                 _log.info("%s ended, because the server stops", session)
             elif isinstance(error, PeerDisconnectedError):
                 _log.info("%s ended, because the client disconnected", session)
+            elif isinstance(error, CommunicatorFailedError):
+                _log.warning(
+                    "%s ended, because the library of its group failed. The client may have sent a message that is "
+                    "longer than the tensor that receives it: %s",
+                    session,
+                    error,
+                )
             else:
                 _log.exception("%s ended by an error in forward", session)
         else:

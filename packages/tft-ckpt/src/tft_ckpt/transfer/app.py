@@ -27,11 +27,9 @@ from tft_ckpt.errors import ConfigError, StateUnavailableError
 from tft_ckpt.key import StateKey
 from tft_ckpt.state.snapshot import Snapshot
 from tft_ckpt.transfer.address import parse_url
-from tft_ckpt.transfer.admission import Acceptor
 from tft_ckpt.transfer.peers import Tracker
 from tft_ckpt.transfer.rate_limiter import RateLimiter
 from tft_ckpt.transfer.relay import Relay
-from tft_ckpt.transfer.request_log import request_logger
 from tft_ckpt.transfer.routes import (
     CHUNKS_ROUTE,
     DATA_ROUTE,
@@ -47,6 +45,7 @@ from tft_ckpt.transfer.routes import (
     chunks_body,
 )
 from tft_ckpt.transfer.snapshot_store import Found, Refused, SnapshotStore
+from tft_ckpt.transfer.web_server import WebServer
 
 if TYPE_CHECKING:
     import ssl
@@ -104,14 +103,13 @@ class App:
         tls: ssl.SSLContext | None,
     ) -> None:
         self._loop = loop
-        self._listener = listener
         self._store = store
         self._lock = lock
         self._token = token
         self._silence_s = silence_s
         self._rate_limiter = None if send_bytes_per_s is None else RateLimiter(send_bytes_per_s)
         self._tls = tls
-        self._acceptor: Acceptor | None = None
+        self._server = WebServer(loop, listener, log=_log, tls=tls, authentication_timeout_s=silence_s)
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._checksum_tasks: dict[Snapshot, asyncio.Task[None]] = {}
@@ -135,64 +133,28 @@ class App:
         app.router.add_get(MANIFEST_ROUTE, self._manifest, allow_head=False)
         app.router.add_get(DATA_ROUTE, self._data, allow_head=False)
         app.router.add_get(CHUNKS_ROUTE, self._chunks, allow_head=False)
-        runner = web.AppRunner(
-            app,
-            handle_signals=False,
-            handler_cancellation=True,
-            access_log=None,
-            logger=request_logger(_log),
-            shutdown_timeout=0.05,
-            lingering_time=0.0,  # requests have no body, and a request with one ends its connection after the answer
-        )
-        try:
-            await runner.setup()
-        except BaseException:
-            self._listener.close()
-            raise
-        server = runner.server
-        assert server is not None, "a runner that was set up has a server"
-        self._acceptor = acceptor = Acceptor(
-            self._loop, self._listener, protocol=server, tls=self._tls, authentication_timeout_s=self._silence_s
-        )
-        acceptor.open()
-        self._loop.create_task(self._disconnect_idle(server), name="tft-ckpt-idle")
+        await self._server.start(app)
+        self._loop.create_task(self._disconnect_idle(), name="tft-ckpt-idle")
         await self._stop.wait()
         try:
             with self._lock:
                 held = self._store.clear()
             self.disconnect_readers([*held, *self._relays.values()])
             self.wake()
-            # First the acceptor is closed. New connections then become known to the runner, which closes them.
-            await acceptor.close()
-            await _run_pending_callbacks()
-            await runner.cleanup()
-        finally:  # no connection stays, even if closing one of them raises
-            await acceptor.close()
-            await _run_pending_callbacks()
-            for connection in server.connections:
-                connection.force_close()
-            await self._end_tasks()
+        finally:
+            await self._server.close()
 
-    async def _end_tasks(self) -> None:
-        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task(self._loop)}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        # A closed transport closes its socket in the loop's next turn.
-        await _run_pending_callbacks()
-
-    async def _disconnect_idle(self, server: web.Server) -> None:
+    async def _disconnect_idle(self) -> None:
         """Disconnect connections without requests for silence_s, because readers need their descriptors."""
         idle_since: dict[asyncio.Transport, float] = {}
         while True:
             await asyncio.sleep(self._silence_s / 2)
             now, answered = self._loop.time(), self._answered
             self._answered = set()
-            idle = [each.transport for each in server.connections if each.transport not in self._answering]
             idle_since = {
                 transport: now if transport in answered else idle_since.get(transport, now)
-                for transport in idle
-                if isinstance(transport, asyncio.Transport)
+                for transport in self._server.transports
+                if transport not in self._answering
             }
             for transport, since in idle_since.items():
                 if now - since >= self._silence_s:
@@ -317,8 +279,7 @@ class App:
                 )
                 refusal.force_close()
                 raise refusal
-            if self._acceptor is not None:
-                self._acceptor.authenticated(request.transport)
+            self._server.authenticated(request.transport)
             return await handler(request)
 
         return check
@@ -563,11 +524,6 @@ class _SilenceWatch:
 
     def end(self) -> None:
         self._timer.cancel()
-
-
-async def _run_pending_callbacks() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 def _disconnect(transport: asyncio.Transport) -> None:

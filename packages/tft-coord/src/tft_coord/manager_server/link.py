@@ -58,6 +58,7 @@ from tft_coord.core.session import (
 from tft_coord.core.types import Member, PeerAddresses, Quorum, QuorumKey, Refusal
 from tft_coord.errors import ProtocolError, UnreachableError
 from tft_coord.logs import logger_for_people
+from tft_coord.manager_server.absence import Absence
 from tft_coord.manager_server.trial import try_peers
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
@@ -71,10 +72,6 @@ from tft_coord.wire import codec, services
 logger = logger_for_people(__name__)
 
 MAX_PATIENCE = 8  # times heartbeat_timeout, for the first connection to a lighthouse
-WARN_AWAY_AFTER_MS = 2_000  # a restart of the lighthouse is shorter than this, a wrong address is not
-AWAY = "replica %s: %s; retrying. A job with a quorum trains on for two thirds of its lease"
-BACK = "replica %s: the lighthouse at %s answers again, after %.1f s"
-REPORT_AWAY_EVERY_MS = 2_000  # a rank's next wait may begin at any time, and its log line comes after 5 s
 CLOSE_WITHIN_S = 0.2  # the last report to the lighthouse may delay the end of a trainer by this
 
 
@@ -161,10 +158,8 @@ class LighthouseLink:
         self._accepted_by: set[str] = set()  # lighthouses that have answered a hello
         self._ended = False
         self._reported_death = False
-        self._away_since_ms: int | None = None
-        self._warned_away = False
+        self._absence = Absence(replica_id)
         self._logged_lost: int | None = None  # the session whose loss was logged last
-        self._away_reported_ms: int | None = None
         self._are_compared = False
         self._refusal = ""  # the current lighthouse's refusal of this replica, or its fault
         self._faults: dict[str, str] = {}  # address -> the fault of its lighthouse, logged once
@@ -455,16 +450,7 @@ class LighthouseLink:
             return
         if self.failure != before:
             logger.info("replica %s: %s", self._replica_id, self.failure)
-        now_ms = self._now_ms()
-        if self._away_since_ms is None:
-            self._away_since_ms = now_ms
-        if now_ms - self._away_since_ms < WARN_AWAY_AFTER_MS:
-            return
-        if not self._warned_away:
-            self._warned_away = True
-            logger.warning(AWAY, self._replica_id, self.failure)
-        if self._away_reported_ms is None or now_ms - self._away_reported_ms >= REPORT_AWAY_EVERY_MS:
-            self._away_reported_ms = now_ms
+        if self._absence.lasts(self._now_ms(), self.failure):
             self._arrived(events.WaitTold(self.failure))
 
     def _note_accepted(self) -> None:
@@ -473,10 +459,7 @@ class LighthouseLink:
         self.failure = ""
         self._failures.clear()
         self._faults.pop(self._target, None)
-        if self._warned_away and self._away_since_ms is not None:
-            # As loud as the line about its absence, which would stand as the last word otherwise.
-            logger.warning(BACK, self._replica_id, self._target, (self._now_ms() - self._away_since_ms) / 1000)
-        self._away_since_ms, self._warned_away, self._away_reported_ms = None, False, None
+        self._absence.ends(self._now_ms(), self._target)
 
     # --- messages of the lighthouse -----------------------------------------------------------------------------------
 

@@ -36,13 +36,13 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from tft_pg import sockets
 from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_loopback
 from tft_pg.backends.attempt import EXAMINED_AFTER_S, Attempt
+from tft_pg.backends.by_allreduce import start_reduce_scatter
 from tft_pg.backends.examination import Examination, give_up, rank_names
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup, keep_at_exit
 from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.patience import Phase
-from tft_pg.backends.reduce_scatter import start_reduce_scatter
 from tft_pg.backends.transfers import Transfers, check_supported
 from tft_pg.backends.watch import Watch
 from tft_pg.backends.word_line import WordLine
@@ -117,6 +117,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             raise ConfigError(f"name an interface ({interface}) or a hostname ({hostname}), not both")
         if not sockets.supported():
             raise UnsupportedOperationError("ProcessGroupGloo needs Linux: it finds its connections through /proc")
+        self._trace_dir = trace_dir
         self._interface = interface
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
@@ -126,6 +127,11 @@ class ProcessGroupGloo(NativeProcessGroup):
 
     def getBackendName(self) -> str:
         return "tft-gloo"
+
+    def settings(self) -> tuple[timedelta, dict[str, object]]:
+        """Return the timeout and the other arguments with which another group is made like this one."""
+        trace_dir = None if self._trace_dir is None else os.fspath(self._trace_dir)
+        return self._timeout, {"interface": self._interface, "hostname": self._hostname, "trace_dir": trace_dir}
 
     def _build(self, store: Store, attempt: Attempt, timeout: timedelta) -> LiveGroup:
         where = attempt.where

@@ -14,8 +14,8 @@ job needs and torch's group lacks:
 
 Torch's group keeps its threads over all configurations, two unless its options say otherwise. Gloo forgets an
 operation when a peer dies in the middle of its message. Such an operation keeps its thread until its own timeout. While
-all threads are kept, a `configure` fails and says so. A barrier waits for such an operation too, whatever the group.
-`ProcessGroupGloo` has no such limits, because each of its groups has new threads.
+all threads are kept, a `configure` fails and says so. Gloo's barrier would wait for such an operation too, so a barrier
+runs as an allreduce. `ProcessGroupGloo` has no such limits, because each of its groups has new threads.
 
 Law of this file: one torch group, adapted; the life cycle is in `native`.
 """
@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from tft_pg.backends.attempt import Attempt
+from tft_pg.backends.by_allreduce import start_barrier
 from tft_pg.backends.device_library import AcceleratorBackend, Communicator, Connecting
 from tft_pg.backends.gloo import all_threads, classify, is_reducing, start_collective
 from tft_pg.backends.lifeline import Lifeline
@@ -338,7 +339,13 @@ class _Generation:
         """Start a collective. Raises: RuntimeError: the group has lost a rank; torch's errors."""
         if self._ended_s is not None:
             raise RuntimeError("Connection closed by a rank that has left the group")
-        work = self._start(torch_group, collective, args, kwargs)
+        if self._is_gloo and collective.name == "barrier":
+            with self._lock:
+                self._forget_ended()
+                before = list(self._running)
+            work = start_barrier(torch_group, before, collective, args, kwargs)
+        else:
+            work = self._start(torch_group, collective, args, kwargs)
         if collective.name not in _POINT_TO_POINT:
             with self._lock:
                 self._forget_ended()

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from tft_pg import sockets
+from tft_pg.backends.gloo import ProcessGroupGloo
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.child.arguments import dtype_name, pack
@@ -399,6 +400,14 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
             raise ConfigError(f"name an interface ({interface}) or a hostname ({hostname}), not both")
         super().__init__(timeout)
         self._settings = {"interface": interface, "hostname": hostname}
+
+    @classmethod
+    def like(cls, group: ProcessGroupGloo) -> ProcessGroupBabyGloo:
+        """Return a new group with the settings of a `ProcessGroupGloo`. Its peers may be groups of both kinds."""
+        timeout, settings = group.settings()
+        found = cls(timeout)
+        found._settings = settings
+        return found
 
     def _fault(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
         rank, world_size = self._where.rank or 0, self._where.world_size or 1

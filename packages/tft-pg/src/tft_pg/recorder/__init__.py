@@ -4,6 +4,6 @@ Torch records every collective in a ring of its own, whether or not anybody read
 on request, and at the end of each configuration if a directory is set. The step path does nothing for it.
 """
 
-from tft_pg.recorder.group import GroupRecorder, dump_traces, flush_traces
+from tft_pg.recorder.group import GroupRecorder, dump_traces, flush_traces, name_job
 
-__all__ = ["GroupRecorder", "dump_traces", "flush_traces"]
+__all__ = ["GroupRecorder", "dump_traces", "flush_traces", "name_job"]

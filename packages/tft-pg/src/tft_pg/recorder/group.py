@@ -28,7 +28,7 @@ from tft_pg.recorder.writer import TraceWriter
 if TYPE_CHECKING:
     from tft_pg.backends.live import LiveGroup
 
-__all__ = ["TRACE_DIR_ENV", "GroupRecorder", "dump_traces", "flush_traces"]
+__all__ = ["TRACE_DIR_ENV", "GroupRecorder", "dump_traces", "flush_traces", "name_job"]
 
 TRACE_DIR_ENV: Final = "TFT_TRACE_DIR"
 _JOB_ENV: Final = "TFT_JOB_ID"
@@ -43,6 +43,13 @@ _READER: Final = "_dump_fr_trace_json"
 _writer = TraceWriter()
 _numbers = itertools.count()
 _recorders: weakref.WeakSet[GroupRecorder] = weakref.WeakSet()
+_named_job = ""
+
+
+def name_job(job: str) -> None:
+    """Set the job of this process in later records, in place of what TFT_JOB_ID says. The last call counts."""
+    global _named_job
+    _named_job = job
 
 
 def dump_traces(directory: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -166,7 +173,7 @@ class GroupRecorder:
             group=label[0],
             label=label,
             backend=self._backend,
-            job=os.environ.get(_JOB_ENV) or _DEFAULT_JOB,
+            job=_named_job or os.environ.get(_JOB_ENV) or _DEFAULT_JOB,
             host=socket.gethostname(),
             pid=os.getpid(),
             reason=reason,

@@ -6,10 +6,12 @@ notification on the step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, final
 
@@ -46,6 +48,7 @@ class Lifecycle:
         self._closing = parts.shared.closing
         self._exits = False  # the interpreter exits and has shut the Manager down
         self._signals = SignalHandlers()
+        self._ends: list[Callable[[], object]] = []
         self._next_look_s = 0.0
         self._standing = standing_coordinator(parts.shared.coordinator)
         if self._standing is not None:
@@ -191,10 +194,20 @@ class Lifecycle:
         finally:
             shared.reports.write_pending()  # later errors are caused by this end
             self._closing.set()
-            # The signal handlers go last, because a launcher that sends a signal twice would otherwise kill this
-            # process during its shutdown.
-            parts.end(last=self._signals.give_back, wait=wait)
+            parts.end(last=self._end_last, wait=wait)
             at_exit.forget(self)
+
+    def at_end(self, end: Callable[[], object]) -> None:
+        """Call `end` when everything else of the Manager has ended."""
+        self._ends.append(end)
+
+    def _end_last(self) -> None:
+        # The signal handlers go last, because a launcher that sends a signal twice would otherwise kill this process
+        # during its shutdown.
+        with contextlib.ExitStack() as rest:
+            rest.callback(self._signals.give_back)
+            for end in self._ends:
+                rest.callback(end)
 
     def end_at_exit(self) -> None:
         """Shut down because the interpreter exits. Only `at_exit` calls this."""

@@ -107,6 +107,8 @@ class ErrorReporter:
         `is_closing`: this replica shuts down and breaks the quorum itself, whatever the others report about each other.
         """
         self._loss = shorten(str(notice))
+        if not is_closing:
+            self.records.incident(self._status().step, notice.key, str(notice))
         pending = self._explained_by(notice)
         failed = f"step {pending.step} will not commit, and " if pending is not None else ""
         level = logging.WARNING if _explains(notice) else logging.INFO

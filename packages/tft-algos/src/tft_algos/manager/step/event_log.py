@@ -20,20 +20,44 @@ Each logger adds its own:
 - `tft_errors`, at an error: `error`: its text. `error_type`: the name of its class. `counts`: the step fails because of
   it. Otherwise the error came after its step.
 
+Besides, the log keeps the last incidents in memory, for `Manager.status` and the debug server.
+
 Law of this file: names and attributes of records. A library configures no logging: no handler, no level, no formatter.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Final, final
 
 from tft_coord.core.step import StepName
-from tft_coord.core.types import Plan
+from tft_coord.core.types import Plan, QuorumKey
 
 QUORUMS: Final = "tft_quorums"
 COMMITS: Final = "tft_commits"
 ERRORS: Final = "tft_errors"
+_INCIDENTS_KEPT: Final = 32
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """An error of a step, or the loss of a member.
+
+    Args:
+        time_s: when it was reported, in seconds since 1970.
+        step: committed steps before its step.
+        quorum_id: of its quorum. None: it has none.
+        text: `type: text` of an error, or the notice of a loss.
+    """
+
+    time_s: float
+    step: int
+    quorum_id: int | None
+    text: str
 
 
 @final
@@ -45,6 +69,7 @@ class EventLog:
     Attributes:
         last_error: the newest error, `type: text`. "": no error. An exception is not stored, because it would keep the
             memory of its stack frames.
+        incidents: the last ones, oldest first, at most 32.
     """
 
     def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
@@ -53,6 +78,7 @@ class EventLog:
         self.commits = logging.getLogger(COMMITS)
         self.errors = logging.getLogger(ERRORS)
         self.last_error = ""
+        self.incidents: deque[Incident] = deque(maxlen=_INCIDENTS_KEPT)
 
     @property
     def wants_quorums(self) -> bool:
@@ -79,11 +105,16 @@ class EventLog:
     def error(self, name: StepName, error: BaseException, *, counts: bool) -> None:
         """Record an error."""
         self.last_error = f"{type(error).__name__}: {error}"
+        self.incident(name.step, name.key, self.last_error)
         if self.errors.isEnabledFor(logging.DEBUG):
             # Records for machines contain whole ids. The text for people has short ones.
             text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
             facts = {"error": text, "error_type": type(error).__name__, "counts": counts}
             self._write(self.errors, name, "error", **facts)
+
+    def incident(self, step: int, key: QuorumKey | None, text: str) -> None:
+        """Keep an incident."""
+        self.incidents.append(Incident(time.time(), step, None if key is None else key.quorum_id, text))
 
     def _write(self, logger: logging.Logger, name: StepName, event: str, **facts: object) -> None:
         if logger.isEnabledFor(logging.DEBUG):

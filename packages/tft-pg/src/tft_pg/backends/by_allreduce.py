@@ -1,11 +1,14 @@
-"""reduce_scatter for backends that implement it by an allreduce, with a Work that reports its end.
+"""Collectives that run as an allreduce: reduce_scatter with a Work that reports its end, and a barrier.
 
 Torch 2.13's Gloo reduces a copy of the whole input and keeps a rank's own part. But its Work reports nothing before a
 wait, and that wait can't be interrupted. This file does the same with one allreduce for each tensor. The first caller
 that sees their end copies the result: a wait, a future, or a check of completion. The group makes such a check before
 it releases the Works. The result is bit-identical to torch's.
 
-Law of this file: no backend and no life cycle, only the collective.
+Gloo's barrier waits for all operations that its object has ever started. One that Gloo has forgotten delays it until
+the operation's own timeout. An allreduce of one element waits for no other operation.
+
+Law of this file: no backend and no life cycle, only the collectives.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch.distributed as dist
 
 from tft_pg.ops import Collective
 
-__all__ = ["start_reduce_scatter"]
+__all__ = ["start_barrier", "start_reduce_scatter"]
 
 _Future = torch.futures.Future[Any]
 
@@ -50,7 +53,27 @@ def start_reduce_scatter(
         reduced = torch.cat([part.detach().reshape(-1) for part in parts])
         works.append(torch_group.allreduce([reduced], _options(collective, args, kwargs)))
         copies.append((output.detach(), reduced.narrow(0, rank * output.numel(), output.numel())))
-    return _Scattered(works, copies, list(outputs))
+    return _ByAllreduce(works, copies, list(outputs))
+
+
+def start_barrier(
+    torch_group: dist.ProcessGroup,
+    before: Sequence[dist.Work],
+    collective: Collective,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> dist.Work:
+    """Start a barrier, which also waits for the operations `before` it, as Gloo's does.
+
+    Raises: RuntimeError: the backend can't start an operation; nothing was sent then.
+    """
+    given = collective.argument(0, args, kwargs)
+    options = dist.AllreduceOptions()
+    if isinstance(given, dist.BarrierOptions):
+        options.timeout = given.timeout
+    elif isinstance(given, timedelta):
+        options.timeout = given
+    return _ByAllreduce([*before, torch_group.allreduce([torch.zeros(1)], options)], [], [])
 
 
 def _options(collective: Collective, args: Sequence[object], kwargs: Mapping[str, object]) -> dist.AllreduceOptions:
@@ -67,12 +90,12 @@ def _options(collective: Collective, args: Sequence[object], kwargs: Mapping[str
 
 
 @final
-class _Scattered(dist.Work):
-    """One or more allreduces that count as one operation.
+class _ByAllreduce(dist.Work):
+    """One or more operations that count as one.
 
     Args:
-        works: of the allreduces.
-        copies: for each allreduce, the destination of this rank's part, and the part.
+        works: of the operations.
+        copies: for each allreduce with a result, the destination of this rank's part, and the part.
         outputs: the tensors that the operation fills in.
     """
 
