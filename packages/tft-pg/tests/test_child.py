@@ -23,6 +23,7 @@ from tft_pg import (
     AbortedError,
     CommunicatorFailedError,
     ConfigError,
+    ConfigureError,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
     OperationRefusedError,
@@ -31,10 +32,13 @@ from tft_pg import (
     ProcessGroupBabyGloo,
     ProcessGroupClosedError,
     ProcessGroupError,
+    ProcessGroupGloo,
     ProcessGroupWrapper,
 )
+from tft_pg.child import gloo
 from tft_pg.child import link as links
 from tft_pg.child.nursery import NURSERY
+from tft_pg.child.segments import Pool
 from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, Subject, end_children, fork_child
 from tft_pg.testing.dying import every_death_at_every_point, every_death_in_a_word
 from tft_pg.testing.forking import FORKS
@@ -149,8 +153,11 @@ def test_every_stack_of_two_wrappers_keeps_the_contract(outer: Any, inner: Any) 
 
 # --- deaths of the child --------------------------------------------------------------------------------------------
 
-PHASES: Final = ("idle", "waiting for a peer", "in the middle", "at any moment", "configuring", "in a word")
+PHASES: Final = (
+    *("idle", "waiting for a peer", "in the middle", "in several parts", "at any moment", "configuring", "in a word"),
+)
 LARGE: Final = 1 << 21
+LENGTHS: Final = {"in the middle": LARGE, "in several parts": 4 * LARGE}
 
 
 def strike(bench: Bench, groups: Sequence[ProcessGroup], phase: str, number: int) -> None:
@@ -163,9 +170,10 @@ def strike(bench: Bench, groups: Sequence[ProcessGroup], phase: str, number: int
     bench.configure(groups)
     for group in groups:
         group.set_timeout(HOUR)
-    before = torch.arange(LARGE if phase == "in the middle" else 1000, dtype=torch.float32)
+    before = torch.arange(LENGTHS.get(phase, 1000), dtype=torch.float32)
     tensors = [before.clone() for _ in groups]
-    started = groups if phase in ("in the middle", "at any moment") else groups[:1] if phase != "idle" else []
+    may_end = phase in ("in the middle", "in several parts", "at any moment")
+    started = groups if may_end else groups[:1] if phase != "idle" else []
     waits: list[Callable[[], object]]
     if phase == "in a word":
         waits = [groups[0].exchange_word([1], round_number=1, timeout=HOUR).wait]
@@ -181,12 +189,11 @@ def strike(bench: Bench, groups: Sequence[ProcessGroup], phase: str, number: int
     errors = [finish().get() for finish in finished]
     took_s = time.monotonic() - begun_s
     assert took_s < HANGS_AT_MOST_S, f"{phase}: it took {took_s:.2f} s"
-    may_end = phase in ("in the middle", "at any moment")
     for error in errors:
         assert isinstance(error, RuntimeError) or (may_end and error is None), f"{phase}: {error!r}"
     if errors and errors[0] is not None and phase != "in a word":
         assert isinstance(errors[0], CommunicatorFailedError)
-        assert torch.equal(tensors[0], before), f"{phase}: a failed operation wrote"
+        assert phase == "in several parts" or torch.equal(tensors[0], before), f"{phase}: a failed operation wrote"
     assert isinstance(failure(partial(reduce, groups[0])), CommunicatorFailedError)
     assert isinstance(groups[0].errored(), CommunicatorFailedError)
     assert isinstance(failure(partial(reduce, groups[1])), PeerDisconnectedError)
@@ -364,6 +371,89 @@ def test_a_forked_child_of_the_trainer_has_no_group(bench: Bench) -> None:
         assert told.read() == ProcessGroupClosedError.__name__.encode()
     os.waitpid(pid, 0)
     all_reduce(bench, [group])
+
+
+# --- large tensors --------------------------------------------------------------------------------------------------
+
+
+def parts_of(length: int, dtype: torch.dtype) -> int:
+    return -(-length * dtype.itemsize // gloo._PART_BYTES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.complex128], ids=str)
+def test_a_large_tensor_crosses_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(gloo, "_PART_BYTES", 1 << 16)
+    groups = bench.configured(3)
+    length = (1 << 18) + 5
+    assert parts_of(length, dtype) > 4
+    base = torch.arange(length).remainder(7).to(dtype)
+    summed = [base.clone().view(-1, 1) for _ in groups]
+    sent = [base * (rank + 1) for rank in range(3)]
+
+    def act(rank: int, group: ProcessGroup) -> object:
+        work = group.allreduce([summed[rank]])
+        group.broadcast(sent[rank], 1).wait()
+        return work.get_future().wait()
+
+    found = bench.all(groups, act)
+    for rank in range(3):
+        assert found[rank] == [summed[rank]]
+        assert torch.equal(summed[rank], (base * 3).view(-1, 1))
+        assert torch.equal(sent[rank], base * 2)
+
+
+def test_a_part_that_fails_fails_the_whole_and_nothing_is_written_any_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "_PART_BYTES", 1 << 16)
+    groups = bench.configured(2)
+    for group in groups:
+        group.set_timeout(HOUR)
+    tensor = torch.ones(1 << 16)
+    work = groups[0].allreduce([tensor])
+    groups[1].allreduce([torch.ones(1 << 14)]).wait()  # the first part only
+    until(lambda: bool((tensor[: 1 << 14] == 2).all()), "no part has crossed")
+    os.kill(child_of(groups[0]), signal.SIGKILL)
+    assert isinstance(failure(work.wait), CommunicatorFailedError)
+    with pytest.raises(RuntimeError):
+        work.get_future().wait()
+    assert bool((tensor[1 << 14 :] == 1).all())
+
+
+def test_without_memory_for_all_parts_nothing_is_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "_PART_BYTES", 1 << 16)
+    group = bench.configured(1)[0]
+    all_reduce(bench, [group])
+    take, taken = Pool.take, []
+
+    def take_two(pool: Pool, size: int) -> Any:
+        if len(taken) == 2:
+            raise OSError("too many open files")
+        taken.append(take(pool, size))
+        return taken[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "take", take_two)
+        error = failure(lambda: group.allreduce([torch.ones(1 << 16)]))
+    assert isinstance(error, OperationRefusedError)
+    assert "too many open files" in str(error)
+    pool = group._sharing._pool  # type: ignore[attr-defined]
+    assert sum(map(len, pool._free.values())) == len(pool._all)
+    all_reduce(bench, [group])
+
+
+def test_ranks_of_another_kind_of_group_are_not_met(bench: Bench) -> None:
+    """They would not split a large tensor."""
+    ours, theirs = bench.make(), ProcessGroupGloo()
+    address, limit = bench.fresh_address(), timedelta(milliseconds=500)
+    try:
+        finish = bench.start(lambda: failure(lambda: theirs.configure(address, 1, 2, timeout=limit)))
+        error = failure(lambda: ours.configure(address, 0, 2, timeout=limit))
+        assert isinstance(error, ConfigureError)
+        assert error.missing_ranks == (1,)
+        assert isinstance(finish().get(), ConfigureError)
+    finally:
+        theirs.shutdown()
 
 
 # --- calls ----------------------------------------------------------------------------------------------------------

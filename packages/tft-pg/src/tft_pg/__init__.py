@@ -7,7 +7,8 @@ from tft_pg.backends.nccl import ProcessGroupNCCL
 from tft_pg.backends.reconfigurable import ReconfigurableProcessGroup
 from tft_pg.backends.xccl import ProcessGroupXCCL
 from tft_pg.base import ProcessGroup
-from tft_pg.child.group import ProcessGroupBaby, ProcessGroupBabyGloo
+from tft_pg.child.gloo import ProcessGroupBabyGloo
+from tft_pg.child.group import ProcessGroupBaby
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,

@@ -16,14 +16,17 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final, final
+
+import torch
 
 from tft_pg.child.messages import MESSAGE_BYTES_MAX, SEVERED, decode, decode_error, encode
 from tft_pg.child.nursery import ChildProcess
-from tft_pg.child.segments import Pool, Segment
+from tft_pg.child.segments import Segment
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -36,7 +39,10 @@ from tft_pg.errors import (
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.threads import join_within
 
-__all__ = ["Call", "Link"]
+__all__ = ["REPORT", "Call", "Link"]
+
+REPORT: Final = timedelta(seconds=6)
+"""How long a wait lasts beyond the child's own limit of an operation, so that the child's error arrives."""
 
 _READERS: Final = 2
 _SEND_S: Final = 5.0
@@ -60,7 +66,11 @@ class Call:
         limit_s: the child's own limit for the operation; the child is killed some seconds after it.
         write: writes the results into the caller's tensors, before `finish`. Never called after the call has failed.
         learn: called with every answer, also with one that holds an error, before `finish` and `fail`.
+        started: called when the child has started the operation, if it reports that.
         segment: the memory of the call.
+        lent: the caller's own tensors that the child works on. They are kept until it has finished.
+        number: of the call, from 0; set by the link.
+        has_started: whether the child has reported the start; set by the link.
         due_s: when the child is killed; set by the link.
     """
 
@@ -70,7 +80,11 @@ class Call:
     limit_s: float
     write: Callable[[], None] | None = None
     learn: Callable[[dict[str, Any]], None] | None = None
+    started: Callable[[], None] | None = None
     segment: Segment | None = None
+    lent: Sequence[torch.Tensor] = ()
+    number: int = -1
+    has_started: bool = False
     due_s: float = 0.0
 
 
@@ -81,20 +95,24 @@ class Link:
     Args:
         child: the process, which the link ends.
         where: the place of the group, for messages.
-        pool: takes the memory of the calls back.
+        take_back: takes the memory of an ended call.
+        release: called when the child has failed or was told to end, and again when its process has ended.
     """
 
-    def __init__(self, child: ChildProcess, where: Where, pool: Pool) -> None:
+    def __init__(
+        self, child: ChildProcess, where: Where, take_back: Callable[[Call], None], release: Callable[[], None]
+    ) -> None:
         self.where = where
         self.failed: ProcessGroupError | None = None
         self._child = child
-        self._pool = pool
+        self._take_back = take_back
+        self._release = release
         self._sending = threading.Lock()  # commands arrive in the order of their numbers
         self._reading = threading.Lock()  # one reader at a time
         self._copying = threading.Lock()  # held while results are written
         self._lock = threading.Lock()
         self._calls: dict[int, Call] = {}
-        self._held: list[Segment] = []  # of failed calls, while the child may still write
+        self._held: list[Call] = []  # failed ones, while the child may still write into their memory
         self._next = 0
         self._ended: ProcessGroupError | None = None
         self._kill_s: float | None = None
@@ -123,13 +141,45 @@ class Link:
                     raise self.ended_error(call.operation)
                 number = self._next
                 self._next += 1
-                call.due_s = time.monotonic() + call.limit_s + _LATE_S
+                call.number, call.due_s = number, time.monotonic() + call.limit_s + _LATE_S
                 self._calls[number] = call
             if segment is not None:
                 self._child.mapped.add(segment.number)
             fault = self._send(packet, [segment.descriptor] if segment is not None and is_new else [])
         if fault:
             self._broken(fault)
+
+    def ask(
+        self,
+        operation: str,
+        command: Mapping[str, object],
+        limit: timedelta,
+        learn: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Send a command and wait for its answer, which `learn` gets. Raises: the error of the answer."""
+        done = threading.Event()
+        errors: list[Exception] = []
+
+        def fail(error: Exception) -> None:
+            errors.append(error)
+            done.set()
+
+        self.call(Call(operation, lambda answer: done.set(), fail, limit.total_seconds(), learn=learn), command)
+        wait = limit + REPORT
+        if not done.wait(min(wait.total_seconds(), threading.TIMEOUT_MAX)):
+            raise self.late(operation, wait)
+        if errors:
+            raise errors[0]
+
+    def late(self, operation: str, limit: timedelta) -> CollectiveTimeoutError:
+        """Return the error of a wait that expired, and record it: the ranks may disagree about the result."""
+        error = CollectiveTimeoutError(
+            f"{operation} failed ({self.where}): the operation timed out after {limit.total_seconds():g} s; abort the "
+            "group and configure it again",
+            where=self.where,
+        )
+        self.latch(error)
+        return error
 
     def _send(self, packet: bytes, descriptors: list[int]) -> str:
         """Send a command. Returns: why that failed, or an empty string."""
@@ -157,6 +207,8 @@ class Link:
                 self._child.socket.send(encode({"do": "end"}), socket.MSG_DONTWAIT)
             if not self._severed.wait(_GRACE_S):
                 self._child.kill()
+                if any(call.lent for call in self._held):
+                    self._child.has_ended(_KILLED_S)  # until then it may write into the caller's tensors
 
     def join(self) -> None:
         """Wait until the child and the link's threads have ended, after `end`. A thread of the link does not wait."""
@@ -177,6 +229,17 @@ class Link:
     def pid(self) -> int:
         """Return the process id of the child."""
         return self._child.pid
+
+    @property
+    def outstanding(self) -> int:
+        """Return the number of calls that have not ended."""
+        return len(self._calls)
+
+    @property
+    def has_started(self) -> bool:
+        """Return whether the child has started an operation, of which it has not reported the end."""
+        with self._lock:
+            return any(call.has_started for call in self._calls.values())
 
     @property
     def has_ended(self) -> bool:
@@ -264,6 +327,13 @@ class Link:
         if number == SEVERED:
             self._severed.set()
             return
+        if answer.get("started"):
+            with self._lock:
+                call = self._calls.get(number)
+            if call is not None and call.started is not None:
+                call.has_started = True
+                call.started()
+            return
         with self._copying:
             with self._lock:
                 call = self._calls.pop(number, None)
@@ -271,8 +341,7 @@ class Link:
                 return
             if error is None and call.write is not None:
                 call.write()
-        if call.segment is not None:
-            self._pool.give(call.segment)
+        self._take_back(call)
         if isinstance(latched, ProcessGroupError) and not isinstance(latched, OperationRefusedError):
             self.latch(latched)
         if call.learn is not None:
@@ -303,10 +372,11 @@ class Link:
             if self.failed is None or isinstance(why, (AbortedError, ProcessGroupClosedError)):
                 self.failed = why
             calls, self._calls = list(self._calls.values()), {}
-            self._held += [call.segment for call in calls if call.segment is not None]
+            self._held += calls
         is_ours = isinstance(why, (AbortedError, ProcessGroupClosedError))
         for call in calls:
             call.fail(self.ended_error(call.operation) if is_ours else copy.copy(why))
+        self._release()
         return True
 
     def _die(self) -> None:
@@ -318,8 +388,9 @@ class Link:
         self._fail_all(self._failure("it ended by itself, or was killed"))
         with self._lock:
             held, self._held = self._held, []
+        self._release()
         if has_ended:
-            for segment in held:
-                self._pool.give(segment)
+            for call in held:
+                self._take_back(call)
         with self._reading, self._sending:
             self._child.close()
