@@ -9,6 +9,8 @@ from tft_pg.backends.xccl import ProcessGroupXCCL
 from tft_pg.base import ProcessGroup
 from tft_pg.child.gloo import ProcessGroupBabyGloo
 from tft_pg.child.group import ProcessGroupBaby
+from tft_pg.child.nccl import ProcessGroupBabyNCCL
+from tft_pg.child.xccl import ProcessGroupBabyXCCL
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -65,6 +67,8 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupBaby",
     "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupClosedError",
     "ProcessGroupDummy",
     "ProcessGroupError",

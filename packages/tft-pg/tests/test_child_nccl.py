@@ -1,0 +1,254 @@
+"""ProcessGroupBabyNCCL: over a device without a device, and, with `-m gpu`, over NCCL; why there is no XCCL form."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+
+from tft_pg import (
+    AbortedError,
+    CollectiveTimeoutError,
+    CommunicatorFailedError,
+    ConfigError,
+    OperationRefusedError,
+    PeerDisconnectedError,
+    ProcessGroup,
+    ProcessGroupBabyNCCL,
+    ProcessGroupBabyXCCL,
+    ProcessGroupError,
+    UnsupportedOperationError,
+)
+from tft_pg.child import accelerator
+from tft_pg.child.nursery import NURSERY
+from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, FakeMemory, Subject, WaitsOnHost
+from tft_pg.testing.dying import every_death_at_every_point, every_death_in_a_word
+
+GUARD: Final = timedelta(seconds=20)
+HOUR: Final = timedelta(hours=1)
+HANGS_AT_MOST_S: Final = 0.5
+STRIKE_AT_THE_CALLER: Final = (every_death_in_a_word, every_death_at_every_point)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + GUARD.total_seconds()
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nursery() -> Iterator[None]:
+    yield
+    NURSERY.end()
+
+
+@pytest.fixture
+def memories() -> list[FakeMemory]:
+    return []
+
+
+@pytest.fixture
+def bench(memories: list[FakeMemory]) -> Iterator[Bench]:
+    """Groups whose memories are listed in the order in which they are made."""
+
+    def make_memory() -> FakeMemory:
+        memories.append(FakeMemory())
+        return memories[-1]
+
+    with Bench(lambda: ProcessGroupBabyNCCL(make_memory=make_memory), timeout=GUARD) as bench:
+        yield bench
+
+
+def failure(act: Callable[[], object]) -> BaseException | None:
+    try:
+        act()
+    except ProcessGroupError as error:
+        return error
+    return None
+
+
+def child_of(group: ProcessGroup) -> int:
+    pid = group.child_pid  # type: ignore[attr-defined]
+    assert isinstance(pid, int)
+    return pid
+
+
+def reduce(group: ProcessGroup) -> list[float]:
+    tensor = torch.ones(3)
+    group.allreduce([tensor]).wait(GUARD)
+    return tensor.tolist()
+
+
+# --- the contract ---------------------------------------------------------------------------------------------------
+
+
+def fake() -> ProcessGroup:
+    return WaitsOnHost(ProcessGroupBabyNCCL(make_memory=FakeMemory))
+
+
+@pytest.mark.in_parts
+@pytest.mark.parametrize(
+    "check", [check for check in CHECKS if check not in STRIKE_AT_THE_CALLER], ids=lambda check: check.__name__
+)
+def test_it_keeps_the_contract(check: Callable[[Subject], None]) -> None:
+    of_types = check.__name__ in ("every_combination_agrees_or_is_refused", "every_layout_agrees_or_is_refused")
+    check(Subject(fake, world_sizes=(2,) if of_types else (1, 2, 3), lacks=GLOO_LACKS))
+
+
+# --- the stream's order ---------------------------------------------------------------------------------------------
+
+
+def test_a_wait_orders_the_stream_and_a_wait_with_a_limit_holds_up_the_host(
+    bench: Bench, memories: list[FakeMemory]
+) -> None:
+    group = bench.make()
+    others = [bench.make()]
+    bench.configure([group, *others])
+    memory = memories[0] if group._sharing._memory is memories[0] else memories[1]  # type: ignore[attr-defined]
+    tensor = torch.ones(3)
+    work = group.allreduce([tensor])
+    assert work.wait()  # although the peer is missing
+    assert not work.is_completed()
+    assert memory.ordered == memory.flagged
+    assert len(memory.ordered) == 1
+    assert isinstance(failure(lambda: work.wait(timedelta(milliseconds=20))), CollectiveTimeoutError)
+    assert reduce(others[0]) == [2.0] * 3
+    assert work.wait(GUARD)
+    assert tensor.tolist() == [2.0] * 3
+    assert work.is_completed()
+    assert work.wait()
+    assert len(memory.ordered) == 1  # a device that is done needs no order
+
+
+def test_a_barrier_holds_up_the_host(bench: Bench) -> None:
+    groups = bench.configured(2)
+    waiting = bench.start(groups[0].barrier().wait)
+    works = [groups[0].allreduce([torch.ones(3)])]
+    assert not works[0].is_completed()
+    groups[1].barrier().wait()
+    assert waiting().get()
+
+
+def test_the_child_works_on_the_callers_tensors(bench: Bench) -> None:
+    groups = bench.configured(2)
+    base = torch.arange(24.0).view(4, 6)
+    mine, theirs = base[1:3], torch.ones(6, 6)[2:4]
+    bench.all(groups, lambda rank, group: group.broadcast([(mine, theirs)[rank]]).wait(GUARD))
+    assert torch.equal(theirs, mine)
+    assert torch.equal(base, torch.arange(24.0).view(4, 6))
+    empty = [torch.empty(0, 3) for _ in groups]
+    bench.all(groups, lambda rank, group: group.allreduce([empty[rank]]).wait(GUARD))
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.in_parts
+@pytest.mark.parametrize("times", [20])
+def test_a_trainer_outlives_the_deaths_of_its_child_and_its_streams_go_on(
+    bench: Bench, memories: list[FakeMemory], times: int
+) -> None:
+    groups = [bench.make() for _ in range(2)]
+    for _ in range(times):
+        bench.configure(groups)
+        for group in groups:
+            group.set_timeout(HOUR)
+        lent = groups[0]._sharing._memory  # type: ignore[attr-defined]
+        work = groups[0].allreduce([torch.ones(3)])
+        assert work.wait()
+        begun_s = time.monotonic()
+        os.kill(child_of(groups[0]), signal.SIGKILL)
+        assert isinstance(failure(lambda work=work: work.wait(GUARD)), CommunicatorFailedError)  # type: ignore[misc]
+        assert time.monotonic() - begun_s < HANGS_AT_MOST_S
+        assert isinstance(groups[0].errored(), CommunicatorFailedError)
+        until(lambda lent=lent: lent.released >= 2, "its streams wait")  # type: ignore[misc]
+        assert isinstance(failure(lambda: reduce(groups[1])), PeerDisconnectedError)
+    bench.configure(groups)
+    assert bench.all(groups, lambda rank, group: reduce(group)) == [[2.0] * 3] * 2
+
+
+def test_errored_asks_the_child_while_an_operation_may_still_fail(bench: Bench) -> None:
+    """The stream may be past the operation before the child reports its failure."""
+    groups = bench.configured(2)
+    groups[0].set_timeout(HOUR)
+    assert groups[0].allreduce([torch.ones(3)]).wait()
+    assert groups[0].errored() is None
+    groups[1].shutdown()
+    until(lambda: groups[0].errored() is not None, "nobody noticed")
+    assert isinstance(groups[0].errored(), PeerDisconnectedError)
+
+
+def test_an_abort_ends_the_operations_and_the_child_before_it_returns(bench: Bench) -> None:
+    groups = bench.configured(2)
+    for group in groups:
+        group.set_timeout(HOUR)
+    pid = child_of(groups[0])
+    work = groups[0].allreduce([torch.ones(1 << 20)])
+    assert work.wait()
+    os.kill(pid, signal.SIGSTOP)
+    groups[0].abort()
+    assert not _runs(pid)  # else it could write into a tensor that is already used for something else
+    assert isinstance(failure(lambda: work.wait(GUARD)), AbortedError)
+    assert isinstance(failure(lambda: work.wait()), AbortedError)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process runs; a killed one that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_operation_that_the_child_refuses_fails_in_its_wait(bench: Bench) -> None:
+    group = bench.configured(1)[0]
+    work = group.allreduce([torch.ones(3), torch.ones(3)])
+    assert isinstance(failure(work.wait), OperationRefusedError)
+    assert group.errored() is None
+    assert reduce(group) == [1.0] * 3
+
+
+def test_there_is_a_limit_for_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "CALLS_MAX", 2)
+    groups = bench.configured(2)
+    works = [groups[0].allreduce([torch.ones(3)]) for _ in range(2)]
+    error = failure(lambda: groups[0].allreduce([torch.ones(3)]))
+    assert isinstance(error, OperationRefusedError)
+    assert "wait for some" in str(error)
+    for _ in works:
+        reduce(groups[1])
+    for work in works:
+        work.wait(GUARD)
+
+
+def test_a_tensor_elsewhere_is_refused(bench: Bench) -> None:
+    group = bench.configured(1)[0]
+    assert isinstance(failure(lambda: group.allreduce([torch.ones(3, device="meta")])), OperationRefusedError)
+    assert group.errored() is None
+
+
+# --- what can not be made -------------------------------------------------------------------------------------------
+
+
+def test_xccl_says_why_it_can_not_be() -> None:
+    with pytest.raises(UnsupportedOperationError, match="use ProcessGroupXCCL"):
+        ProcessGroupBabyXCCL()
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="this torch has NCCL")
+def test_without_nccl_the_error_says_what_to_install() -> None:
+    with pytest.raises(UnsupportedOperationError, match="built without NCCL"):
+        ProcessGroupBabyNCCL()
+
+
+def test_a_device_of_another_kind_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match="pass a cuda device"):
+        ProcessGroupBabyNCCL(device="cpu", make_memory=FakeMemory)
