@@ -29,12 +29,11 @@ from tft_pg import (
 from tft_pg.child import accelerator
 from tft_pg.child.nursery import NURSERY
 from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, FakeMemory, Subject, WaitsOnHost
-from tft_pg.testing.dying import every_death_at_every_point, every_death_in_a_word
+from tft_pg.testing.dying import every_death_at_every_point
 
 GUARD: Final = timedelta(seconds=20)
 HOUR: Final = timedelta(hours=1)
 HANGS_AT_MOST_S: Final = 0.5
-STRIKE_AT_THE_CALLER: Final = (every_death_in_a_word, every_death_at_every_point)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -96,11 +95,16 @@ def fake() -> ProcessGroup:
 
 @pytest.mark.in_parts
 @pytest.mark.parametrize(
-    "check", [check for check in CHECKS if check not in STRIKE_AT_THE_CALLER], ids=lambda check: check.__name__
+    "check", [check for check in CHECKS if check is not every_death_at_every_point], ids=lambda check: check.__name__
 )
 def test_it_keeps_the_contract(check: Callable[[Subject], None]) -> None:
     of_types = check.__name__ in ("every_combination_agrees_or_is_refused", "every_layout_agrees_or_is_refused")
     check(Subject(fake, world_sizes=(2,) if of_types else (1, 2, 3), lacks=GLOO_LACKS))
+
+
+@pytest.mark.in_parts
+def test_it_keeps_the_contract_in_every_death_of_a_peer() -> None:
+    every_death_at_every_point(Subject(fake, lacks=GLOO_LACKS), rows=("allreduce",))
 
 
 # --- the stream's order ---------------------------------------------------------------------------------------------
