@@ -40,7 +40,7 @@ from tft_pg.child import link as links
 from tft_pg.child.nursery import NURSERY
 from tft_pg.child.segments import Pool
 from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, Subject, end_children, fork_child
-from tft_pg.testing.dying import every_death_at_every_point, every_death_in_a_word
+from tft_pg.testing.dying import every_death_at_every_point
 from tft_pg.testing.forking import FORKS
 
 GUARD: Final = timedelta(seconds=20)
@@ -49,18 +49,21 @@ HANGS_AT_MOST_S: Final = 0.5
 SOON_S: Final = 3.0  # milliseconds on an idle machine
 
 GLOO = Subject(ProcessGroupBabyGloo, lacks=GLOO_LACKS)
-# These two look for the connections in the process that calls the group, where this group has none. The tests below
-# strike at the child instead.
-STRIKE_AT_THE_CALLER = (every_death_in_a_word, every_death_at_every_point)
-KEPT = tuple(check for check in CHECKS if check not in STRIKE_AT_THE_CALLER)
+# Each process that this check kills had a nursery of its own, whose imports take seconds.
+IN_A_SOAK = every_death_at_every_point
+KEPT = (*(check for check in CHECKS if check is not IN_A_SOAK), partial(IN_A_SOAK, rows=("allreduce",)))
 WRAPPERS = (ProcessGroupWrapper, ErrorSwallowingProcessGroupWrapper, FakeProcessGroupWrapper)
 STACKED = tuple(
     check
-    for check in KEPT
+    for check in CHECKS
     if check.__name__
     in {
         "every_size_agrees",
+        "both_call_forms_agree",
+        "torchs_functions_take_the_group",
         "futures_hold_the_results",
+        "a_wait_may_be_given_up_and_repeated",
+        "use_before_configure_is_an_error",
         "shutdown_is_for_ever",
         "abort_leaves_an_error_until_configure",
         "abort_ends_a_running_collective",
@@ -133,9 +136,15 @@ def child_of(group: ProcessGroup) -> int:
 
 
 @pytest.mark.in_parts
-@pytest.mark.parametrize("check", KEPT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", KEPT, ids=lambda check: getattr(check, "__name__", "every_death_at_every_point"))
 def test_it_keeps_the_contract(check: Callable[[Subject], None]) -> None:
     check(GLOO)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_soak_it_keeps_the_contract_in_every_death_at_every_point() -> None:
+    IN_A_SOAK(GLOO)
 
 
 def stacked(outer: Any, inner: Any) -> ProcessGroup:
@@ -149,6 +158,16 @@ def stacked(outer: Any, inner: Any) -> ProcessGroup:
 def test_every_stack_of_two_wrappers_keeps_the_contract(outer: Any, inner: Any) -> None:
     for check in STACKED:
         check(Subject(partial(stacked, outer, inner), (2,), lacks=GLOO_LACKS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("outer", WRAPPERS)
+@pytest.mark.parametrize("inner", WRAPPERS)
+def test_soak_every_stack_of_two_wrappers_keeps_the_whole_contract(outer: Any, inner: Any) -> None:
+    for check in CHECKS:
+        if check is not IN_A_SOAK:
+            check(Subject(partial(stacked, outer, inner), (1, 2, 3), lacks=GLOO_LACKS))
 
 
 # --- deaths of the child --------------------------------------------------------------------------------------------
@@ -284,6 +303,21 @@ def test_the_nursery_may_die_too(bench: Bench) -> None:
         assert isinstance(group.errored(), CommunicatorFailedError)
     bench.configure(groups)
     all_reduce(bench, groups)
+
+
+def test_a_prepared_group_waits_for_no_imports(bench: Bench) -> None:
+    """The helper process makes a child, and so has imported everything, when `prepare` returns."""
+    NURSERY.end()
+    group = ProcessGroupWrapper(bench.make())
+    made = NURSERY._requests
+    group.prepare()
+    pid = NURSERY.pid
+    assert pid is not None
+    assert NURSERY._requests == made + 1
+    until(lambda: not children_of(pid), "a child is left")
+    bench.configure([group])
+    assert NURSERY.pid == pid
+    all_reduce(bench, [group])
 
 
 # --- what is given back ---------------------------------------------------------------------------------------------

@@ -54,8 +54,9 @@ class ProcessGroupBaby(PlacedProcessGroup):
 
     The child ends with this process, and a fresh child serves each `configure`. If the child dies, all running
     operations raise `CommunicatorFailedError` at once, and this process goes on to the next `configure`. The first such
-    group of a process starts a helper process (the nursery), from which children are forked in milliseconds. The first
-    `configure` waits for the helper's imports, for at most 60 seconds beyond its timeout.
+    group of a process starts a helper process (the nursery), from which children are forked in milliseconds. `prepare`,
+    which a Manager calls, waits for the helper's imports. Without that the first `configure` waits for them, for at
+    most 60 seconds beyond its timeout.
 
     Args:
         timeout: of each operation, and of `configure` unless it is given another, in seconds or as a timedelta.
@@ -99,6 +100,10 @@ class ProcessGroupBaby(PlacedProcessGroup):
         return None if link is None else link.pid
 
     # --- the life -----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Wait for the imports of the helper process, for at most 60 seconds."""
+        NURSERY.child(check=lambda: None).close()
 
     @checks_argument_order
     def configure(
