@@ -176,7 +176,7 @@ PHASES: Final = (
     *("idle", "waiting for a peer", "in the middle", "in several parts", "at any moment", "configuring", "in a word"),
 )
 LARGE: Final = 1 << 21
-LENGTHS: Final = {"in the middle": LARGE, "in several parts": 4 * LARGE}
+LENGTHS: Final = {"in the middle": LARGE, "in several parts": 6 * LARGE}
 
 
 def strike(bench: Bench, groups: Sequence[ProcessGroup], phase: str, number: int) -> None:

@@ -27,6 +27,7 @@ from tft_pg import (
     UnsupportedOperationError,
 )
 from tft_pg.child import accelerator
+from tft_pg.child.device import Place
 from tft_pg.child.nursery import NURSERY
 from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, FakeMemory, Subject, WaitsOnHost
 from tft_pg.testing.dying import every_death_at_every_point
@@ -218,6 +219,16 @@ def test_an_operation_that_the_child_refuses_fails_in_its_wait(bench: Bench) -> 
     assert isinstance(failure(work.wait), OperationRefusedError)
     assert group.errored() is None
     assert reduce(group) == [1.0] * 3
+
+
+def test_memory_that_the_child_can_not_map_ends_the_group(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = bench.configured(2)
+    monkeypatch.setattr(FakeMemory, "place", lambda self, tensor: Place(0, f"{os.getpid()}:99999:12", 0))
+    work = groups[0].allreduce([torch.ones(3)])
+    error = failure(work.wait)
+    assert isinstance(error, CommunicatorFailedError)
+    assert "can't map the memory" in str(error)
+    assert isinstance(groups[0].errored(), CommunicatorFailedError)
 
 
 def test_there_is_a_limit_for_calls(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.child.arguments import Arguments, dtype_name
+from tft_pg.child.call import Call, CallMemory
 from tft_pg.child.device import CALLS_MAX, DeviceMemory
-from tft_pg.child.link import REPORT, Call, Link
-from tft_pg.child.sharing import Opened, TensorSharing
+from tft_pg.child.link import REPORT, Link
+from tft_pg.child.sharing import TensorSharing
 from tft_pg.errors import OperationRefusedError, Where
 from tft_pg.ops import Collective
 from tft_pg.work import PendingWork
@@ -45,9 +46,9 @@ class DeviceSharing(TensorSharing):
         self._lacks = lacks
         self._memory: DeviceMemory | None = None
 
-    def open(self) -> Opened:
+    def open(self) -> CallMemory:
         memory = self._memory = self._make()
-        return Opened(memory.release, memory.settings())
+        return CallMemory(_forget, memory.release, memory.settings())
 
     def fault(
         self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object], where: Where
@@ -94,11 +95,12 @@ class DeviceSharing(TensorSharing):
         memory.set_flag(call.number)
         return _DeviceWork(pending, started, partial(memory.order_after, call.number), link, name)
 
-    def take_back(self, call: Call) -> None:
-        call.lent = ()
-
     def close(self) -> None:
         self._memory = None
+
+
+def _forget(call: Call) -> None:
+    call.lent = ()
 
 
 def _placed(memory: DeviceMemory, tensors: Sequence[torch.Tensor]) -> tuple[list[object], list[object]]:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.child.arguments import Arguments, dtype_name
+from tft_pg.child.call import Call, CallMemory
 from tft_pg.child.group import ProcessGroupBaby
-from tft_pg.child.link import REPORT, Call, Link
+from tft_pg.child.link import REPORT, Link
 from tft_pg.child.segments import Pool, Segment, copy_in, copy_out, places
-from tft_pg.child.sharing import Opened, TensorSharing
+from tft_pg.child.sharing import TensorSharing
 from tft_pg.errors import ConfigError, OperationRefusedError, ProcessGroupError, Where
 from tft_pg.ops import Collective
 from tft_pg.work import PendingWork
@@ -40,7 +41,7 @@ _FILLS_ALL: Final = frozenset(
 )
 # These treat each element alike, so that a tensor may cross in parts. All ranks split it in the same way.
 _IN_PARTS: Final = frozenset({"allreduce", "broadcast"})
-_PART_BYTES: Final = 8 << 20
+_PART_BYTES: Final = 16 << 20
 
 
 @final
@@ -74,8 +75,8 @@ class _SegmentSharing(TensorSharing):
     def __init__(self) -> None:
         self._pool = Pool()
 
-    def open(self) -> Opened:
-        return Opened()
+    def open(self) -> CallMemory:
+        return CallMemory(lambda call: self._give(call.segment))
 
     def fault(
         self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object], where: Where
@@ -133,9 +134,6 @@ class _SegmentSharing(TensorSharing):
     def _give(self, segment: Segment | None) -> None:
         if segment is not None:
             self._pool.give(segment)
-
-    def take_back(self, call: Call) -> None:
-        self._give(call.segment)
 
     def close(self) -> None:
         self._pool.close()

@@ -46,6 +46,7 @@ from tft_pg.word import LINGER, WordExchange, check_round, checked_values
 
 __all__ = ["ProcessGroupBaby"]
 
+_LOOK: Final = timedelta(seconds=5)
 _ENVIRONMENT: Final = ("GLOO_", "TORCH_", "NCCL_", "CUDA_")
 
 
@@ -164,9 +165,8 @@ class ProcessGroupBaby(PlacedProcessGroup):
             leaving.join()
 
     def _build(self, attempt: _Attempt, where: Where, arguments: dict[str, object], limit: timedelta) -> None:
-        child = NURSERY.child(check=attempt.check)
-        opened = self._sharing.open()
-        link = Link(child, where, self._sharing.take_back, opened.release)
+        memory = self._sharing.open()
+        link = Link(NURSERY.child(check=attempt.check), where, memory)
         with self._lock:
             attempt.link = link
             stopped = attempt.stopped
@@ -175,7 +175,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
         command = {
             "do": "configure",
             "kind": self._kind,
-            "settings": self._settings | opened.settings,
+            "settings": {**self._settings, **memory.settings},
             "timeout_s": self._timeout.total_seconds(),
             "patience": self._patience,
             "environment": {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)},
@@ -254,7 +254,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
         # A device may be past an operation whose failure only the child knows yet.
         if link.failed is None and link.has_started:
             with suppress(ProcessGroupError):
-                link.ask("errored", {"do": "look"}, self._timeout)
+                link.ask("errored", {"do": "look"}, _LOOK)
         return link.failed
 
     def forked(self) -> Inheritance:

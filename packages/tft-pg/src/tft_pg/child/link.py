@@ -16,17 +16,14 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, final
 
-import torch
-
+from tft_pg.child.call import Call, CallMemory
 from tft_pg.child.messages import MESSAGE_BYTES_MAX, SEVERED, decode, decode_error, encode
 from tft_pg.child.nursery import ChildProcess
-from tft_pg.child.segments import Segment
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -39,7 +36,7 @@ from tft_pg.errors import (
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.threads import join_within
 
-__all__ = ["REPORT", "Call", "Link"]
+__all__ = ["REPORT", "Link"]
 
 REPORT: Final = timedelta(seconds=6)
 """How long a wait lasts beyond the child's own limit of an operation, so that the child's error arrives."""
@@ -55,58 +52,20 @@ _KILLED_S: Final = 5.0
 
 
 @final
-@dataclass(eq=False)
-class Call:
-    """One call of the child.
-
-    Args:
-        operation: its name, for messages.
-        finish: called with the answer, by a thread of the link.
-        fail: called with the error, by a thread of the link or the one that ends the group.
-        limit_s: the child's own limit for the operation; the child is killed some seconds after it.
-        write: writes the results into the caller's tensors, before `finish`. Never called after the call has failed.
-        learn: called with every answer, also with one that holds an error, before `finish` and `fail`.
-        started: called when the child has started the operation, if it reports that.
-        segment: the memory of the call.
-        lent: the caller's own tensors that the child works on. They are kept until it has finished.
-        number: of the call, from 0; set by the link.
-        has_started: whether the child has reported the start; set by the link.
-        due_s: when the child is killed; set by the link.
-    """
-
-    operation: str
-    finish: Callable[[dict[str, Any]], None]
-    fail: Callable[[Exception], None]
-    limit_s: float
-    write: Callable[[], None] | None = None
-    learn: Callable[[dict[str, Any]], None] | None = None
-    started: Callable[[], None] | None = None
-    segment: Segment | None = None
-    lent: Sequence[torch.Tensor] = ()
-    number: int = -1
-    has_started: bool = False
-    due_s: float = 0.0
-
-
-@final
 class Link:
     """A child process and its outstanding calls.
 
     Args:
         child: the process, which the link ends.
         where: the place of the group, for messages.
-        take_back: takes the memory of an ended call.
-        release: called when the child has failed or was told to end, and again when its process has ended.
+        memory: what the child's calls use.
     """
 
-    def __init__(
-        self, child: ChildProcess, where: Where, take_back: Callable[[Call], None], release: Callable[[], None]
-    ) -> None:
+    def __init__(self, child: ChildProcess, where: Where, memory: CallMemory) -> None:
         self.where = where
         self.failed: ProcessGroupError | None = None
         self._child = child
-        self._take_back = take_back
-        self._release = release
+        self._memory = memory
         self._sending = threading.Lock()  # commands arrive in the order of their numbers
         self._reading = threading.Lock()  # one reader at a time
         self._copying = threading.Lock()  # held while results are written
@@ -198,7 +157,8 @@ class Link:
         """Fail all calls at once and let the child end. The first call counts.
 
         Returns as soon as the child has ended its operations, so that the peers hear of it. That takes milliseconds. A
-        child that does not react within the grace is killed. No result is written after this method has returned.
+        child that does not react within the grace is killed. No result is written after this method has returned, so
+        it waits for the end of a killed child that works on the caller's own tensors.
         """
         if self._fail_all(why):
             self._kill_s = time.monotonic() + _GRACE_S
@@ -207,8 +167,8 @@ class Link:
                 self._child.socket.send(encode({"do": "end"}), socket.MSG_DONTWAIT)
             if not self._severed.wait(_GRACE_S):
                 self._child.kill()
-                if any(call.lent for call in self._held):
-                    self._child.has_ended(_KILLED_S)  # until then it may write into the caller's tensors
+        if not self._severed.is_set() and any(call.lent for call in self._held):
+            self._child.has_ended(_KILLED_S)  # until then it may write into the caller's tensors
 
     def join(self) -> None:
         """Wait until the child and the link's threads have ended, after `end`. A thread of the link does not wait."""
@@ -341,9 +301,11 @@ class Link:
                 return
             if error is None and call.write is not None:
                 call.write()
-        self._take_back(call)
+        self._memory.take_back(call)
         if isinstance(latched, ProcessGroupError) and not isinstance(latched, OperationRefusedError):
             self.latch(latched)
+        if isinstance(error, CommunicatorFailedError):
+            self.latch(error)
         if call.learn is not None:
             call.learn(answer)
         if error is None:
@@ -376,7 +338,7 @@ class Link:
         is_ours = isinstance(why, (AbortedError, ProcessGroupClosedError))
         for call in calls:
             call.fail(self.ended_error(call.operation) if is_ours else copy.copy(why))
-        self._release()
+        self._memory.release()
         return True
 
     def _die(self) -> None:
@@ -388,9 +350,9 @@ class Link:
         self._fail_all(self._failure("it ended by itself, or was killed"))
         with self._lock:
             held, self._held = self._held, []
-        self._release()
+        self._memory.release()
         if has_ended:
             for call in held:
-                self._take_back(call)
+                self._memory.take_back(call)
         with self._reading, self._sending:
             self._child.close()

@@ -6,42 +6,26 @@ Law of this file: the interface only.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import final
 
 import torch
 import torch.distributed as dist
 
 from tft_pg.child.arguments import Arguments
-from tft_pg.child.link import Call, Link
+from tft_pg.child.call import CallMemory
+from tft_pg.child.link import Link
 from tft_pg.errors import Where
 from tft_pg.ops import Collective
 
-__all__ = ["Opened", "TensorSharing"]
-
-
-@final
-@dataclass(frozen=True)
-class Opened:
-    """What is shared with one child.
-
-    Args:
-        release: lets everything go on that waits for the child on a device. Called when the child has failed, and again
-            when its process has ended.
-        settings: of the child's group.
-    """
-
-    release: Callable[[], None] = lambda: None
-    settings: Mapping[str, object] = field(default_factory=dict)
+__all__ = ["TensorSharing"]
 
 
 class TensorSharing(abc.ABC):
     """The memory that one group shares with its children. Any thread may call it."""
 
     @abc.abstractmethod
-    def open(self) -> Opened:
+    def open(self) -> CallMemory:
         """Prepare for a new child. Raises: RuntimeError: the memory can't be shared."""
 
     @abc.abstractmethod
@@ -70,10 +54,6 @@ class TensorSharing(abc.ABC):
 
         Raises: ProcessGroupError: nothing was started.
         """
-
-    @abc.abstractmethod
-    def take_back(self, call: Call) -> None:
-        """Take back the memory of a call that has ended in both processes."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -27,7 +27,7 @@ from tft_pg.child.arguments import dtype_of, unpack
 from tft_pg.child.device import MappedMemory
 from tft_pg.child.messages import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX, SEVERED, decode, encode, encode_error
 from tft_pg.child.segments import map_segment, strided_view, view
-from tft_pg.errors import ConfigError
+from tft_pg.errors import CommunicatorFailedError, ConfigError
 from tft_pg.ops import collective
 from tft_pg.word import WordExchange
 
@@ -166,7 +166,13 @@ class _Worker:
         self._later(call, wait)
 
     def _run_on_device(self, memory: MappedMemory, command: dict[str, Any], call: int) -> None:
-        mapped = {buffer: memory.map(buffer, handle) for buffer, handle in command["buffers"]}
+        try:
+            mapped = {buffer: memory.map(buffer, handle) for buffer, handle in command["buffers"]}
+        except (RuntimeError, OSError) as error:  # the other ranks wait for this one
+            raise CommunicatorFailedError(
+                f"{command['name']} failed: the child process can't map the memory of a tensor ({error}); configure "
+                "the group again, or use a group without a child process"
+            ) from error
         tensors = []
         for buffer, offset, name, shape, strides in command["tensors"]:
             dtype = dtype_of(name)
