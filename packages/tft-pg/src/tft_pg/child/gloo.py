@@ -102,7 +102,7 @@ class _SegmentSharing(TensorSharing):
         outputs = {id(tensor) for tensor in results} if len(parts) == 1 else None
         for number, (tensors, segment) in enumerate(zip(parts, segments, strict=True)):
             call = Call(name, outcome.finish, outcome.fail, limit.total_seconds(), segment=segment)
-            command = {"do": "run", "name": name, "args": packed.args, "kwargs": packed.kwargs}
+            command: dict[str, object] = {"do": "run", "name": name, "args": packed.args, "kwargs": packed.kwargs}
             command |= _copied(call, outcome, name, tensors, outputs)
             try:
                 link.call(call, command)

@@ -45,7 +45,7 @@ class FakeMemory(DeviceMemory):
 
     def place(self, tensor: torch.Tensor) -> Place:
         descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
-        offset = tensor.storage_offset() * tensor.element_size()
+        offset = int(tensor.storage_offset()) * tensor.element_size()
         return Place(next(self._buffers), f"{os.getpid()}:{descriptor}:{size}", offset)
 
     def set_flag(self, number: int) -> None:
