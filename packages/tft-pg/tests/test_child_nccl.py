@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import pytest
 import torch
@@ -26,9 +29,10 @@ from tft_pg import (
     ProcessGroupError,
     UnsupportedOperationError,
 )
-from tft_pg.child import accelerator
-from tft_pg.child.device import Place
+from tft_pg.child import accelerator, cuda_memory
+from tft_pg.child.device import CALLS_MAX, Place
 from tft_pg.child.nursery import NURSERY
+from tft_pg.child.segments import strided_view
 from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, FakeMemory, Subject, WaitsOnHost
 from tft_pg.testing.dying import every_death_at_every_point
 
@@ -249,6 +253,130 @@ def test_a_tensor_elsewhere_is_refused(bench: Bench) -> None:
     group = bench.configured(1)[0]
     assert isinstance(failure(lambda: group.allreduce([torch.ones(3, device="meta")])), OperationRefusedError)
     assert group.errored() is None
+
+
+# --- the driver's calls ---------------------------------------------------------------------------------------------
+
+
+class FakeDriver:
+    """The driver of a device whose memory is this process's. Streams do at once what they are told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int, int]] = []  # stream, address and value of each write and wait
+        self.buffers: dict[int, tuple[int, int]] = {}  # number and size by address
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        self.buffers[tensor.data_ptr()] = (len(self.buffers), tensor.nbytes)
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: object) -> int:
+        context._obj.value = 1
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: int) -> int:
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: object) -> int:
+        return 0
+
+    def cuStreamCreate(self, stream: Any, flags: int) -> int:
+        stream._obj.value = OWN_STREAM
+        return 0
+
+    def cuPointerGetAttribute(self, found: Any, kind: int, pointer: int) -> int:
+        start = max(address for address in self.buffers if address <= pointer)
+        number, size = self.buffers[start]
+        names = {"_BUFFER_ID": number, "_RANGE_START": start, "_RANGE_SIZE": size}
+        found._obj.value = next(value for name, value in names.items() if getattr(cuda_memory, name) == kind)
+        return 0
+
+    def cuIpcGetMemHandle(self, handle: Any, start: int) -> int:
+        handle._obj.data = str(start).encode()
+        return 0
+
+    def cuIpcOpenMemHandle_v2(self, pointer: Any, handle: Any, flags: int) -> int:
+        pointer._obj.value = int(handle.data)
+        return 0
+
+    def cuStreamWriteValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
+        self.calls.append((stream, address, value))
+        ctypes.c_uint32.from_address(address).value = value
+        return 0
+
+    def cuStreamWaitValue32_v2(self, stream: int, address: int, value: int, flags: int) -> int:
+        self.calls.append((stream, address, value))
+        return 0 if ctypes.c_uint32.from_address(address).value >= value else 999  # it would wait
+
+
+OWN_STREAM: Final = 7
+CURRENT_STREAM: Final = 3
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    driver = FakeDriver()
+
+    def new_flags(index: int, own_stream: int) -> torch.Tensor:
+        assert own_stream == OWN_STREAM
+        flags = torch.zeros(CALLS_MAX + 1, dtype=torch.int32)
+        flags.record_stream = lambda stream: None  # type: ignore[method-assign]
+        driver.lend(flags)
+        return flags
+
+    def bytes_at(pointer: int, size: int, index: int) -> torch.Tensor:
+        return torch.frombuffer((ctypes.c_char * size).from_address(pointer), dtype=torch.uint8)
+
+    for name, fake in (("_driver", lambda: driver), ("_new_flags", new_flags), ("_bytes_at", bytes_at)):
+        monkeypatch.setattr(cuda_memory, name, fake)
+    monkeypatch.setattr(cuda_memory.CudaMemory, "fault", lambda self, tensor: "")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(cuda_stream=CURRENT_STREAM))
+    for cached in (cuda_memory._context, cuda_memory._own_stream):
+        cached.cache_clear()
+    yield driver
+    for cached in (cuda_memory._context, cuda_memory._own_stream):
+        cached.cache_clear()
+
+
+def both_sides() -> tuple[cuda_memory.CudaMemory, cuda_memory.MappedCudaMemory]:
+    ours = cuda_memory.CudaMemory(0)
+    settings = json.loads(json.dumps(ours.settings()))
+    return ours, cuda_memory.MappedCudaMemory(settings["device"], settings["flags"])
+
+
+@pytest.mark.parametrize("number", [0, 1, CALLS_MAX - 1, CALLS_MAX, 5 * CALLS_MAX + 3])
+def test_the_flags_order_the_streams_of_both_sides(driver: FakeDriver, number: int) -> None:
+    ours, theirs = both_sides()
+    with pytest.raises(RuntimeError, match="999"):
+        theirs.order_after(number)  # the tensors are not ready
+    ours.set_flag(number)
+    theirs.order_after(number)
+    with pytest.raises(RuntimeError, match="999"):
+        ours.order_after(number)  # the child has not passed it
+    theirs.set_passed(number)
+    ours.order_after(number)
+    assert {stream for stream, _, _ in driver.calls} == {CURRENT_STREAM}
+
+
+def test_a_release_ends_every_wait_for_the_child(driver: FakeDriver) -> None:
+    ours, theirs = both_sides()
+    theirs.set_passed(3)
+    ours.release()
+    assert driver.calls[-1][0] == OWN_STREAM  # the others wait
+    ours.order_after(123_456)
+
+
+def test_the_child_maps_each_allocation_once_and_finds_the_tensor(driver: FakeDriver) -> None:
+    ours, theirs = both_sides()
+    base = torch.arange(100.0)
+    driver.lend(base)
+    for tensor in (base[10:20], base[30:40]):
+        place = ours.place(tensor)
+        mapped = theirs.map(place.buffer, place.handle)
+        assert torch.equal(strided_view(mapped, place.offset, tensor.dtype, [10], [1]), tensor)
+        assert theirs.map(place.buffer, place.handle) is mapped
 
 
 # --- what can not be made -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch
 
 from tft_pg.child.device import CALLS_MAX, DeviceMemory, MappedMemory, Place
-from tft_pg.errors import UnsupportedOperationError
+from tft_pg.errors import ConfigError, UnsupportedOperationError
 
 __all__ = ["CudaMemory", "MappedCudaMemory", "check_driver"]
 
@@ -122,6 +122,15 @@ def _stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
+def _new_flags(index: int, own_stream: int) -> torch.Tensor:
+    """Return the flags, all zero. Memory that an earlier use on another stream may still write would not do."""
+    stream = torch.cuda.ExternalStream(own_stream, device=index)
+    with torch.cuda.stream(stream):
+        flags = torch.zeros(CALLS_MAX + 1, dtype=torch.int32, device=f"cuda:{index}")
+    stream.synchronize()
+    return flags
+
+
 @final
 class CudaMemory(DeviceMemory):
     """The trainer's side.
@@ -129,22 +138,20 @@ class CudaMemory(DeviceMemory):
     Args:
         index: of the device.
 
-    Raises: RuntimeError: the device failed.
+    Raises: RuntimeError: the device failed. From `settings` ConfigError: torch allocates memory that can't be shared.
     """
 
     def __init__(self, index: int) -> None:
         self._index = index
         self._handles: dict[int, str] = {}
         self._ordered: set[int] = set()
-        with _current(index):
-            self._own = _own_stream(index)
-            # Memory that an earlier use on another stream may still write would not do.
-            stream = torch.cuda.ExternalStream(self._own, device=index)
-            with torch.cuda.stream(stream):
-                self._flags = torch.zeros(CALLS_MAX + 1, dtype=torch.int32, device=f"cuda:{index}")
-            stream.synchronize()
+        self._own = _own_stream(index)
+        self._flags = _new_flags(index, self._own)
 
     def settings(self) -> dict[str, object]:
+        fault = self.fault(self._flags)
+        if fault:
+            raise ConfigError(f"ProcessGroupBabyNCCL can't use cuda:{self._index}: {fault}")
         place = self.place(self._flags)
         return {"device": self._index, "flags": [place.buffer, place.handle, place.offset]}
 
@@ -202,6 +209,10 @@ class _Span:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 2}
 
 
+def _bytes_at(pointer: int, size: int, index: int) -> torch.Tensor:
+    return torch.as_tensor(_Span(pointer, size), device=f"cuda:{index}")
+
+
 @final
 class MappedCudaMemory(MappedMemory):
     """The child's side.
@@ -232,8 +243,7 @@ class MappedCudaMemory(MappedMemory):
             pointer = _POINTER()
             with _current(self._index):
                 _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), shared, _PEER_ACCESS)
-            found = torch.as_tensor(_Span(pointer.value, int(size)), device=f"cuda:{self._index}")
-            self._mapped[buffer] = found
+            found = self._mapped[buffer] = _bytes_at(pointer.value, int(size), self._index)
         return found
 
     def order_after(self, number: int) -> None:
