@@ -27,6 +27,7 @@ import psutil
 import pytest
 
 from integration_tests.torchft_peer import torchft_python as torchft_python  # the fixture, for all tests
+from tft_pg.child.nursery import NURSERY
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 MARK: Final = "TFT_TEST_SESSION"
@@ -74,6 +75,7 @@ def nothing_left() -> Iterator[None]:
     """Check after each module that no process, tft thread or new listening port is left."""
     ports_before = set(listening_ports())
     yield
+    NURSERY.end()  # a process keeps the helper of its child-process groups
     _, processes = psutil.wait_procs(started_by_us(), timeout=SETTLE_S)
     ours = [each for each in threading.enumerate() if each.name.startswith("tft-")]
     for thread in ours:

@@ -15,14 +15,15 @@ import logging.handlers
 import multiprocessing.connection
 import os
 import queue
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from typing import Any
+from typing import Any, final
 
 import psutil
 import torch
@@ -34,7 +35,14 @@ from tft_algos import DistributedDataParallel, Manager, Optimizer
 from tft_algos.testing import EventInjector, Fault, InjectedError, Place, digest
 from tft_ckpt import CheckpointTransport, HTTPTransport, PGTransport
 from tft_lighthouse import LighthouseServer
-from tft_pg import ProcessGroupGloo, init_group
+from tft_pg import (
+    Collective,
+    ProcessGroupBabyGloo,
+    ProcessGroupGloo,
+    WrappingProcessGroup,
+    forward,
+    init_group,
+)
 from tft_pg.testing import fork_child, reconfigurable_gloo
 
 PATIENCE_S = 50.0
@@ -98,6 +106,8 @@ class Spec:
         leaves: leave on SIGTERM, or when drained.
         forks: ways to make a child at each fault, before it strikes. A "forked" event reports them.
         over_group: live state goes over the process group instead of HTTP.
+        child_group: the group is a ProcessGroupBabyGloo.
+        loses_child_at: number of committed steps at which that group's child is killed once, in a reduction.
         handle_store: the port of a store on loopback. The trainer gives its Manager a torch group that reconfigures by
             handles, made in that store. None: a group of tft_pg.
         environment: of a launcher. RANK and WORLD_SIZE make it one process of several.
@@ -114,6 +124,8 @@ class Spec:
     leaves: bool = False
     forks: tuple[str, ...] = ()
     over_group: bool = False
+    child_group: bool = False
+    loses_child_at: int | None = None
     handle_store: int | None = None
     environment: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -151,6 +163,37 @@ def train(spec: Spec, connection: Connection) -> None:
         report(Event("end"))
 
 
+def _make_group(spec: Spec, is_due: Callable[[], bool], report: Callable[[Event], None]) -> Any:
+    if spec.handle_store is not None:
+        return reconfigurable_gloo(spec.handle_store)
+    return _LosesItsChild(ProcessGroupBabyGloo(), is_due, report) if spec.child_group else ProcessGroupGloo()
+
+
+@final
+class _LosesItsChild(WrappingProcessGroup):
+    """Kills the child of its group once, in the middle of a reduction, when that is due."""
+
+    def __init__(self, pg: ProcessGroupBabyGloo, is_due: Callable[[], bool], report: Callable[[Event], None]) -> None:
+        super().__init__(pg)
+        self._is_due = is_due
+        self._report = report
+        self._has_lost = False
+
+    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
+        group = self.parent
+        assert isinstance(group, ProcessGroupBabyGloo)
+        if self._has_lost or collective.name != "allreduce" or not self._is_due():
+            return forward(group, collective, args, kwargs)
+        self._has_lost = True
+        child = group.child_pid
+        assert child is not None
+        os.kill(child, signal.SIGSTOP)  # so that the reduction does not end before the child is killed
+        work = forward(group, collective, args, kwargs)
+        os.kill(child, signal.SIGKILL)
+        self._report(Event("struck", text=f"the child {child} was killed"))
+        return work
+
+
 def _train(spec: Spec, connection: Connection, report: Callable[[Event], None]) -> None:
     os.environ.update(spec.environment)
     rank = int(spec.environment.get("RANK", "0"))
@@ -173,7 +216,7 @@ def _train(spec: Spec, connection: Connection, report: Callable[[Event], None]) 
         report(Event("healed", digest=digest(take())))
 
     settings: dict[str, Any] = {"timeout": timedelta(seconds=10), "hostname": "localhost"} | spec.settings
-    pg: Any = ProcessGroupGloo() if spec.handle_store is None else reconfigurable_gloo(spec.handle_store)
+    pg = _make_group(spec, lambda: manager.current_step() == spec.loses_child_at, report)
 
     def on_strike(fault: Fault) -> None:
         report(Event("struck", manager.current_step(), text=fault.describe()))
@@ -336,6 +379,8 @@ class Job:
         leaves: bool = False,
         forks: tuple[str, ...] = (),
         over_group: bool = False,
+        child_group: bool = False,
+        loses_child_at: int | None = None,
         handle_store: int | None = None,
         environment: dict[str, str] | None = None,
         **settings: Any,
@@ -352,6 +397,8 @@ class Job:
             leaves=leaves,
             forks=forks,
             over_group=over_group,
+            child_group=child_group,
+            loses_child_at=loses_child_at,
             handle_store=handle_store,
             environment=environment or {},
             settings=settings,

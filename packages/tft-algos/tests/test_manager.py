@@ -887,6 +887,18 @@ def test_what_is_no_process_group_is_refused_by_name(pg: Any, says: str) -> None
         Manager(pg, lighthouse_addr="localhost:1")
 
 
+def test_a_group_is_prepared_before_anything_else_begins() -> None:
+    """The other replicas wait for its `configure` as soon as this one has asked for a quorum."""
+
+    def prepare() -> None:
+        raise RuntimeError("there is no helper process")
+
+    group: Any = FakeGroup()
+    group.prepare = prepare
+    with pytest.raises(RuntimeError, match="no helper process"):
+        Manager(group, lighthouse_addr="localhost:1")
+
+
 class Lookalike:
     """What a transport of torchft's has."""
 

@@ -23,6 +23,7 @@ from tft_pg import (
     AbortedError,
     CommunicatorFailedError,
     ConfigError,
+    ConfigureError,
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
     OperationRefusedError,
@@ -31,12 +32,15 @@ from tft_pg import (
     ProcessGroupBabyGloo,
     ProcessGroupClosedError,
     ProcessGroupError,
+    ProcessGroupGloo,
     ProcessGroupWrapper,
 )
+from tft_pg.child import gloo
 from tft_pg.child import link as links
 from tft_pg.child.nursery import NURSERY
+from tft_pg.child.segments import Pool
 from tft_pg.testing import CHECKS, GLOO_LACKS, Bench, Subject, end_children, fork_child
-from tft_pg.testing.dying import every_death_at_every_point, every_death_in_a_word
+from tft_pg.testing.dying import every_death_at_every_point
 from tft_pg.testing.forking import FORKS
 
 GUARD: Final = timedelta(seconds=20)
@@ -45,18 +49,21 @@ HANGS_AT_MOST_S: Final = 0.5
 SOON_S: Final = 3.0  # milliseconds on an idle machine
 
 GLOO = Subject(ProcessGroupBabyGloo, lacks=GLOO_LACKS)
-# These two look for the connections in the process that calls the group, where this group has none. The tests below
-# strike at the child instead.
-STRIKE_AT_THE_CALLER = (every_death_in_a_word, every_death_at_every_point)
-KEPT = tuple(check for check in CHECKS if check not in STRIKE_AT_THE_CALLER)
+# Each process that this check kills had a nursery of its own, whose imports take seconds.
+IN_A_SOAK = every_death_at_every_point
+KEPT = (*(check for check in CHECKS if check is not IN_A_SOAK), partial(IN_A_SOAK, rows=("allreduce",)))
 WRAPPERS = (ProcessGroupWrapper, ErrorSwallowingProcessGroupWrapper, FakeProcessGroupWrapper)
 STACKED = tuple(
     check
-    for check in KEPT
+    for check in CHECKS
     if check.__name__
     in {
         "every_size_agrees",
+        "both_call_forms_agree",
+        "torchs_functions_take_the_group",
         "futures_hold_the_results",
+        "a_wait_may_be_given_up_and_repeated",
+        "use_before_configure_is_an_error",
         "shutdown_is_for_ever",
         "abort_leaves_an_error_until_configure",
         "abort_ends_a_running_collective",
@@ -129,9 +136,15 @@ def child_of(group: ProcessGroup) -> int:
 
 
 @pytest.mark.in_parts
-@pytest.mark.parametrize("check", KEPT, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", KEPT, ids=lambda check: getattr(check, "__name__", "every_death_at_every_point"))
 def test_it_keeps_the_contract(check: Callable[[Subject], None]) -> None:
     check(GLOO)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_soak_it_keeps_the_contract_in_every_death_at_every_point() -> None:
+    IN_A_SOAK(GLOO)
 
 
 def stacked(outer: Any, inner: Any) -> ProcessGroup:
@@ -147,10 +160,23 @@ def test_every_stack_of_two_wrappers_keeps_the_contract(outer: Any, inner: Any) 
         check(Subject(partial(stacked, outer, inner), (2,), lacks=GLOO_LACKS))
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("outer", WRAPPERS)
+@pytest.mark.parametrize("inner", WRAPPERS)
+def test_soak_every_stack_of_two_wrappers_keeps_the_whole_contract(outer: Any, inner: Any) -> None:
+    for check in CHECKS:
+        if check is not IN_A_SOAK:
+            check(Subject(partial(stacked, outer, inner), (1, 2, 3), lacks=GLOO_LACKS))
+
+
 # --- deaths of the child --------------------------------------------------------------------------------------------
 
-PHASES: Final = ("idle", "waiting for a peer", "in the middle", "at any moment", "configuring", "in a word")
+PHASES: Final = (
+    *("idle", "waiting for a peer", "in the middle", "in several parts", "at any moment", "configuring", "in a word"),
+)
 LARGE: Final = 1 << 21
+LENGTHS: Final = {"in the middle": LARGE, "in several parts": 6 * LARGE}
 
 
 def strike(bench: Bench, groups: Sequence[ProcessGroup], phase: str, number: int) -> None:
@@ -163,9 +189,10 @@ def strike(bench: Bench, groups: Sequence[ProcessGroup], phase: str, number: int
     bench.configure(groups)
     for group in groups:
         group.set_timeout(HOUR)
-    before = torch.arange(LARGE if phase == "in the middle" else 1000, dtype=torch.float32)
+    before = torch.arange(LENGTHS.get(phase, 1000), dtype=torch.float32)
     tensors = [before.clone() for _ in groups]
-    started = groups if phase in ("in the middle", "at any moment") else groups[:1] if phase != "idle" else []
+    may_end = phase in ("in the middle", "in several parts", "at any moment")
+    started = groups if may_end else groups[:1] if phase != "idle" else []
     waits: list[Callable[[], object]]
     if phase == "in a word":
         waits = [groups[0].exchange_word([1], round_number=1, timeout=HOUR).wait]
@@ -181,12 +208,11 @@ def strike(bench: Bench, groups: Sequence[ProcessGroup], phase: str, number: int
     errors = [finish().get() for finish in finished]
     took_s = time.monotonic() - begun_s
     assert took_s < HANGS_AT_MOST_S, f"{phase}: it took {took_s:.2f} s"
-    may_end = phase in ("in the middle", "at any moment")
     for error in errors:
         assert isinstance(error, RuntimeError) or (may_end and error is None), f"{phase}: {error!r}"
     if errors and errors[0] is not None and phase != "in a word":
         assert isinstance(errors[0], CommunicatorFailedError)
-        assert torch.equal(tensors[0], before), f"{phase}: a failed operation wrote"
+        assert phase == "in several parts" or torch.equal(tensors[0], before), f"{phase}: a failed operation wrote"
     assert isinstance(failure(partial(reduce, groups[0])), CommunicatorFailedError)
     assert isinstance(groups[0].errored(), CommunicatorFailedError)
     assert isinstance(failure(partial(reduce, groups[1])), PeerDisconnectedError)
@@ -279,6 +305,21 @@ def test_the_nursery_may_die_too(bench: Bench) -> None:
     all_reduce(bench, groups)
 
 
+def test_a_prepared_group_waits_for_no_imports(bench: Bench) -> None:
+    """The helper process makes a child, and so has imported everything, when `prepare` returns."""
+    NURSERY.end()
+    group = ProcessGroupWrapper(bench.make())
+    made = NURSERY._requests
+    group.prepare()
+    pid = NURSERY.pid
+    assert pid is not None
+    assert NURSERY._requests == made + 1
+    until(lambda: not children_of(pid), "a child is left")
+    bench.configure([group])
+    assert NURSERY.pid == pid
+    all_reduce(bench, [group])
+
+
 # --- what is given back ---------------------------------------------------------------------------------------------
 
 
@@ -364,6 +405,89 @@ def test_a_forked_child_of_the_trainer_has_no_group(bench: Bench) -> None:
         assert told.read() == ProcessGroupClosedError.__name__.encode()
     os.waitpid(pid, 0)
     all_reduce(bench, [group])
+
+
+# --- large tensors --------------------------------------------------------------------------------------------------
+
+
+def parts_of(length: int, dtype: torch.dtype) -> int:
+    return -(-length * dtype.itemsize // gloo._PART_BYTES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.complex128], ids=str)
+def test_a_large_tensor_crosses_in_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr(gloo, "_PART_BYTES", 1 << 16)
+    groups = bench.configured(3)
+    length = (1 << 18) + 5
+    assert parts_of(length, dtype) > 4
+    base = torch.arange(length).remainder(7).to(dtype)
+    summed = [base.clone().view(-1, 1) for _ in groups]
+    sent = [base * (rank + 1) for rank in range(3)]
+
+    def act(rank: int, group: ProcessGroup) -> object:
+        work = group.allreduce([summed[rank]])
+        group.broadcast(sent[rank], 1).wait()
+        return work.get_future().wait()
+
+    found = bench.all(groups, act)
+    for rank in range(3):
+        assert found[rank] == [summed[rank]]
+        assert torch.equal(summed[rank], (base * 3).view(-1, 1))
+        assert torch.equal(sent[rank], base * 2)
+
+
+def test_a_part_that_fails_fails_the_whole_and_nothing_is_written_any_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "_PART_BYTES", 1 << 16)
+    groups = bench.configured(2)
+    for group in groups:
+        group.set_timeout(HOUR)
+    tensor = torch.ones(1 << 16)
+    work = groups[0].allreduce([tensor])
+    groups[1].allreduce([torch.ones(1 << 14)]).wait()  # the first part only
+    until(lambda: bool((tensor[: 1 << 14] == 2).all()), "no part has crossed")
+    os.kill(child_of(groups[0]), signal.SIGKILL)
+    assert isinstance(failure(work.wait), CommunicatorFailedError)
+    with pytest.raises(RuntimeError):
+        work.get_future().wait()
+    assert bool((tensor[1 << 14 :] == 1).all())
+
+
+def test_without_memory_for_all_parts_nothing_is_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "_PART_BYTES", 1 << 16)
+    group = bench.configured(1)[0]
+    all_reduce(bench, [group])
+    take, taken = Pool.take, []
+
+    def take_two(pool: Pool, size: int) -> Any:
+        if len(taken) == 2:
+            raise OSError("too many open files")
+        taken.append(take(pool, size))
+        return taken[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "take", take_two)
+        error = failure(lambda: group.allreduce([torch.ones(1 << 16)]))
+    assert isinstance(error, OperationRefusedError)
+    assert "too many open files" in str(error)
+    pool = group._sharing._pool  # type: ignore[attr-defined]
+    assert sum(map(len, pool._free.values())) == len(pool._all)
+    all_reduce(bench, [group])
+
+
+def test_ranks_of_another_kind_of_group_are_not_met(bench: Bench) -> None:
+    """They would not split a large tensor."""
+    ours, theirs = bench.make(), ProcessGroupGloo()
+    address, limit = bench.fresh_address(), timedelta(milliseconds=500)
+    try:
+        finish = bench.start(lambda: failure(lambda: theirs.configure(address, 1, 2, timeout=limit)))
+        error = failure(lambda: ours.configure(address, 0, 2, timeout=limit))
+        assert isinstance(error, ConfigureError)
+        assert error.missing_ranks == (1,)
+        assert isinstance(finish().get(), ConfigureError)
+    finally:
+        theirs.shutdown()
 
 
 # --- calls ----------------------------------------------------------------------------------------------------------

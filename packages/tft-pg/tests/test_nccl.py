@@ -34,6 +34,7 @@ from tft_pg import (
     OperationRefusedError,
     PeerDisconnectedError,
     ProcessGroup,
+    ProcessGroupBabyNCCL,
     ProcessGroupError,
     ProcessGroupNCCL,
     ProcessGroupXCCL,
@@ -43,7 +44,7 @@ from tft_pg import (
 from tft_pg.backends import accelerator, lifeline, torch_library
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.lifeline import Lifeline
-from tft_pg.backends.nccl import _NCCL
+from tft_pg.backends.nccl import NCCL
 from tft_pg.backends.torch_library import TorchLibrary
 from tft_pg.errors import Where
 from tft_pg.futures import timer
@@ -63,6 +64,7 @@ from tft_pg.testing.computing import DTYPES
 from tft_pg.testing.subject import agree
 
 HOUR = timedelta(hours=1)
+_Kind = type[ProcessGroupNCCL] | type[ProcessGroupBabyNCCL]
 GUARD_S = 20.0
 GUARD = timedelta(seconds=GUARD_S)
 
@@ -749,7 +751,7 @@ class TorchClass:
             self.config = type("Config", (), {"blocking": 1})()
 
     def __new__(cls, store: Store, rank: int, world_size: int, options: Any) -> Any:
-        cls.seen = {name: os.environ.get(name) for name in (*_NCCL.blocking_wait_envs, _NCCL.connect_limit_env)}
+        cls.seen = {name: os.environ.get(name) for name in (*NCCL.blocking_wait_envs, NCCL.connect_limit_env)}
         cls.options = options
         return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=10))
 
@@ -769,29 +771,29 @@ class DeviceModule:
 def torch_class(monkeypatch: pytest.MonkeyPatch) -> type[TorchClass]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", TorchClass, raising=False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: DeviceModule())
-    for name in (*_NCCL.blocking_wait_envs, _NCCL.connect_limit_env):
+    for name in (*NCCL.blocking_wait_envs, NCCL.connect_limit_env):
         monkeypatch.delenv(name, raising=False)
     # Whatever is set while it runs is taken back.
-    monkeypatch.setenv(_NCCL.connect_limit_env, "1")
-    monkeypatch.delenv(_NCCL.connect_limit_env)
+    monkeypatch.setenv(NCCL.connect_limit_env, "1")
+    monkeypatch.delenv(NCCL.connect_limit_env)
     return TorchClass
 
 
 def test_torchs_watchdog_is_left_out_and_the_environment_stays_as_it_was(
     torch_class: type[TorchClass], caplog: pytest.LogCaptureFixture
 ) -> None:
-    library = TorchLibrary(_NCCL)
+    library = TorchLibrary(NCCL)
     library.check()
     assert library.current_device() is None
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             library.communicator(dist.HashStore(), 0, 1, torch.device("cuda", 0), timedelta(seconds=7.5))
-    blocking, old_blocking = _NCCL.blocking_wait_envs
-    assert torch_class.seen == {blocking: "1", old_blocking: None, _NCCL.connect_limit_env: "8"}
+    blocking, old_blocking = NCCL.blocking_wait_envs
+    assert torch_class.seen == {blocking: "1", old_blocking: None, NCCL.connect_limit_env: "8"}
     assert torch_class.options.config.blocking == 0
     assert blocking not in os.environ
     assert len(caplog.records) == 1  # what was set for the process is said, once
-    assert _NCCL.connect_limit_env in caplog.text
+    assert NCCL.connect_limit_env in caplog.text
 
 
 def test_a_look_from_another_thread_spoils_no_graph(
@@ -805,24 +807,24 @@ def test_a_look_from_another_thread_spoils_no_graph(
         return 0
 
     monkeypatch.setattr(torch_library, "_capture_mode_exchange", lambda: exchange)
-    made = TorchLibrary(_NCCL).communicator(dist.HashStore(), 0, 1, torch.device("cuda", 0), HOUR)
+    made = TorchLibrary(NCCL).communicator(dist.HashStore(), 0, 1, torch.device("cuda", 0), HOUR)
     with made.looking():
         assert modes[-1] == 1
     assert modes == [0, 1, 0]
     assert not made.is_recording()
 
 
-@pytest.mark.parametrize("name", _NCCL.blocking_wait_envs)
+@pytest.mark.parametrize("name", NCCL.blocking_wait_envs)
 def test_what_the_user_has_set_is_kept_or_refused(
     torch_class: type[TorchClass], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    library = TorchLibrary(_NCCL)
-    monkeypatch.setenv(_NCCL.connect_limit_env, "99")
+    library = TorchLibrary(NCCL)
+    monkeypatch.setenv(NCCL.connect_limit_env, "99")
     monkeypatch.setenv(name, "true")
     library.check()
     library.communicator(dist.HashStore(), 0, 1, None, HOUR)
     assert torch_class.seen[name] == "true"
-    assert torch_class.seen[_NCCL.connect_limit_env] == "99"
+    assert torch_class.seen[NCCL.connect_limit_env] == "99"
     monkeypatch.setenv(name, "0")
     with pytest.raises(ConfigError, match=f"{name} is '0'"):
         library.check()
@@ -845,14 +847,19 @@ def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
     return marked
 
 
-def alone_on_gpu() -> ProcessGroup:
-    return WaitsOnHost(ProcessGroupNCCL(), device=torch.device("cuda"))
+def on_gpu_in_each_form(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of NCCL in this process and of NCCL in a child process."""
+    return on_gpu(pytest.mark.parametrize("kind", [ProcessGroupNCCL, ProcessGroupBabyNCCL])(test))
 
 
-@on_gpu
+def alone_on_gpu(kind: _Kind) -> ProcessGroup:
+    return WaitsOnHost(kind(), device=torch.device("cuda"))
+
+
+@on_gpu_in_each_form
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_gpu_conformance_of_one_rank(check: Callable[..., None]) -> None:
-    check(Subject(alone_on_gpu, world_sizes=(1,), lacks=NCCL_LACKS))
+def test_gpu_conformance_of_one_rank(check: Callable[..., None], kind: _Kind) -> None:
+    check(Subject(partial(alone_on_gpu, kind), world_sizes=(1,), lacks=NCCL_LACKS))
 
 
 _Scenario = Callable[["Rank"], None]
@@ -866,13 +873,14 @@ class Rank:
         rank: 0 or 1.
         port: of the store.
         peer: to the other rank, for what must come in order.
+        kind: of the group.
     """
 
-    def __init__(self, rank: int, port: int, peer: Connection) -> None:
+    def __init__(self, rank: int, port: int, peer: Connection, kind: _Kind) -> None:
         self.rank = rank
         self._port = port
         self._peer = peer
-        self.group = ProcessGroupNCCL(timedelta(seconds=60))
+        self.group = kind(timedelta(seconds=60))
 
     def configure(self, quorum: int, *, rank: int | None = None, world_size: int = 2) -> None:
         place = self.rank if rank is None else rank
@@ -892,11 +900,11 @@ class Rank:
         assert bool((tensor == expected).all())
 
 
-def _child(scenario: _Scenario, rank: int, port: int, peer: Connection, report: Connection) -> None:
+def _child(scenario: _Scenario, rank: int, port: int, peer: Connection, report: Connection, kind: _Kind) -> None:
     # NCCL takes two ranks on one device only if it thinks that they are on two machines.
     os.environ.update({"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"})
     torch.cuda.set_device(0)
-    me = Rank(rank, port, peer)
+    me = Rank(rank, port, peer, kind)
     try:
         scenario(me)
         me.group.shutdown()
@@ -906,14 +914,16 @@ def _child(scenario: _Scenario, rank: int, port: int, peer: Connection, report: 
         raise
 
 
-def play(scenario: _Scenario) -> list[str | None]:
+def play(scenario: _Scenario, kind: _Kind = ProcessGroupNCCL) -> list[str | None]:
     """Run a scenario on two ranks; gives what each has reported, None for one that was killed."""
     context = multiprocessing.get_context("spawn")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     peers = context.Pipe()
     reports = [context.Pipe() for _ in range(2)]
     processes = [
-        context.Process(target=_child, args=(scenario, rank, store.port, peers[rank], reports[rank][1]), daemon=True)
+        context.Process(
+            target=_child, args=(scenario, rank, store.port, peers[rank], reports[rank][1], kind), daemon=True
+        )
         for rank in range(2)
     ]
     try:
@@ -946,6 +956,7 @@ def play(scenario: _Scenario) -> list[str | None]:
 def _uses_the_result_on_another_stream(me: Rank) -> None:
     me.configure(0)
     for _ in range(20):
+        torch.cuda._sleep(10_000_000)  # so that the tensor is not there yet when the operation is started
         tensor = torch.ones(1 << 22, device="cuda")
         work = me.group.allreduce([tensor], ReduceOp.SUM)
         side = torch.cuda.Stream()
@@ -960,9 +971,9 @@ def _uses_the_result_on_another_stream(me: Rank) -> None:
     assert me.group.errored() is None
 
 
-@on_gpu
-def test_gpu_a_result_is_used_on_another_stream_after_a_wait() -> None:
-    assert play(_uses_the_result_on_another_stream) == ["", ""]
+@on_gpu_in_each_form
+def test_gpu_a_result_is_used_on_another_stream_after_a_wait(kind: _Kind) -> None:
+    assert play(_uses_the_result_on_another_stream, kind) == ["", ""]
 
 
 def _aborts_with_a_missing_peer(me: Rank) -> None:
@@ -985,9 +996,9 @@ def _aborts_with_a_missing_peer(me: Rank) -> None:
     me.reduce(2.0)
 
 
-@on_gpu
-def test_gpu_an_abort_ends_a_kernel_whose_peer_is_missing() -> None:
-    assert play(_aborts_with_a_missing_peer) == ["", ""]
+@on_gpu_in_each_form
+def test_gpu_an_abort_ends_a_kernel_whose_peer_is_missing(kind: _Kind) -> None:
+    assert play(_aborts_with_a_missing_peer, kind) == ["", ""]
 
 
 def _times_out(me: Rank) -> None:
@@ -1003,9 +1014,9 @@ def _times_out(me: Rank) -> None:
     me.reduce(2.0)
 
 
-@on_gpu
-def test_gpu_a_late_operation_is_ended_and_the_process_lives() -> None:
-    assert play(_times_out) == ["", ""]
+@on_gpu_in_each_form
+def test_gpu_a_late_operation_is_ended_and_the_process_lives(kind: _Kind) -> None:
+    assert play(_times_out, kind) == ["", ""]
 
 
 def _dies(me: Rank) -> None:
@@ -1023,9 +1034,9 @@ def _dies(me: Rank) -> None:
     me.reduce(1.0)
 
 
-@on_gpu
-def test_gpu_a_killed_peer_fails_the_kernel() -> None:
-    assert play(_dies) == ["", None]
+@on_gpu_in_each_form
+def test_gpu_a_killed_peer_fails_the_kernel(kind: _Kind) -> None:
+    assert play(_dies, kind) == ["", None]
 
 
 def _reconfigures(me: Rank) -> None:
@@ -1035,9 +1046,9 @@ def _reconfigures(me: Rank) -> None:
         me.meet()
 
 
-@on_gpu
-def test_gpu_ten_reconfigurations() -> None:
-    assert play(_reconfigures) == ["", ""]
+@on_gpu_in_each_form
+def test_gpu_ten_reconfigurations(kind: _Kind) -> None:
+    assert play(_reconfigures, kind) == ["", ""]
 
 
 def _records_a_graph(me: Rank) -> None:
@@ -1060,9 +1071,9 @@ def _records_a_graph(me: Rank) -> None:
     assert me.group.errored() is None
 
 
-@on_gpu
-def test_gpu_the_watch_spoils_no_graph_that_is_recorded() -> None:
-    assert play(_records_a_graph) == ["", ""]
+@on_gpu_in_each_form
+def test_gpu_the_watch_spoils_no_graph_that_is_recorded(kind: _Kind) -> None:
+    assert play(_records_a_graph, kind) == ["", ""]
 
 
 def _tries_every_combination(me: Rank) -> None:
@@ -1087,9 +1098,9 @@ def _tries_every_combination(me: Rank) -> None:
     me.reduce(2.0)
 
 
-@on_gpu
-def test_gpu_two_ranks_agree_in_every_combination_or_refuse_it_alike() -> None:
-    assert play(_tries_every_combination) == ["", ""]
+@on_gpu_in_each_form
+def test_gpu_two_ranks_agree_in_every_combination_or_refuse_it_alike(kind: _Kind) -> None:
+    assert play(_tries_every_combination, kind) == ["", ""]
 
 
 def _uses_torchs_functions(me: Rank) -> None:
@@ -1101,9 +1112,9 @@ def _uses_torchs_functions(me: Rank) -> None:
         assert group.errored() is None, name
 
 
-@on_gpu
-def test_gpu_two_ranks_use_torchs_functions() -> None:
-    assert play(_uses_torchs_functions) == ["", ""]
+@on_gpu_in_each_form
+def test_gpu_two_ranks_use_torchs_functions(kind: _Kind) -> None:
+    assert play(_uses_torchs_functions, kind) == ["", ""]
 
 
 def _gives_a_tensor_on_the_cpu(me: Rank) -> None:
@@ -1114,6 +1125,47 @@ def _gives_a_tensor_on_the_cpu(me: Rank) -> None:
     me.reduce(1.0)
 
 
+@on_gpu_in_each_form
+def test_gpu_a_tensor_on_the_cpu_is_refused(kind: _Kind) -> None:
+    assert play(_gives_a_tensor_on_the_cpu, kind) == ["", ""]
+
+
+def _loses_its_child(me: Rank) -> None:
+    me.configure(0)
+    me.reduce(2.0)
+    me.group.set_timeout(HOUR)
+    for quorum in range(1, 4):
+        if me.rank == 0:
+            assert isinstance(me.group, ProcessGroupBabyNCCL)
+            assert me.group.child_pid is not None
+            me.group.allreduce([torch.ones(1 << 20, device="cuda")]).wait()
+            begun_s = time.monotonic()
+            os.kill(me.group.child_pid, signal.SIGKILL)
+            torch.cuda.current_stream().synchronize()  # its stream waits for a dead process no more
+            assert time.monotonic() - begun_s < 2.0
+            assert isinstance(me.group.errored(), CommunicatorFailedError), me.group.errored()
+            me.meet()
+        else:
+            me.meet()
+            error = failure(lambda: me.group.allreduce([torch.ones(1 << 20, device="cuda")]).wait(GUARD))
+            assert isinstance(error, PeerDisconnectedError), error
+        me.configure(quorum)
+        me.reduce(2.0)
+
+
 @on_gpu
-def test_gpu_a_tensor_on_the_cpu_is_refused() -> None:
-    assert play(_gives_a_tensor_on_the_cpu) == ["", ""]
+def test_gpu_a_stream_goes_on_when_the_child_it_waits_for_is_killed() -> None:
+    assert play(_loses_its_child, ProcessGroupBabyNCCL) == ["", ""]
+
+
+def _gives_memory_that_can_not_be_shared(me: Rank) -> None:
+    me.configure(me.rank, rank=0, world_size=1)
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    error = failure(lambda: me.group.allreduce([torch.ones(1 << 24, device="cuda")]))
+    assert isinstance(error, OperationRefusedError), error
+    assert "unset expandable_segments" in str(error)
+
+
+@on_gpu
+def test_gpu_memory_that_can_not_be_shared_with_a_child_is_refused() -> None:
+    assert play(_gives_memory_that_can_not_be_shared, ProcessGroupBabyNCCL) == ["", ""]

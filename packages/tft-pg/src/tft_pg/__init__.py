@@ -7,7 +7,10 @@ from tft_pg.backends.nccl import ProcessGroupNCCL
 from tft_pg.backends.reconfigurable import ReconfigurableProcessGroup
 from tft_pg.backends.xccl import ProcessGroupXCCL
 from tft_pg.base import ProcessGroup
-from tft_pg.child.group import ProcessGroupBaby, ProcessGroupBabyGloo
+from tft_pg.child.gloo import ProcessGroupBabyGloo
+from tft_pg.child.group import ProcessGroupBaby
+from tft_pg.child.nccl import ProcessGroupBabyNCCL
+from tft_pg.child.xccl import ProcessGroupBabyXCCL
 from tft_pg.debug import DebugServer, PagePlace
 from tft_pg.errors import (
     AbortedError,
@@ -67,6 +70,8 @@ __all__ = [
     "ProcessGroup",
     "ProcessGroupBaby",
     "ProcessGroupBabyGloo",
+    "ProcessGroupBabyNCCL",
+    "ProcessGroupBabyXCCL",
     "ProcessGroupClosedError",
     "ProcessGroupDummy",
     "ProcessGroupError",

@@ -163,6 +163,15 @@ class ProcessGroup(ReconfiguresByHandles, dist.ProcessGroup, metaclass=_Abstract
         """
         return exchange_word_by_allreduce(self, words, round_number=round_number, timeout=timeout)
 
+    def prepare(self) -> None:
+        """Wait until `configure` needs nothing that this process could have done before. Most groups need nothing.
+
+        A replica calls this before it asks for a quorum, because the other replicas wait in their `configure` then.
+
+        Raises: ConfigureError: the group can't be prepared.
+        """
+        return
+
     def linger(self, timeout: timedelta = LINGER) -> bool:
         """Keep the connections until the last word of this rank has been delivered. A rank that leaves calls this
         method.

@@ -313,6 +313,11 @@ class PendingWork(dist.Work):
         self._source = 0
         self._promise = _Promise()
 
+    @property
+    def limit(self) -> timedelta:
+        """Return the limit of a `wait` without its own timeout."""
+        return self._limit
+
     def finish(self, result: list[torch.Tensor], *, source: int = 0) -> None:
         with self._lock:
             if self._done.is_set():

@@ -154,9 +154,13 @@ def assemble(
         group: the user's process group.
         user: the state that the user has registered so far.
         coordinator, clock: as in Manager.
-    Raises: errors of making the coordinator or of setting the group's time-out. Nothing is left running then.
+    Raises: errors of preparing the group, of making the coordinator or of setting the group's time-out. Nothing is left
+        running then.
     """
     name_job(config.job)
+    prepare = getattr(group, "prepare", None)
+    if prepare is not None and not config.is_passive_rank:
+        prepare()  # the other replicas wait for this one as soon as it has asked for a quorum
     group = NullGroup(group) if config.is_passive_rank else group
     clock = clock or SystemClock()
     if config.timeout_is_explicit:

@@ -13,9 +13,9 @@ from tft_pg.backends.accelerator import AcceleratorProcessGroup
 from tft_pg.backends.device_library import AcceleratorBackend
 from tft_pg.backends.torch_library import Library, TorchLibrary, checked_device
 
-__all__ = ["ProcessGroupNCCL"]
+__all__ = ["NCCL", "ProcessGroupNCCL"]
 
-_NCCL = Library(
+NCCL = Library(
     name="NCCL",
     torch_class="ProcessGroupNCCL",
     group="ProcessGroupNCCL",
@@ -61,8 +61,8 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
     ) -> None:
         super().__init__(
             timeout,
-            backend=TorchLibrary(_NCCL) if backend is None else backend,
-            device=checked_device(device, _NCCL),
+            backend=TorchLibrary(NCCL) if backend is None else backend,
+            device=checked_device(device, NCCL),
             hostname=hostname,
             trace_dir=trace_dir,
         )

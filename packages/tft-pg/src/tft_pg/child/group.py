@@ -4,33 +4,27 @@ A crash, a hang or a leak of the library stays in the child. The trainer sees an
 fresh child. Each `configure` does: the child of the previous configuration ends its operations and itself, and is
 killed if it does not. So nothing of a configuration can reach the next one.
 
-Tensors cross in shared memory: one copy in, one copy out.
-
-Law of this file: the life of a group in the trainer. The child is in `worker`, the connection to it in `link`.
+Law of this file: the life of a group in the trainer. The child is in `worker`, the connection to it in `link`. How the
+tensors get there is in the file of each kind.
 """
 
 from __future__ import annotations
 
-import abc
 import copy
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any, ClassVar, Final, final
+from typing import Any, Final, final
 
-import torch
 import torch.distributed as dist
 
 from tft_pg import sockets
-from tft_pg.backends.gloo import ProcessGroupGloo
-from tft_pg.backends.gloo_table import lacks
-from tft_pg.checks import fault_of, is_plain
-from tft_pg.child.arguments import dtype_name, pack
-from tft_pg.child.link import Call, Link
+from tft_pg.child.arguments import pack
+from tft_pg.child.link import Link
 from tft_pg.child.nursery import NURSERY
-from tft_pg.child.segments import Pool, Segment, copy_in, copy_out, places
+from tft_pg.child.sharing import TensorSharing
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -47,23 +41,13 @@ from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
 from tft_pg.placed import PlacedProcessGroup
 from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
-from tft_pg.store import parse_store_addr
+from tft_pg.store import format_store_addr, parse_store_addr
 from tft_pg.word import LINGER, WordExchange, check_round, checked_values
-from tft_pg.work import PendingWork
 
-__all__ = ["ProcessGroupBaby", "ProcessGroupBabyGloo"]
+__all__ = ["ProcessGroupBaby"]
 
-# The child's own limit of an operation expires first. These seconds let its error arrive.
-_REPORT: Final = timedelta(seconds=6)
-# These fill every output on every rank, so the contents before the call need not cross.
-_FILLS_ALL: Final = frozenset(
-    {
-        *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
-        *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-        *("alltoall", "alltoall_base"),
-    }
-)
-_ENVIRONMENT: Final = ("GLOO_", "TORCH_")
+_LOOK: Final = timedelta(seconds=5)
+_ENVIRONMENT: Final = ("GLOO_", "TORCH_", "NCCL_", "CUDA_")
 
 
 class ProcessGroupBaby(PlacedProcessGroup):
@@ -71,24 +55,30 @@ class ProcessGroupBaby(PlacedProcessGroup):
 
     The child ends with this process, and a fresh child serves each `configure`. If the child dies, all running
     operations raise `CommunicatorFailedError` at once, and this process goes on to the next `configure`. The first such
-    group of a process starts a helper process (the nursery), from which children are forked in milliseconds. The first
-    `configure` waits for the helper's imports, for at most 60 seconds beyond its timeout.
+    group of a process starts a helper process (the nursery), from which children are forked in milliseconds. `prepare`,
+    which a Manager calls, waits for the helper's imports. Without that the first `configure` waits for them, for at
+    most 60 seconds beyond its timeout.
 
     Args:
         timeout: of each operation, and of `configure` unless it is given another, in seconds or as a timedelta.
+        kind: of the child's group, one of `worker.KINDS`.
+        sharing: the memory that is shared with the child.
+        settings: of the child's group.
 
     Raises: ConfigError: the timeout is not above zero. UnsupportedOperationError: not on this system.
     """
 
-    _kind: ClassVar[str] = ""
-
-    def __init__(self, timeout: float | timedelta = 60.0) -> None:
+    def __init__(
+        self, timeout: float | timedelta, *, kind: str, sharing: TensorSharing, settings: dict[str, object]
+    ) -> None:
         super().__init__()
         seconds = timeout if isinstance(timeout, timedelta) else _seconds(timeout)
         self._timeout = checked_timeout(seconds)
         if not sockets.supported() or not hasattr(os, "pidfd_open"):
             raise UnsupportedOperationError(f"{type(self).__name__} needs Linux 5.4 or later; use another group")
-        self._settings: dict[str, object] = {}
+        self._kind = kind
+        self._sharing = sharing
+        self._settings = settings
         self._patience: dict[str, Any] = {}
         self._configuring = threading.Lock()
         self._lock = threading.Lock()
@@ -100,13 +90,8 @@ class ProcessGroupBaby(PlacedProcessGroup):
         self._parent_pid = 0
         self._where = Where()
         self._last_round = -1
-        self._pool = Pool()
         let_go_in_child(self)
         NURSERY.start()
-
-    @abc.abstractmethod
-    def _fault(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
-        """Return why the library can't run a call, regardless of the other ranks. Empty if no fault shows."""
 
     @property
     def child_pid(self) -> int | None:
@@ -116,6 +101,10 @@ class ProcessGroupBaby(PlacedProcessGroup):
         return None if link is None else link.pid
 
     # --- the life -----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Wait for the imports of the helper process, for at most 60 seconds."""
+        NURSERY.child(check=lambda: None).close()
 
     @checks_argument_order
     def configure(
@@ -131,7 +120,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
         global_ranks: Sequence[int] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        parse_store_addr(store_addr)
+        address = parse_store_addr(store_addr)
         if world_size < 1 or not 0 <= rank < world_size:
             raise ConfigError(f"rank is {rank} and world_size is {world_size}; pass a rank from 0 to world_size - 1")
         if global_ranks is not None and len(global_ranks) != world_size:
@@ -140,7 +129,9 @@ class ProcessGroupBaby(PlacedProcessGroup):
             )
         limit = self._timeout if timeout is None else checked_timeout(timeout)
         arguments = {
-            "store_addr": store_addr,
+            "store_addr": format_store_addr(
+                address.host, address.port, f"{address.prefix}/{self._sharing.prefix}".strip("/")
+            ),
             "rank": rank,
             "world_size": world_size,
             "replica_id": replica_id,
@@ -175,8 +166,8 @@ class ProcessGroupBaby(PlacedProcessGroup):
             leaving.join()
 
     def _build(self, attempt: _Attempt, where: Where, arguments: dict[str, object], limit: timedelta) -> None:
-        child = NURSERY.child(check=attempt.check)
-        link = Link(child, where, self._pool)
+        memory = self._sharing.open()
+        link = Link(NURSERY.child(check=attempt.check), where, memory)
         with self._lock:
             attempt.link = link
             stopped = attempt.stopped
@@ -185,13 +176,13 @@ class ProcessGroupBaby(PlacedProcessGroup):
         command = {
             "do": "configure",
             "kind": self._kind,
-            "settings": self._settings,
+            "settings": {**self._settings, **memory.settings},
             "timeout_s": self._timeout.total_seconds(),
             "patience": self._patience,
             "environment": {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)},
             "arguments": arguments,
         }
-        _ask(link, "configure", command, limit, self._learn)
+        link.ask("configure", command, limit, self._learn)
         with self._lock:
             self._attempt = None
             if attempt.stopped is not None:
@@ -255,11 +246,17 @@ class ProcessGroupBaby(PlacedProcessGroup):
         for each in (link, leaving):
             if each is not None:
                 each.join()
-        self._pool.close()
+        self._sharing.close()
 
     def errored(self) -> Exception | None:
         link = self._link
-        return self._error if link is None else link.failed
+        if link is None:
+            return self._error
+        # A device may be past an operation whose failure only the child knows yet.
+        if link.failed is None and link.has_started:
+            with suppress(ProcessGroupError):
+                link.ask("errored", {"do": "look"}, _LOOK)
+        return link.failed
 
     def forked(self) -> Inheritance:
         """Close the group in a forked child of this process."""
@@ -282,7 +279,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
         link = self._link
         if link is None:
             raise self._unusable(collective.name)
-        fault = "" if is_plain(collective, args) else self._fault(collective, args, kwargs)
+        fault = self._sharing.fault(collective, args, kwargs, self._where)
         packed = pack(() if fault else args, kwargs)
         if packed.reduction == "PREMUL_SUM":
             fault = fault or "a child process does not get the factor of a PREMUL_SUM; multiply the tensor and use SUM"
@@ -290,62 +287,8 @@ class ProcessGroupBaby(PlacedProcessGroup):
             raise OperationRefusedError(
                 f"{collective.name} was refused ({self._where}): {fault}; fix the call", where=self._where
             )
-        results = collective.results(args, kwargs)
         limit = max(self._timeout, packed.timeout)
-        work = PendingWork(on_timeout=partial(_late, link, collective.name), limit=limit + _REPORT)
-        call = Call(collective.name, partial(_finish, work, results), work.fail, limit.total_seconds())
-        offsets, size = places(packed.tensors)
-        if packed.tensors:
-            self._share(call, collective, packed.tensors, offsets, size, results)
-        segment = call.segment
-        command = {
-            "do": "run",
-            "name": collective.name,
-            "args": packed.args,
-            "kwargs": packed.kwargs,
-            "segment": None if segment is None else [segment.number, segment.size],
-            "tensors": [
-                [offset, dtype_name(tensor.dtype), list(tensor.shape)]
-                for offset, tensor in zip(offsets, packed.tensors, strict=True)
-            ],
-        }
-        try:
-            link.call(call, command)
-        except ProcessGroupError:
-            if segment is not None:
-                self._pool.give(segment)
-            raise
-        return work
-
-    def _share(
-        self,
-        call: Call,
-        collective: Collective,
-        tensors: Sequence[torch.Tensor],
-        offsets: Sequence[int],
-        size: int,
-        results: Sequence[torch.Tensor],
-    ) -> None:
-        """Copy the call's tensors to shared memory, and note which to copy back."""
-        try:
-            segment = self._pool.take(max(size, 1))  # tensors may be empty
-        except OSError as error:
-            raise OperationRefusedError(
-                f"{collective.name} was refused ({self._where}): there is no shared memory of {size} bytes ({error}); "
-                "free memory or descriptors",
-                where=self._where,
-            ) from error
-        outputs = {id(tensor) for tensor in results}
-        fills_all = collective.name in _FILLS_ALL
-        back = []
-        for tensor, offset in zip(tensors, offsets, strict=True):
-            is_output = id(tensor) in outputs
-            if is_output:
-                back.append((tensor, offset))
-            if not (is_output and fills_all):
-                copy_in(segment.memory, offset, tensor)
-        call.segment = segment
-        call.write = partial(_write, segment, back)
+        return self._sharing.start(link, collective, packed, collective.results(args, kwargs), limit)
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
         link = self._link
@@ -368,51 +311,10 @@ class ProcessGroupBaby(PlacedProcessGroup):
         found: list[bool] = []
         try:
             command = {"do": "linger", "timeout_s": limit.total_seconds()}
-            _ask(link, "linger", command, limit, lambda answer: found.append(bool(answer.get("value"))))
+            link.ask("linger", command, limit, lambda answer: found.append(bool(answer.get("value"))))
         except ProcessGroupError:
             return False
         return found[0]
-
-    # --- what it is ---------------------------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:
-        return f"tft-child-{self._kind}"
-
-
-@final
-class ProcessGroupBabyGloo(ProcessGroupBaby):
-    """`ProcessGroupGloo` in a child process, for tensors on the CPU.
-
-    Args:
-        timeout: of each operation, and of `configure` unless it is given another, in seconds or as a timedelta.
-        interface, hostname: where to listen, as for `ProcessGroupGloo`.
-
-    Raises: ConfigError: both are given, or the timeout is not above zero. UnsupportedOperationError: not on this
-    system.
-    """
-
-    _kind = "gloo"
-
-    def __init__(
-        self, timeout: float | timedelta = 60.0, *, interface: str | None = None, hostname: str | None = None
-    ) -> None:
-        if interface and hostname:
-            raise ConfigError(f"name an interface ({interface}) or a hostname ({hostname}), not both")
-        super().__init__(timeout)
-        self._settings = {"interface": interface, "hostname": hostname}
-
-    @classmethod
-    def like(cls, group: ProcessGroupGloo) -> ProcessGroupBabyGloo:
-        """Return a new group with the settings of a `ProcessGroupGloo`. Its peers may be groups of both kinds."""
-        timeout, settings = group.settings()
-        found = cls(timeout)
-        found._settings = settings
-        return found
-
-    def _fault(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
-        rank, world_size = self._where.rank or 0, self._where.world_size or 1
-        fault = fault_of(collective, args, kwargs, rank=rank, world_size=world_size)
-        return fault or lacks(collective, args, kwargs)
 
 
 @final
@@ -450,8 +352,7 @@ class _Exchange(WordExchange):
             answers: list[tuple[int, ...]] = []
             command = {"do": "wait for word", "round": self._round_number}
             try:
-                _ask(
-                    self._link,
+                self._link.ask(
                     "exchange_word",
                     command,
                     self._limit,
@@ -464,49 +365,6 @@ class _Exchange(WordExchange):
         if isinstance(self._outcome, ProcessGroupError):
             raise copy.copy(self._outcome)
         return self._outcome
-
-
-def _ask(
-    link: Link,
-    operation: str,
-    command: Mapping[str, object],
-    limit: timedelta,
-    learn: Callable[[dict[str, Any]], None],
-) -> None:
-    """Send a command and wait for its answer, which `learn` gets. Raises: the error of the answer."""
-    done = threading.Event()
-    errors: list[Exception] = []
-
-    def fail(error: Exception) -> None:
-        errors.append(error)
-        done.set()
-
-    link.call(Call(operation, lambda answer: done.set(), fail, limit.total_seconds(), learn=learn), command)
-    wait = limit + _REPORT
-    if not done.wait(min(wait.total_seconds(), threading.TIMEOUT_MAX)):
-        raise _late(link, operation, wait)
-    if errors:
-        raise errors[0]
-
-
-def _finish(work: PendingWork, results: list[torch.Tensor], answer: Mapping[str, Any]) -> None:
-    work.finish(results, source=int(answer.get("value") or 0))
-
-
-def _write(segment: Segment, back: Sequence[tuple[torch.Tensor, int]]) -> None:
-    for tensor, offset in back:
-        copy_out(segment.memory, offset, tensor)
-
-
-def _late(link: Link, operation: str, limit: timedelta) -> CollectiveTimeoutError:
-    """Return the error of a wait that expired, and record it: the ranks may disagree about the result."""
-    error = CollectiveTimeoutError(
-        f"{operation} failed ({link.where}): the operation timed out after {limit.total_seconds():g} s; abort the "
-        "group and configure it again",
-        where=link.where,
-    )
-    link.latch(error)
-    return error
 
 
 def _seconds(timeout: object) -> timedelta:

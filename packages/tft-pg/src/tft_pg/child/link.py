@@ -18,12 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Final, final
 
+from tft_pg.child.call import Call, CallMemory
 from tft_pg.child.messages import MESSAGE_BYTES_MAX, SEVERED, decode, decode_error, encode
 from tft_pg.child.nursery import ChildProcess
-from tft_pg.child.segments import Pool, Segment
 from tft_pg.errors import (
     AbortedError,
     CollectiveTimeoutError,
@@ -36,7 +36,10 @@ from tft_pg.errors import (
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.threads import join_within
 
-__all__ = ["Call", "Link"]
+__all__ = ["REPORT", "Link"]
+
+REPORT: Final = timedelta(seconds=6)
+"""How long a wait lasts beyond the child's own limit of an operation, so that the child's error arrives."""
 
 _READERS: Final = 2
 _SEND_S: Final = 5.0
@@ -49,52 +52,26 @@ _KILLED_S: Final = 5.0
 
 
 @final
-@dataclass(eq=False)
-class Call:
-    """One call of the child.
-
-    Args:
-        operation: its name, for messages.
-        finish: called with the answer, by a thread of the link.
-        fail: called with the error, by a thread of the link or the one that ends the group.
-        limit_s: the child's own limit for the operation; the child is killed some seconds after it.
-        write: writes the results into the caller's tensors, before `finish`. Never called after the call has failed.
-        learn: called with every answer, also with one that holds an error, before `finish` and `fail`.
-        segment: the memory of the call.
-        due_s: when the child is killed; set by the link.
-    """
-
-    operation: str
-    finish: Callable[[dict[str, Any]], None]
-    fail: Callable[[Exception], None]
-    limit_s: float
-    write: Callable[[], None] | None = None
-    learn: Callable[[dict[str, Any]], None] | None = None
-    segment: Segment | None = None
-    due_s: float = 0.0
-
-
-@final
 class Link:
     """A child process and its outstanding calls.
 
     Args:
         child: the process, which the link ends.
         where: the place of the group, for messages.
-        pool: takes the memory of the calls back.
+        memory: what the child's calls use.
     """
 
-    def __init__(self, child: ChildProcess, where: Where, pool: Pool) -> None:
+    def __init__(self, child: ChildProcess, where: Where, memory: CallMemory) -> None:
         self.where = where
         self.failed: ProcessGroupError | None = None
         self._child = child
-        self._pool = pool
+        self._memory = memory
         self._sending = threading.Lock()  # commands arrive in the order of their numbers
         self._reading = threading.Lock()  # one reader at a time
         self._copying = threading.Lock()  # held while results are written
         self._lock = threading.Lock()
         self._calls: dict[int, Call] = {}
-        self._held: list[Segment] = []  # of failed calls, while the child may still write
+        self._held: list[Call] = []  # failed ones, while the child may still write into their memory
         self._next = 0
         self._ended: ProcessGroupError | None = None
         self._kill_s: float | None = None
@@ -123,13 +100,45 @@ class Link:
                     raise self.ended_error(call.operation)
                 number = self._next
                 self._next += 1
-                call.due_s = time.monotonic() + call.limit_s + _LATE_S
+                call.number, call.due_s = number, time.monotonic() + call.limit_s + _LATE_S
                 self._calls[number] = call
             if segment is not None:
                 self._child.mapped.add(segment.number)
             fault = self._send(packet, [segment.descriptor] if segment is not None and is_new else [])
         if fault:
             self._broken(fault)
+
+    def ask(
+        self,
+        operation: str,
+        command: Mapping[str, object],
+        limit: timedelta,
+        learn: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        """Send a command and wait for its answer, which `learn` gets. Raises: the error of the answer."""
+        done = threading.Event()
+        errors: list[Exception] = []
+
+        def fail(error: Exception) -> None:
+            errors.append(error)
+            done.set()
+
+        self.call(Call(operation, lambda answer: done.set(), fail, limit.total_seconds(), learn=learn), command)
+        wait = limit + REPORT
+        if not done.wait(min(wait.total_seconds(), threading.TIMEOUT_MAX)):
+            raise self.late(operation, wait)
+        if errors:
+            raise errors[0]
+
+    def late(self, operation: str, limit: timedelta) -> CollectiveTimeoutError:
+        """Return the error of a wait that expired, and record it: the ranks may disagree about the result."""
+        error = CollectiveTimeoutError(
+            f"{operation} failed ({self.where}): the operation timed out after {limit.total_seconds():g} s; abort the "
+            "group and configure it again",
+            where=self.where,
+        )
+        self.latch(error)
+        return error
 
     def _send(self, packet: bytes, descriptors: list[int]) -> str:
         """Send a command. Returns: why that failed, or an empty string."""
@@ -148,7 +157,8 @@ class Link:
         """Fail all calls at once and let the child end. The first call counts.
 
         Returns as soon as the child has ended its operations, so that the peers hear of it. That takes milliseconds. A
-        child that does not react within the grace is killed. No result is written after this method has returned.
+        child that does not react within the grace is killed. No result is written after this method has returned, so
+        it waits for the end of a killed child that works on the caller's own tensors.
         """
         if self._fail_all(why):
             self._kill_s = time.monotonic() + _GRACE_S
@@ -157,6 +167,8 @@ class Link:
                 self._child.socket.send(encode({"do": "end"}), socket.MSG_DONTWAIT)
             if not self._severed.wait(_GRACE_S):
                 self._child.kill()
+        if not self._severed.is_set() and any(call.lent for call in self._held):
+            self._child.has_ended(_KILLED_S)  # until then it may write into the caller's tensors
 
     def join(self) -> None:
         """Wait until the child and the link's threads have ended, after `end`. A thread of the link does not wait."""
@@ -177,6 +189,17 @@ class Link:
     def pid(self) -> int:
         """Return the process id of the child."""
         return self._child.pid
+
+    @property
+    def outstanding(self) -> int:
+        """Return the number of calls that have not ended."""
+        return len(self._calls)
+
+    @property
+    def has_started(self) -> bool:
+        """Return whether the child has started an operation, of which it has not reported the end."""
+        with self._lock:
+            return any(call.has_started for call in self._calls.values())
 
     @property
     def has_ended(self) -> bool:
@@ -264,6 +287,13 @@ class Link:
         if number == SEVERED:
             self._severed.set()
             return
+        if answer.get("started"):
+            with self._lock:
+                call = self._calls.get(number)
+            if call is not None and call.started is not None:
+                call.has_started = True
+                call.started()
+            return
         with self._copying:
             with self._lock:
                 call = self._calls.pop(number, None)
@@ -271,10 +301,11 @@ class Link:
                 return
             if error is None and call.write is not None:
                 call.write()
-        if call.segment is not None:
-            self._pool.give(call.segment)
+        self._memory.take_back(call)
         if isinstance(latched, ProcessGroupError) and not isinstance(latched, OperationRefusedError):
             self.latch(latched)
+        if isinstance(error, CommunicatorFailedError):
+            self.latch(error)
         if call.learn is not None:
             call.learn(answer)
         if error is None:
@@ -303,10 +334,11 @@ class Link:
             if self.failed is None or isinstance(why, (AbortedError, ProcessGroupClosedError)):
                 self.failed = why
             calls, self._calls = list(self._calls.values()), {}
-            self._held += [call.segment for call in calls if call.segment is not None]
+            self._held += calls
         is_ours = isinstance(why, (AbortedError, ProcessGroupClosedError))
         for call in calls:
             call.fail(self.ended_error(call.operation) if is_ours else copy.copy(why))
+        self._memory.release()
         return True
 
     def _die(self) -> None:
@@ -318,8 +350,9 @@ class Link:
         self._fail_all(self._failure("it ended by itself, or was killed"))
         with self._lock:
             held, self._held = self._held, []
+        self._memory.release()
         if has_ended:
-            for segment in held:
-                self._pool.give(segment)
+            for call in held:
+                self._memory.take_back(call)
         with self._reading, self._sending:
             self._child.close()

@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -21,13 +22,24 @@ import torch
 
 from tft_pg.forks import Inheritance, let_go_in_child
 
-__all__ = ["SEGMENT_BYTES_MAX", "Pool", "Segment", "copy_in", "copy_out", "map_segment", "places", "view"]
+__all__ = [
+    "SEGMENT_BYTES_MAX",
+    "Pool",
+    "Segment",
+    "copy_in",
+    "copy_out",
+    "map_segment",
+    "places",
+    "strided_view",
+    "view",
+]
 
 SEGMENT_BYTES_MAX: Final = 1 << 40
 """The largest segment that a child accepts."""
 
 _SMALLEST: Final = 1 << 14
 _ALIGNMENT: Final = 64
+_HUGE_PAGE: Final = 1 << 21
 _FREE_BYTES_MAX: Final = 1 << 30
 
 
@@ -56,6 +68,9 @@ def map_segment(descriptor: int, size: int) -> torch.Tensor:
     mapped = mmap.mmap(descriptor, size)
     # A forked child of this process must not keep the memory, and never uses it.
     mapped.madvise(mmap.MADV_DONTFORK)
+    if size >= _HUGE_PAGE:
+        with suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
@@ -144,6 +159,17 @@ def view(memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[
     if offset < 0 or offset % _ALIGNMENT or end > memory.numel():
         raise ValueError(f"bytes {offset} to {end} are not in a segment of {memory.numel()} bytes")
     return memory[offset:end].view(dtype).view(tuple(shape))
+
+
+def strided_view(
+    memory: torch.Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
+    """Return a tensor of any layout, with elements, in some memory. Raises: ValueError: it does not lie inside."""
+    last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+    end = offset + (last + 1) * dtype.itemsize
+    if offset < 0 or min(shape, default=1) < 1 or min(strides, default=0) < 0 or end > memory.numel():
+        raise ValueError(f"bytes {offset} to {end} are not in an allocation of {memory.numel()} bytes")
+    return memory[offset:end].view(dtype).as_strided(tuple(shape), tuple(strides))
 
 
 def copy_in(memory: torch.Tensor, offset: int, tensor: torch.Tensor) -> None:

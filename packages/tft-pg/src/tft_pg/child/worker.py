@@ -21,19 +21,44 @@ import torch
 import torch.distributed as dist
 
 from tft_pg.backends.gloo import ProcessGroupGloo
+from tft_pg.backends.native import NativeProcessGroup
+from tft_pg.backends.nccl import ProcessGroupNCCL
 from tft_pg.child.arguments import dtype_of, unpack
+from tft_pg.child.device import MappedMemory
 from tft_pg.child.messages import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX, SEVERED, decode, encode, encode_error
-from tft_pg.child.segments import map_segment, view
-from tft_pg.errors import ConfigError
+from tft_pg.child.segments import map_segment, strided_view, view
+from tft_pg.errors import CommunicatorFailedError, ConfigError
 from tft_pg.ops import collective
 from tft_pg.word import WordExchange
 
 __all__ = ["KINDS", "serve"]
 
-KINDS: Final[Mapping[str, Callable[..., ProcessGroupGloo]]] = {"gloo": ProcessGroupGloo}
-"""The groups that a child can run."""
+_Made = tuple[NativeProcessGroup, MappedMemory | None]
+
+
+def _gloo(timeout: timedelta, **settings: Any) -> _Made:
+    return ProcessGroupGloo(timeout, **settings), None
+
+
+def _nccl(timeout: timedelta, *, device: int, flags: tuple[int, str, int], hostname: str | None) -> _Made:
+    from tft_pg.child.cuda_memory import MappedCudaMemory
+
+    memory = MappedCudaMemory(device, flags)
+    return ProcessGroupNCCL(timeout, device=device, hostname=hostname), memory
+
+
+def _fake_nccl(timeout: timedelta, *, hostname: str | None) -> _Made:
+    from tft_pg.testing import FakeAccelerator
+    from tft_pg.testing.fake_memory import MappedFakeMemory
+
+    return ProcessGroupNCCL(timeout, hostname=hostname, backend=FakeAccelerator()), MappedFakeMemory()
+
+
+KINDS: Final[Mapping[str, Callable[..., _Made]]] = {"gloo": _gloo, "nccl": _nccl, "fake nccl": _fake_nccl}
+"""Makes the groups that a child can run, each with its side of a device's memory."""
 
 _CALLS_MAX: Final = 4096
+_HOUR: Final = timedelta(hours=1)
 
 
 def serve(connection: socket.socket) -> None:
@@ -47,7 +72,8 @@ class _Worker:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._waiters = ThreadPoolExecutor(_CALLS_MAX, thread_name_prefix="tft-child-wait")
-        self._group: ProcessGroupGloo | None = None
+        self._group: NativeProcessGroup | None = None
+        self._memory: MappedMemory | None = None
         self._segments: dict[int, torch.Tensor] = {}
         self._word: tuple[int, WordExchange | Exception] | None = None  # the last one, with its round
 
@@ -70,8 +96,12 @@ class _Worker:
 
     def _obey(self, command: dict[str, Any], call: int, descriptors: list[int]) -> None:
         match command["do"]:
+            case "run" if self._memory is not None:
+                self._run_on_device(self._memory, command, call)
             case "run":
                 self._run(command, call, descriptors)
+            case "look":
+                self._look(call)
             case "word":
                 self._start_word(command)
             case "wait for word":
@@ -88,14 +118,16 @@ class _Worker:
             case other:
                 raise ConfigError(f"there is no command {other!r}")
 
-    def _made(self) -> ProcessGroupGloo:
+    def _made(self) -> NativeProcessGroup:
         if self._group is None:
             raise ConfigError("the child has no group; configure it first")
         return self._group
 
     def _configure(self, command: dict[str, Any], call: int) -> None:
         os.environ.update(command["environment"])
-        group = self._group = KINDS[command["kind"]](timedelta(seconds=command["timeout_s"]), **command["settings"])
+        make = KINDS[command["kind"]]
+        group, memory = make(timedelta(seconds=command["timeout_s"]), **command["settings"])
+        self._group, self._memory = group, memory
         group.patience.restore(command["patience"])
         arguments = dict(command["arguments"])
         limit_s = arguments.pop("timeout_s")
@@ -132,6 +164,41 @@ class _Worker:
             return work._source_rank() if tells_source else 0
 
         self._later(call, wait)
+
+    def _run_on_device(self, memory: MappedMemory, command: dict[str, Any], call: int) -> None:
+        try:
+            mapped = {buffer: memory.map(buffer, handle) for buffer, handle in command["buffers"]}
+        except (RuntimeError, OSError) as error:  # the other ranks wait for this one
+            raise CommunicatorFailedError(
+                f"{command['name']} failed: the child process can't map the memory of a tensor ({error}); configure "
+                "the group again, or use a group without a child process"
+            ) from error
+        tensors = []
+        for buffer, offset, name, shape, strides in command["tensors"]:
+            dtype = dtype_of(name)
+            if buffer not in mapped:
+                tensors.append(torch.empty_strided(shape, strides, dtype=dtype, device=memory.device))
+            else:
+                tensors.append(strided_view(mapped[buffer], offset, dtype, shape, strides))
+        row = collective(command["name"])
+        args, kwargs = unpack(command["args"], command["kwargs"], tensors)
+        memory.order_after(call)
+        try:
+            work: dist.Work = getattr(self._made(), row.name)(*args, **kwargs)
+            if row.name != "barrier":  # whose wait would hold up this thread
+                work.wait()
+        finally:
+            memory.set_passed(call)
+        self._send({"call": call, "started": True})
+        self._later(call, lambda: work.wait(_HOUR) and None)
+
+    def _look(self, call: int) -> None:
+        """Answer with the error of the group, if there is one."""
+        error = self._made().errored()
+        if error is None:
+            self._answer(call, None)
+        else:
+            self._fail(call, error)
 
     def _start_word(self, command: dict[str, Any]) -> None:
         limit = timedelta(seconds=command["timeout_s"])

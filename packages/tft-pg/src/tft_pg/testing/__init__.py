@@ -4,6 +4,7 @@ from tft_pg.testing.bench import Bench, Outcome
 from tft_pg.testing.computing import Combination, combinations
 from tft_pg.testing.conformance import CHECKS, check_process_group
 from tft_pg.testing.fake_backend import FakeAccelerator, WaitsOnHost
+from tft_pg.testing.fake_memory import FakeMemory
 from tft_pg.testing.forking import WAYS, end_children, fork_child
 from tft_pg.testing.reconfigurable import ReconfigurableGloo, reconfigurable_gloo
 from tft_pg.testing.subject import GLOO_LACKS, NCCL_LACKS, Subject
@@ -16,6 +17,7 @@ __all__ = [
     "Bench",
     "Combination",
     "FakeAccelerator",
+    "FakeMemory",
     "Outcome",
     "ReconfigurableGloo",
     "Subject",

@@ -10,6 +10,7 @@ Law of this file: processes report every moment, and no wait depends on a timeou
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import multiprocessing
 import os
@@ -17,8 +18,8 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,15 +29,15 @@ from typing import final
 
 import torch
 
-from tft_pg import sockets
 from tft_pg.base import ProcessGroup
 from tft_pg.errors import AbortedError, PeerDisconnectedError, ProcessGroupError
-from tft_pg.sockets import Endpoint
+from tft_pg.sockets import Endpoint, Held
 from tft_pg.store import parse_store_addr
 from tft_pg.testing.bench import GUARD_S, Bench
 from tft_pg.testing.cases import CASES, Sample, Started
 from tft_pg.testing.subject import Subject, failure, reduce_ones, require
 from tft_pg.word import WordExchange
+from tft_pg.wrappers.wrapping import WrappingProcessGroup
 
 __all__ = [
     "CHECKS",
@@ -60,6 +61,8 @@ _ABORT_S = 0.2
 _SLACK_S = 0.8
 _UNDER_WAY_BYTES = 1 << 14
 _TRIES = 8
+_PIDFD_GETFD = 438
+_libc = ctypes.CDLL(None)
 
 
 class Fault(enum.Enum):
@@ -108,6 +111,7 @@ class _Child:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "tft_pg", "tft_pg.testing"])
         self._duplicates, theirs = context.Pipe()
+        self._holder = 0  # the process that holds the connections of its group
         self.process = context.Process(target=_serve, args=(make, theirs), name="tft-pg-peer", daemon=True)
         self.process.start()
         theirs.close()
@@ -129,12 +133,15 @@ class _Child:
 
     def answer(self) -> _Answer:
         assert self._duplicates.poll(GUARD_S), "a child process does not answer"
-        answer: _Answer = self._duplicates.recv()
+        answer: _Answer
+        answer, self._holder = self._duplicates.recv()
         return answer
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process, and to the one that holds the connections of its group."""
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        for pid in {self.process.pid, self._holder}:
+            os.kill(pid, number)
 
 
 def _serve(make: Callable[[], ProcessGroup], parent: Connection) -> None:
@@ -148,7 +155,7 @@ def _serve(make: Callable[[], ProcessGroup], parent: Connection) -> None:
             order: _Order = parent.recv()
         except EOFError:
             return
-        parent.send(_told(failure(group, partial(_obey, order, group, runs, words))))
+        parent.send((_told(failure(group, partial(_obey, order, group, runs, words))), _holder(group)))
 
 
 def _told(error: BaseException | None) -> _Answer:
@@ -166,11 +173,13 @@ def _obey(order: _Order, group: ProcessGroup, runs: list[_Run], words: list[Word
         case "reduce":
             _check_equal(reduce_ones(group), torch.full((3,), float(order.world_size)))
         case "start word":
+            before = _traffic(_holder(group))
             words[:] = [group.exchange_word([1, order.rank], round_number=1, timeout=_HOUR)]
+            _wait_for_traffic(_holder(group), before)
         case "finish word":
             assert words[0].wait() == (3, 3)
         case "cut off":
-            sockets.shut_down(_group_connections(order.address, order.store_ports))
+            _cut_off(_holder(group), {parse_store_addr(order.address).port, *order.store_ports})
         case _:
             raise AssertionError(f"there is no order {order.what!r}")
 
@@ -207,31 +216,58 @@ def _check_equal(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(got, expected), f"got {got}, expected {expected}"
 
 
-def _tcp_sockets() -> dict[int, Endpoint]:
-    """Return the inodes of this process's connected TCP sockets, each with its remote address."""
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            duplicate = os.dup(int(name))
-        except OSError:  # the descriptor of the listing itself
-            continue
-        try:
+def _holder(group: ProcessGroup) -> int:
+    """Return the process that holds the connections of a group: this one, or the group's child."""
+    while isinstance(group, WrappingProcessGroup):
+        group = group.parent
+    return getattr(group, "child_pid", None) or os.getpid()
+
+
+@contextmanager
+def _tcp_sockets(pid: int) -> Iterator[dict[int, socket.socket]]:
+    """Yield duplicates of a process's connected TCP sockets by their inodes, and close them afterwards."""
+    pidfd = os.pidfd_open(pid)
+    found: dict[int, socket.socket] = {}
+    with ExitStack() as stack:
+        stack.callback(os.close, pidfd)
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            duplicate = int(_libc.syscall(_PIDFD_GETFD, pidfd, int(name), 0))
+            if duplicate < 0:  # the descriptor of the listing itself, or closed in the meantime
+                continue
             status = os.fstat(duplicate)
-            if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(duplicate)) as opened:
-                    if opened.family in (socket.AF_INET, socket.AF_INET6):
-                        found[status.st_ino] = Endpoint.of(opened.getpeername())
-        except OSError:  # a listening socket, or closed in the meantime
-            continue
-        finally:
-            os.close(duplicate)
-    return found
+            if not stat.S_ISSOCK(status.st_mode):
+                os.close(duplicate)
+                continue
+            opened = stack.enter_context(socket.socket(fileno=duplicate))
+            with suppress(OSError):  # a listening socket
+                if opened.family in (socket.AF_INET, socket.AF_INET6) and opened.getpeername():
+                    found[status.st_ino] = opened
+        yield found
 
 
-def _group_connections(store_addr: str, store_ports: Sequence[int]) -> list[int]:
-    """Return all TCP connections of this process except those to its stores."""
-    ports = {parse_store_addr(store_addr).port, *store_ports}
-    return [inode for inode, remote in _tcp_sockets().items() if remote.port not in ports]
+def _traffic(pid: int) -> dict[int, int]:
+    """Return the bytes that each TCP connection of a process has sent and received."""
+    with _tcp_sockets(pid) as found:
+        return {inode: sum(Held(each.fileno(), each.fileno(), inode).traffic()) for inode, each in found.items()}
+
+
+def _wait_for_traffic(
+    pid: int, before: dict[int, int], more_than: int = 0, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Wait until one of a process's connections has passed more than that many bytes."""
+    deadline_s = time.monotonic() + GUARD_S
+    while not any(passed > before.get(inode, passed) + more_than for inode, passed in _traffic(pid).items()):
+        assert time.monotonic() < deadline_s, "nothing passes"
+        meanwhile()
+
+
+def _cut_off(pid: int, ports: Collection[int]) -> None:
+    """Shut down all TCP connections of a process except those to its stores, at these ports."""
+    with _tcp_sockets(pid) as found:
+        theirs = [each for each in found.values() if Endpoint.of(each.getpeername()).port not in ports]
+        for each in theirs:
+            with suppress(OSError):  # its other end is in the same process, and ended it
+                each.shutdown(socket.SHUT_RDWR)
 
 
 # --- the cases ---
@@ -275,7 +311,7 @@ class _Stage:
         if point is not Point.BEFORE:
             self.victim.order(order("start", rank=_VICTIM))
             assert self.victim.answer() is None
-        before = sockets.traffic(_tcp_sockets())
+        before = _traffic(_holder(self.group))
         if large:
             # A stopped victim receives only what fits into the kernel's buffers. `_let_pass` runs it in small portions.
             self.victim.signal(signal.SIGSTOP)
@@ -340,14 +376,14 @@ class _Stage:
         assert (theirs is None and point is Point.AFTER) or (theirs or ("",))[0] == "PeerDisconnectedError", theirs
         self._go_on_without_the_victim(fault)
 
-    def _let_pass(self, before: dict[int, sockets.Traffic]) -> None:
+    def _let_pass(self, before: dict[int, int]) -> None:
         """Let the victim run in the smallest portions until the message is on the wire."""
-        known = {inode: sum(passed) for inode, passed in before.items()}
-        deadline_s = time.monotonic() + GUARD_S
-        while not any(sum(now) > known[inode] + _UNDER_WAY_BYTES for inode, now in sockets.traffic(known).items()):
-            assert time.monotonic() < deadline_s, "nothing passes"
+
+        def run_a_moment() -> None:
             self.victim.signal(signal.SIGCONT)
             self.victim.signal(signal.SIGSTOP)
+
+        _wait_for_traffic(_holder(self.group), before, _UNDER_WAY_BYTES, run_a_moment)
 
     def _strike(self, fault: Fault, is_stopped: bool) -> None:
         match fault:

@@ -75,6 +75,9 @@ class WrappingProcessGroup(ProcessGroup):
         """End the waits inside the wrapper, after `abort` and `shutdown` of the wrapped group."""
         return
 
+    def prepare(self) -> None:
+        self._parent.prepare()
+
     @checks_argument_order
     def configure(
         self,
