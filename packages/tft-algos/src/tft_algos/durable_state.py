@@ -64,13 +64,13 @@ class SavedResiduals:
     """
 
     def __init__(self, manager: Manager, feedback: object, rank: int, num_ranks: int) -> None:
-        listed = list(feedback) if isinstance(feedback, Sequence) else [feedback]
-        for each in listed:
+        self._feedback: list[ErrorFeedback] = []
+        for each in feedback if isinstance(feedback, Sequence) else [feedback]:
             if not isinstance(each, ErrorFeedback):
                 raise ConfigError(f"feedback is a {type(each).__name__}; give an ErrorFeedback, or a list of them")
             if each.manager is not manager:
                 raise ConfigError("the ErrorFeedback belongs to another Manager; give that of this Manager")
-        self._feedback: list[ErrorFeedback] = listed
+            self._feedback.append(each)
         self._rank = f"rank {rank} of {num_ranks}"
 
     def state(self) -> dict[str, Any]:
