@@ -38,10 +38,17 @@ from tft_pg import (
     ProcessGroupError,
     ProcessGroupGloo,
 )
+from tft_pg.child.nursery import NURSERY
 
 SECRET = "made-by-openssl-rand"
 WAIT_S = 60.0
 HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nursery() -> None:
+    """Wait for the interpreter from which the children of the sessions are forked. Its imports may take a minute."""
+    NURSERY.child(check=lambda: None).close()
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def _start(settings: dict[str, Any], kept: list[object]) -> int:
         def __init__(self, _: object, handler: Any) -> None:
             super().__init__((address, port), handler)
 
-    _frontend._IPv6HTTPServer = OnOneAddress  # type: ignore[assignment]
+    _frontend._IPv6HTTPServer = OnOneAddress  # type: ignore[assignment,misc]
     handlers = [*_debug_handlers.default_handlers(), TrainingView()]
     for handler in handlers:
         handler.fetch_timeout = _FETCH_S
