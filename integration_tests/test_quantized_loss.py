@@ -23,7 +23,6 @@ from tft_pg import ProcessGroupGloo
 NAMES: Final = ("a", "b")
 WITHIN: Final = 0.01  # of float32's loss
 SYNCS_WITHIN: Final = 0.02
-AVERAGED_WITHIN: Final = 0.04
 SYNC_EVERY: Final = 10
 RUN_S: Final = 1_500.0
 
@@ -93,7 +92,7 @@ def train_apart(lighthouse: str, name: str, kind: str, settings: Settings, conne
     if kind == "diloco":
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     else:
-        outer = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer = torch.optim.SGD(model.parameters(), lr=1.4 if kind == "top k" else 1.0)
     with Manager(
         ProcessGroupGloo(),
         min_replica_size=2,
@@ -151,10 +150,9 @@ def test_the_loss_after_1000_steps_is_within_one_percent(spawn: Spawn, lighthous
 @pytest.mark.timeout(3 * RUN_S)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_loss_of_sparse_syncs_is_within_two_percent(spawn: Spawn, lighthouse: LighthouseServer, seed: int) -> None:
-    """Each with the outer optimizer of its paper: without momentum for the largest numbers alone."""
+    """Within two percent of DiLoCo as its paper has it, and of the mean of the weights, both in float32."""
     settings = Settings(steps=1_000, batch=16, context=32, characters=300_000, width=48, layers=2, seed=seed)
     exact = loss_of(spawn, lighthouse, "diloco", settings, train_apart)
     sparse = loss_of(spawn, lighthouse, "top k", settings, train_apart)
-    averaged = loss_of(spawn, lighthouse, "averaged", settings, train_apart)  # float32 without momentum, too
-    assert sparse <= (1 + SYNCS_WITHIN) * exact
-    assert sparse <= (1 + AVERAGED_WITHIN) * averaged
+    averaged = loss_of(spawn, lighthouse, "averaged", settings, train_apart)
+    assert sparse <= (1 + SYNCS_WITHIN) * min(exact, averaged)
