@@ -46,23 +46,26 @@ def store() -> TCPStore:
 
 
 class Job:
-    """Replicas of one quorum, each with a Manager and a thread of its own."""
+    """Replicas of one quorum, each with a Manager and a thread of its own. `changes`: from the second step, another."""
 
-    def __init__(self, store: TCPStore, size: int, steps: int, verdicts: Sequence[bool], **plan: Any) -> None:
+    def __init__(
+        self, store: TCPStore, size: int, steps: int, verdicts: Sequence[bool], *, changes: bool = False, **plan: Any
+    ) -> None:
         address = f"localhost:{store.port}/{uuid.uuid4().hex}"
         self.managers: list[Manager] = []
         self._threads = ThreadPoolExecutor(size)
         for rank in range(size):
-            first = replace(plan_of(7, size=size, rank=rank, **plan), store_address=address)
+            first, another = (
+                replace(plan_of(number, size=size, rank=rank, **plan), store_address=address) for number in (7, 8)
+            )
+            later: list[Any] = [another, QuorumKey(8, 8)] if changes else [QuorumKey(7, 7)] * (steps - 1)
             state = torch.ones(1)
             self.managers.append(
                 Manager(
                     ProcessGroupGloo(LIMIT),
                     state.copy_,
                     state.clone,
-                    coordinator=ScriptedCoordinator(
-                        [first, *[QuorumKey(7, 7)] * (steps - 1)], verdicts, replica_id=f"r{rank}:{uuid.uuid4()}"
-                    ),
+                    coordinator=ScriptedCoordinator([first, *later], verdicts, replica_id=f"r{rank}:{uuid.uuid4()}"),
                     checkpoint_transport=MemoryTransport(),
                     lighthouse_addr="localhost:1",
                     hostname="localhost",
@@ -461,6 +464,57 @@ def test_a_slot_is_for_one_tensor_and_one_step(jobs: Callable[..., Job]) -> None
         assert manager.should_commit()
 
     jobs(2, steps=2).run(replica)
+
+
+def test_a_slot_is_for_one_step_in_flight(jobs: Callable[..., Job]) -> None:
+    """The residual of the step in flight is not known yet. With the old one, each step would send it once more."""
+
+    def replica(rank: int, manager: Manager) -> torch.Tensor:
+        feedback, total = ErrorFeedback(manager), torch.zeros(256)
+        slots = [feedback.of("even"), feedback.of("odd")]
+
+        def begin(number: int) -> tuple[torch.Tensor, Any]:
+            manager.start_quorum()
+            tensor = gradient(rank)
+            work = manager.allreduce(tensor, slots[number % 2])
+            if number == 1:
+                with pytest.raises(UsageError, match=r"an earlier step that is still in flight .*number 1, and"):
+                    manager.allreduce(gradient(rank), slots[0])
+            assert work.wait()
+            return tensor, manager.strategy.defer()
+
+        flight = [begin(0)]
+        for number in range(1, 40):
+            flight.append(begin(number))
+            tensor, step = flight.pop(0)
+            assert step.should_commit()
+            total += tensor
+        ((tensor, step),) = flight
+        assert step.should_commit()
+        return total + tensor
+
+    exact = 40 * (gradient(0) + gradient(1)) / 2
+    one, other = jobs(2, steps=40).run(replica)
+    assert torch.equal(one, other)
+    assert float((one - exact).abs().max()) < 2 * 4 / 14  # of two slots
+
+
+def test_an_abandoned_step_leaves_its_slot(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> tuple[Any, torch.Tensor]:
+        slot = ErrorFeedback(manager).of("weight")
+        manager.start_quorum()
+        assert manager.allreduce(gradient(rank), slot).wait()
+        abandoned = manager.strategy.defer()
+        manager.start_quorum()  # with another quorum
+        assert manager.allreduce(2 * gradient(rank), slot).wait()
+        assert manager.should_commit()
+        residual = slot.state()["residual"]
+        assert not abandoned.should_commit()
+        assert slot.state()["residual"] is residual
+        return residual, 2 * gradient(rank)
+
+    for residual, given in jobs(2, changes=True).run(replica):
+        assert 0 < float(residual.abs().max()) <= 2 * float(given.abs().max()) / 14
 
 
 def test_residuals_belong_to_the_replica_that_made_them(jobs: Callable[..., Job]) -> None:

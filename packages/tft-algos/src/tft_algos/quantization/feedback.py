@@ -84,7 +84,7 @@ class Compensation:
         """End the step. The new residual counts if the step has committed and the reduction had begun."""
         values, self._next = self._next, None
         if self.slot.pending is not self:
-            return  # a later step has used the slot
+            return  # the step was abandoned, and a later one has used the slot
         self.slot.pending = None
         if committed and values is not None:
             # A gradient that is not finite leaves no residual. Otherwise all later gradients would be NaN.
@@ -117,10 +117,8 @@ class FeedbackSlot:
     def begin(self, tensor: torch.Tensor, attempt: int, *, kind: str, scale: float) -> Compensation:
         """Begin the reduction of a tensor. See `Compensation`.
 
-        If an earlier step that used this slot has not ended, the earlier reduction leaves no residual.
-
-        Raises: UsageError: another reduction of this step uses the slot, or the tensor has another size than in earlier
-            steps.
+        Raises: UsageError: another reduction uses the slot, in this step or in one that is still in flight. Or the
+            tensor has another size than in earlier steps.
         """
         size = tensor.numel() * (2 if tensor.is_complex() else 1)
         if self._residual is not None and self._residual.numel() != size:
@@ -132,6 +130,12 @@ class FeedbackSlot:
             raise UsageError(
                 f"the error feedback of {self.name!r} is used by another reduction of this step; use one slot for each "
                 "tensor"
+            )
+        if self.pending is not None:  # its residual is not known yet, so the old one would be sent twice
+            raise UsageError(
+                f"the error feedback of {self.name!r} is used by an earlier step that is still in flight (start_quorum "
+                f"number {self.pending.attempt}, and this is number {attempt}); end that step first, or use a slot for "
+                "each step in flight"
             )
         self.pending = Compensation(self, attempt, kind=kind, scale=scale)
         return self.pending

@@ -274,7 +274,8 @@ class Reducer:
     ) -> Compensation | None:
         """Begin the error feedback of a reduction, if it has one.
 
-        Raises: UsageError: the reduction belongs to no step, or its slot is in use or of another size.
+        Raises: UsageError: the reduction belongs to no step, or its slot is of another size, or in use by a step that
+            may still commit.
         """
         slot = quantizer.slot
         if slot is None:
@@ -290,9 +291,18 @@ class Reducer:
             plan = self._step.status.plan
             alone = plan is not None and plan.num_participants == 1
             kind, scale = "alone" if alone else "weighted", 1.0
+        if slot.pending is not None and not self._may_commit(slot.pending.attempt, order.name):
+            slot.pending = None
         compensation = slot.begin(tensor, order.name.attempt, kind=kind, scale=scale)
         self._started.compensate(compensation)
         return compensation
+
+    def _may_commit(self, attempt: int, current: StepName) -> bool:
+        """Return whether an attempt that uses a slot is the current one, or in flight and not abandoned."""
+        if attempt == current.attempt:
+            return True
+        status = self._step.status.attempt(attempt)
+        return status is not None and status.abandoned is None
 
     def _start_quantized(
         self,
