@@ -548,6 +548,49 @@ def test_residuals_belong_to_the_replica_that_made_them(jobs: Callable[..., Job]
             own.load_state_dict(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("residual", "why"),
+    [
+        (lambda: torch.eye(8).to_sparse(), "is not dense"),
+        (lambda: torch.ones(64, device="meta"), "on the meta device"),
+        (lambda: torch.nested.nested_tensor([torch.ones(3)]), "is not dense"),
+        (lambda: torch.full((64,), 1 + 2j), "torch.complex64, which is not floating"),
+        (lambda: torch.ones(64, dtype=torch.int64), "torch.int64, which is not floating"),
+        (lambda: torch.full((64,), float("nan")), "not finite"),
+        (lambda: torch.full((64,), 1e300, dtype=torch.float64), "not finite in float32"),
+        (lambda: [1.0], "is a list"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_wrong_residual_changes_nothing(residual: Callable[[], Any], why: str) -> None:
+    feedback = ErrorFeedback(_NoManager())
+    kept = {name: torch.full((64,), number) for name, number in (("a", 1.0), ("b", 2.0))}
+    for name, each in kept.items():
+        feedback.of(name).keep("mean", each)
+    good = {"kind": "mean", "residual": torch.zeros(64)}
+    for wrong, message in [
+        ({"b": {"kind": "mean", "residual": residual()}}, f"the residual of 'b' .*{why}"),
+        ({"b": {"kind": "mean"}}, "no residual of 'b'"),
+        ({5: good}, "a slot 5"),
+    ]:
+        with pytest.raises(UserStateError, match=message):
+            feedback.load_state_dict({"owner": "a", "slots": {"a": good, "c": good, **wrong}})
+    slots = feedback.state_dict()["slots"]
+    assert {name: state["residual"] for name, state in slots.items()} == kept  # the same tensors
+
+
+def test_a_residual_of_another_dtype_or_shape_is_converted_and_copied() -> None:
+    feedback = ErrorFeedback(_NoManager())
+    given = torch.ones(8, 8, dtype=torch.bfloat16, requires_grad=True)
+    states = {"early": {"kind": "mean", "residual": given}, "late": {"kind": "sum", "residual": torch.ones(3)}}
+    early = feedback.of("early")
+    feedback.load_state_dict({"owner": "a", "slots": states})
+    states["late"]["residual"].zero_()
+    residual = early.state()["residual"]
+    assert (residual.dtype, residual.shape, residual.requires_grad) == (torch.float32, (64,), False)
+    assert feedback.of("late").state()["residual"].tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_replica_that_heals_receives_no_residuals(jobs: Callable[..., Job]) -> None:
     def replica(rank: int, manager: Manager) -> None:
         feedback = ErrorFeedback(manager)
