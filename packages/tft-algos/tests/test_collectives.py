@@ -336,6 +336,45 @@ def test_a_text_that_cannot_be_printed_is_shown_anyway() -> None:
         raise agreement.failure() or AssertionError("no failure")
 
 
+def test_the_time_out_of_a_wait_is_for_all_collectives_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limits = [100.0], []
+
+    class Slow(dist.Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            limits.append(timeout)
+            now[0] += 3.0
+            return True
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+        def alltoall_base(self, *_: object) -> dist.Work:
+            return Slow()
+
+        _allgather_base = alltoall_base
+
+    monkeypatch.setattr("tft_algos.encoded_work.time.monotonic", lambda: now[0])
+    allreduce_quantized([torch.ones(3)], dist.ReduceOp.SUM, Group()).wait(timedelta(seconds=10))  # type: ignore[arg-type]
+    assert limits == [timedelta(seconds=left) for left in (10, 7, 4)]
+
+
+def test_a_future_of_ranks_that_do_not_come_ends_with_the_time_out_of_the_group(store: TCPStore) -> None:
+    prefix, groups = uuid.uuid4().hex, [ProcessGroupGloo(timedelta(seconds=1)) for _ in range(2)]
+    ranks = Ranks(groups)
+    ranks.run(lambda rank, group: group.configure(f"localhost:{store.port}/{prefix}", rank, 2))
+    future = allreduce_quantized([torch.ones(3)], dist.ReduceOp.SUM, groups[0]).get_future()
+    assert future.done()
+    with pytest.raises(ProcessGroupError, match="timed out"):
+        future.wait()
+    for group in groups:
+        group.shutdown()
+    ranks.close()
+
+
 def test_what_cannot_work_is_refused() -> None:
     group = ProcessGroupDummy()
     one = torch.ones(3)
