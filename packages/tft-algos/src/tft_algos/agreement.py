@@ -83,7 +83,9 @@ class Agreement:
 
     def begin(self) -> None:
         """Start the exchange of the texts. Raises: errors of the process group."""
-        sent = torch.frombuffer(bytearray(self._own), dtype=torch.uint8).to(self._device)
+        sent = torch.frombuffer(bytearray(self._own), dtype=torch.uint8)
+        if self._device.type != "cpu":  # a copy from other memory would wait for the device
+            sent = sent.pin_memory().to(self._device, non_blocking=True)
         received = torch.zeros(self._group.size() * HEADER_BYTES, dtype=torch.uint8, device=self._device)
         self._received = received
         self._gathering = self.issue(lambda: self._group._allgather_base(received, sent))
