@@ -17,15 +17,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tft_algos import ConfigError, UnsupportedFeatureError
-from tft_algos.collectives import allreduce_quantized, reduce_scatter_quantized
+from tft_algos import ConfigError, ContributionError, UnsupportedFeatureError
+from tft_algos.agreement import Agreement, describe
+from tft_algos.collectives import ChunkExchange, allreduce_quantized, reduce_scatter_quantized
 from tft_algos.encoded_work import EncodedWork
 from tft_algos.gathered import RowExchange
+from tft_algos.manager.reduce.reducer import Started
 from tft_algos.quantization import Codec, ErrorFeedback, Int4, Int8, TopK
-from tft_pg import ProcessGroupDummy, ProcessGroupGloo
+from tft_coord.core.step import StepName
+from tft_pg import DummyWork, ProcessGroupDummy, ProcessGroupGloo
 from tft_pg.errors import AbortedError, ProcessGroupError
 
 LIMIT = timedelta(seconds=20)
+NAME = StepName(1, 0)
 CODECS = [Int8(), Int4()]
 IDS = ["int8", "int4"]
 
@@ -199,6 +203,178 @@ def test_an_abort_between_the_halves_fails_and_writes_nothing(ranks_of: Callable
     assert all(torch.equal(tensor, torch.ones(1000)) for tensor in tensors)
 
 
+@pytest.mark.parametrize("kind", ["tft", "torch"])
+def test_ranks_that_reduce_something_else_fail_and_can_go_on(ranks_of: Callable[..., Ranks], kind: str) -> None:
+    def wrong(rank: int, group: Any) -> torch.Tensor:
+        tensor = torch.ones((3000, 70_000, 3000)[rank])
+        with pytest.raises(ContributionError, match=r"rank \d reduces Int8 sum .*\[\d+\], and rank") as raised:
+            allreduce_quantized([tensor], dist.ReduceOp.SUM, group).wait()
+        assert raised.value.replica_rank == (1, 0, 1)[rank]
+        return tensor
+
+    ranks = ranks_of(3, kind)
+    assert all(bool((tensor == 1).all()) for tensor in ranks.run(wrong))
+    given = contributions(3, 700)
+    assert all(torch.equal(each, reduced(ranks, given, Int8())[0]) for each in reduced(ranks, given, Int8()))
+
+
+def test_scattered_parts_and_the_last_of_many_tensors_are_compared(ranks_of: Callable[..., Ranks]) -> None:
+    def scattered(rank: int, group: Any) -> None:
+        output = torch.zeros(30 + rank)
+        with pytest.raises(ContributionError, match=r"sum, scattered .* of float32 \[3[01]\]"):
+            reduce_scatter_quantized(output, [torch.ones(30 + rank)] * 2, dist.ReduceOp.SUM, group).wait()
+        assert not bool(output.any())
+
+    def many(rank: int, group: Any) -> None:
+        tensors = [torch.ones(3) for _ in range(50)]
+        tensors[49] = tensors[49].double() if rank else tensors[49]
+        with pytest.raises(ContributionError, match=r"50 tensors with 150 numbers, float32 \[3\].* \.\.\. #\w{16},"):
+            allreduce_quantized(tensors, dist.ReduceOp.SUM, group).wait()
+
+    ranks = ranks_of(2)
+    ranks.run(scattered)
+    ranks.run(many)
+
+
+def test_only_empty_tensors(ranks_of: Callable[..., Ranks]) -> None:
+    def run(rank: int, group: Any) -> bool:
+        works = [
+            allreduce_quantized([torch.ones(0)], dist.ReduceOp.SUM, group),
+            reduce_scatter_quantized(torch.ones(0), [torch.ones(0)] * 2, dist.ReduceOp.SUM, group),
+        ]
+        return all(work.wait() and work.is_completed() for work in works)
+
+    assert ranks_of(2).run(run) == [True, True]
+
+
+@pytest.mark.parametrize("read_later", [False, True])
+def test_on_an_accelerator_the_comparison_is_read_when_the_result_is_used(
+    ranks_of: Callable[..., Ranks], read_later: bool
+) -> None:
+    """The path of an accelerator, over CPU tensors. Both tensors take one row, so the backend finds no difference."""
+
+    def run(rank: int, group: Any) -> ContributionError | None:
+        tensor = torch.ones(10 + rank)
+        agreement = Agreement(
+            group, describe(Int8(), "sum", [tensor]), tensor.device, member="replica rank", read_later=read_later
+        )
+        work = EncodedWork(ChunkExchange(group, Int8(), [tensor], average=False), agreement, [tensor])
+        work._on_cpu = False
+        work.begin()
+        if read_later:
+            assert work.wait()
+            return agreement.failure()
+        with pytest.raises(ContributionError) as raised:
+            work.wait()
+        with pytest.raises(ContributionError):
+            work.get_future().wait()
+        assert bool((tensor == 1).all())
+        return raised.value
+
+    for rank, failure in enumerate(ranks_of(2).run(run)):
+        assert failure is not None
+        assert failure.replica_rank == 1 - rank
+        assert f"replica rank {1 - rank} reduces Int8 sum" in str(failure)
+
+
+def test_a_text_that_did_not_arrive_is_no_difference() -> None:
+    """The error of the process group says why."""
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+        def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+            raise AbortedError("aborted")
+
+    agreement = Agreement(Group(), "a sum", torch.device("cpu"), read_later=True)
+    with pytest.raises(AbortedError):
+        agreement.begin()
+    assert agreement.failure() is None
+
+
+def test_a_step_reads_its_comparisons_before_its_vote(ranks_of: Callable[..., Ranks]) -> None:
+    def run(rank: int, group: Any) -> list[tuple[str, StepName]]:
+        reported: list[tuple[str, StepName]] = []
+        started = Started(lambda error, name: reported.append((str(error), name)))
+        for text in ("a sum", f"number {rank}"):
+            agreement = Agreement(group, text, torch.device("cpu"), read_later=True)
+            agreement.begin()
+            agreement.wait(None)
+            started.read_later(agreement, NAME)
+        started.release()
+        started.release()
+        return reported
+
+    for rank, reported in enumerate(ranks_of(2).run(run)):
+        ((message, name),) = reported
+        assert message.startswith(f"rank {1 - rank} reduces number {1 - rank}, and rank {rank} reduces number {rank};")
+        assert name is NAME
+
+
+def test_a_text_that_cannot_be_printed_is_shown_anyway() -> None:
+    class Group:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+        def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+            received.view(2, -1)[0] = sent
+            received.view(2, -1)[1] = 155
+            received.view(2, -1)[1, :2] = torch.tensor([27, 65])
+            return DummyWork([received])
+
+    agreement = Agreement(Group(), describe(Int8(), "sum", [torch.ones(3)]), torch.device("cpu"))
+    agreement.begin()
+    agreement.wait(None)
+    with pytest.raises(ContributionError, match=r"^rank 1 reduces \?A\ufffd+, and rank 0 reduces Int8 sum \(256 n"):
+        raise agreement.failure() or AssertionError("no failure")
+
+
+def test_the_time_out_of_a_wait_is_for_all_collectives_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, limits = [100.0], []
+
+    class Slow(dist.Work):
+        def wait(self, timeout: timedelta | None = None) -> bool:
+            limits.append(timeout)
+            now[0] += 3.0
+            return True
+
+    class Group:
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+        def alltoall_base(self, *_: object) -> dist.Work:
+            return Slow()
+
+        _allgather_base = alltoall_base
+
+    monkeypatch.setattr("tft_algos.encoded_work.time.monotonic", lambda: now[0])
+    allreduce_quantized([torch.ones(3)], dist.ReduceOp.SUM, Group()).wait(timedelta(seconds=10))  # type: ignore[arg-type]
+    assert limits == [timedelta(seconds=left) for left in (10, 7, 4)]
+
+
+def test_a_future_of_ranks_that_do_not_come_ends_with_the_time_out_of_the_group(store: TCPStore) -> None:
+    prefix, groups = uuid.uuid4().hex, [ProcessGroupGloo(timedelta(seconds=1)) for _ in range(2)]
+    ranks = Ranks(groups)
+    ranks.run(lambda rank, group: group.configure(f"localhost:{store.port}/{prefix}", rank, 2))
+    future = allreduce_quantized([torch.ones(3)], dist.ReduceOp.SUM, groups[0]).get_future()
+    assert future.done()
+    with pytest.raises(ProcessGroupError, match="timed out"):
+        future.wait()
+    for group in groups:
+        group.shutdown()
+    ranks.close()
+
+
 def test_what_cannot_work_is_refused() -> None:
     group = ProcessGroupDummy()
     one = torch.ones(3)
@@ -271,7 +447,8 @@ def test_bytes_of_a_sparse_sum_on_the_socket(ranks_of: Callable[..., Ranks]) -> 
         tensor = given[rank].clone()
         slot = ErrorFeedback(NoManager(), TopK()).of("fragment")
         compensation = slot.begin(tensor, 1, kind="sum", scale=1.0)
-        assert EncodedWork(RowExchange(group, TopK(), tensor, compensation=compensation), [tensor]).wait()
+        exchange = RowExchange(group, TopK(), tensor, compensation=compensation)
+        assert EncodedWork(exchange, Agreement(group, "a sum", tensor.device), [tensor]).wait()
         return tensor
 
     for size in (2, 4):

@@ -26,6 +26,7 @@ from tft_algos import (
     UsageError,
     UserStateError,
 )
+from tft_algos.agreement import HEADER_BYTES, Agreement
 from tft_algos.collectives import allreduce_quantized
 from tft_algos.encoded_work import EncodedWork
 from tft_algos.gathered import RowExchange
@@ -45,23 +46,26 @@ def store() -> TCPStore:
 
 
 class Job:
-    """Replicas of one quorum, each with a Manager and a thread of its own."""
+    """Replicas of one quorum, each with a Manager and a thread of its own. `changes`: from the second step, another."""
 
-    def __init__(self, store: TCPStore, size: int, steps: int, verdicts: Sequence[bool], **plan: Any) -> None:
+    def __init__(
+        self, store: TCPStore, size: int, steps: int, verdicts: Sequence[bool], *, changes: bool = False, **plan: Any
+    ) -> None:
         address = f"localhost:{store.port}/{uuid.uuid4().hex}"
         self.managers: list[Manager] = []
         self._threads = ThreadPoolExecutor(size)
         for rank in range(size):
-            first = replace(plan_of(7, size=size, rank=rank, **plan), store_address=address)
+            first, another = (
+                replace(plan_of(number, size=size, rank=rank, **plan), store_address=address) for number in (7, 8)
+            )
+            later: list[Any] = [another, QuorumKey(8, 8)] if changes else [QuorumKey(7, 7)] * (steps - 1)
             state = torch.ones(1)
             self.managers.append(
                 Manager(
                     ProcessGroupGloo(LIMIT),
                     state.copy_,
                     state.clone,
-                    coordinator=ScriptedCoordinator(
-                        [first, *[QuorumKey(7, 7)] * (steps - 1)], verdicts, replica_id=f"r{rank}:{uuid.uuid4()}"
-                    ),
+                    coordinator=ScriptedCoordinator([first, *later], verdicts, replica_id=f"r{rank}:{uuid.uuid4()}"),
                     checkpoint_transport=MemoryTransport(),
                     lighthouse_addr="localhost:1",
                     hostname="localhost",
@@ -161,6 +165,70 @@ def test_an_empty_tensor(jobs: Callable[..., Job]) -> None:
     assert jobs(2).run(replica) == [True, True]
 
 
+@pytest.mark.parametrize(
+    ("given", "values"),
+    [
+        (lambda rank, _: (torch.ones(10 * (rank + 1)), True), ("float32 [10]", "float32 [20]")),
+        (lambda rank, _: (torch.ones(3000 * rank), True), ("float32 [0]", "float32 [3000]")),
+        (lambda rank, _: (torch.ones(2, 3).view(rank + 1, -1), True), ("float32 [1, 6]", "float32 [2, 3]")),
+        (lambda rank, _: (torch.ones(99, dtype=(torch.float16, torch.float32)[rank]), True), ("float16 ", "float32 ")),
+        (lambda rank, _: (torch.ones(99_999), (Int8(), Int4())[rank]), ("Int8 mean", "Int4 mean")),
+        (lambda rank, slots: (torch.ones(99), slots[rank]), ("TopK(128) mean", "TopK(64) mean")),
+        (lambda rank, slots: (torch.ones(9_999), (slots[0], Int8())[rank]), ("TopK(128) mean", "Int8 mean")),
+    ],
+    ids=["size", "empty", "shape", "dtype", "codec", "sparse", "sparse and dense"],
+)
+def test_members_that_reduce_something_else_are_named_and_commit_nothing(
+    jobs: Callable[..., Job], given: Callable[[int, Any], tuple[torch.Tensor, Any]], values: tuple[str, str]
+) -> None:
+    def replica(rank: int, manager: Manager) -> list[Exception | None]:
+        slots = [ErrorFeedback(manager, TopK(sent), key=str(sent)).of("a") for sent in (128, 64)]
+        found: list[Exception | None] = []
+        for _ in range(2):
+            manager.start_quorum()
+            tensor, how = given(rank, slots)
+            assert not manager.allreduce(tensor, how).wait()
+            error = manager.errored()
+            found.append(None if error is None else error.original_exception)
+            assert not manager.should_commit()
+        return found
+
+    for rank, errors in enumerate(jobs(2, steps=2, verdicts=[False, False]).run(replica)):
+        for error in errors:
+            assert isinstance(error, ContributionError), error
+            assert error.replica_rank == 1 - rank
+            assert f"replica rank {1 - rank} reduces" in str(error)
+            assert all(value in str(error) for value in values)
+
+
+def test_the_reductions_behind_one_that_differs_go_on(jobs: Callable[..., Job]) -> None:
+    """All members find the difference, so the order of their collectives is kept."""
+
+    def replica(rank: int, manager: Manager) -> tuple[torch.Tensor, Exception | None]:
+        manager.start_quorum()
+        manager.wait_quorum()
+        reductions, tensor = manager._parts.reducer.quantized, torch.full((7,), rank + 1.0)
+        wrong = reductions.start(torch.ones(9), Int8(), None, text=f"number {rank}")
+        right = reductions.start(tensor, Int8(), None, text="a sum")
+        with pytest.raises(ContributionError, match=r"replica rank \d reduces number"):
+            wrong.wait()
+        assert right.wait()
+        return tensor, manager._parts.group.errored()
+
+    for tensor, error in jobs(3).run(replica):
+        assert torch.allclose(tensor, torch.full((7,), 6.0))
+        assert error is None
+
+
+def test_a_sum_and_a_mean_are_not_added(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> tuple[bool, bool]:
+        manager.start_quorum()
+        ended = manager.allreduce(torch.ones(9), True, (dist.ReduceOp.SUM, dist.ReduceOp.AVG)[rank]).wait()
+        return ended, manager.should_commit()
+
+    assert jobs(2, verdicts=[False]).run(replica) == [(False, False)] * 2
+
+
 def test_an_abort_fails_the_step_and_hangs_nothing(jobs: Callable[..., Job]) -> None:
     def replica(rank: int, manager: Manager) -> bool:
         manager.start_quorum()
@@ -198,7 +266,7 @@ def test_no_second_half_starts_in_another_configuration() -> None:
 
     group = Group()
     reductions = QuantizedReductions(group, timeout=LIMIT)
-    works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(2)]
+    works = [reductions.start(torch.ones(5), Int8(), None, text="a sum") for _ in range(2)]
     reductions.group_changes()
     group.first.finish([])
     reductions.drain()
@@ -232,9 +300,11 @@ def test_a_half_that_cannot_start_aborts_the_group_before_the_next_reduction() -
             self.calls += 1
             raise self.error or MemoryError("no memory")
 
+        _allgather_base = alltoall_base
+
     group = Group()
     reductions = QuantizedReductions(group, timeout=LIMIT)
-    works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(2)]
+    works = [reductions.start(torch.ones(5), Int8(), None, text="a sum") for _ in range(2)]
     with pytest.raises(MemoryError):
         works[0].wait()
     with pytest.raises(AbortedError):
@@ -396,6 +466,57 @@ def test_a_slot_is_for_one_tensor_and_one_step(jobs: Callable[..., Job]) -> None
     jobs(2, steps=2).run(replica)
 
 
+def test_a_slot_is_for_one_step_in_flight(jobs: Callable[..., Job]) -> None:
+    """The residual of the step in flight is not known yet. With the old one, each step would send it once more."""
+
+    def replica(rank: int, manager: Manager) -> torch.Tensor:
+        feedback, total = ErrorFeedback(manager), torch.zeros(256)
+        slots = [feedback.of("even"), feedback.of("odd")]
+
+        def begin(number: int) -> tuple[torch.Tensor, Any]:
+            manager.start_quorum()
+            tensor = gradient(rank)
+            work = manager.allreduce(tensor, slots[number % 2])
+            if number == 1:
+                with pytest.raises(UsageError, match=r"an earlier step that is still in flight .*number 1, and"):
+                    manager.allreduce(gradient(rank), slots[0])
+            assert work.wait()
+            return tensor, manager.strategy.defer()
+
+        flight = [begin(0)]
+        for number in range(1, 40):
+            flight.append(begin(number))
+            tensor, step = flight.pop(0)
+            assert step.should_commit()
+            total += tensor
+        ((tensor, step),) = flight
+        assert step.should_commit()
+        return total + tensor
+
+    exact = 40 * (gradient(0) + gradient(1)) / 2
+    one, other = jobs(2, steps=40).run(replica)
+    assert torch.equal(one, other)
+    assert float((one - exact).abs().max()) < 2 * 4 / 14  # of two slots
+
+
+def test_an_abandoned_step_leaves_its_slot(jobs: Callable[..., Job]) -> None:
+    def replica(rank: int, manager: Manager) -> tuple[Any, torch.Tensor]:
+        slot = ErrorFeedback(manager).of("weight")
+        manager.start_quorum()
+        assert manager.allreduce(gradient(rank), slot).wait()
+        abandoned = manager.strategy.defer()
+        manager.start_quorum()  # with another quorum
+        assert manager.allreduce(2 * gradient(rank), slot).wait()
+        assert manager.should_commit()
+        residual = slot.state()["residual"]
+        assert not abandoned.should_commit()
+        assert slot.state()["residual"] is residual
+        return residual, 2 * gradient(rank)
+
+    for residual, given in jobs(2, changes=True).run(replica):
+        assert 0 < float(residual.abs().max()) <= 2 * float(given.abs().max()) / 14
+
+
 def test_residuals_belong_to_the_replica_that_made_them(jobs: Callable[..., Job]) -> None:
     first, second = jobs(2, steps=1), jobs(2, steps=1)
     states: list[Any] = []
@@ -425,6 +546,49 @@ def test_residuals_belong_to_the_replica_that_made_them(jobs: Callable[..., Job]
     ):
         with pytest.raises(UserStateError, match="load what"):
             own.load_state_dict(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("residual", "why"),
+    [
+        (lambda: torch.eye(8).to_sparse(), "is not dense"),
+        (lambda: torch.ones(64, device="meta"), "on the meta device"),
+        (lambda: torch.nested.nested_tensor([torch.ones(3)]), "is not dense"),
+        (lambda: torch.full((64,), 1 + 2j), "torch.complex64, which is not floating"),
+        (lambda: torch.ones(64, dtype=torch.int64), "torch.int64, which is not floating"),
+        (lambda: torch.full((64,), float("nan")), "not finite"),
+        (lambda: torch.full((64,), 1e300, dtype=torch.float64), "not finite in float32"),
+        (lambda: [1.0], "is a list"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_wrong_residual_changes_nothing(residual: Callable[[], Any], why: str) -> None:
+    feedback = ErrorFeedback(_NoManager())
+    kept = {name: torch.full((64,), number) for name, number in (("a", 1.0), ("b", 2.0))}
+    for name, each in kept.items():
+        feedback.of(name).keep("mean", each)
+    good = {"kind": "mean", "residual": torch.zeros(64)}
+    for wrong, message in [
+        ({"b": {"kind": "mean", "residual": residual()}}, f"the residual of 'b' .*{why}"),
+        ({"b": {"kind": "mean"}}, "no residual of 'b'"),
+        ({5: good}, "a slot 5"),
+    ]:
+        with pytest.raises(UserStateError, match=message):
+            feedback.load_state_dict({"owner": "a", "slots": {"a": good, "c": good, **wrong}})
+    slots = feedback.state_dict()["slots"]
+    assert {name: state["residual"] for name, state in slots.items()} == kept  # the same tensors
+
+
+def test_a_residual_of_another_dtype_or_shape_is_converted_and_copied() -> None:
+    feedback = ErrorFeedback(_NoManager())
+    given = torch.ones(8, 8, dtype=torch.bfloat16, requires_grad=True)
+    states = {"early": {"kind": "mean", "residual": given}, "late": {"kind": "sum", "residual": torch.ones(3)}}
+    early = feedback.of("early")
+    feedback.load_state_dict({"owner": "a", "slots": states})
+    states["late"]["residual"].zero_()
+    residual = early.state()["residual"]
+    assert (residual.dtype, residual.shape, residual.requires_grad) == (torch.float32, (64,), False)
+    assert feedback.of("late").state()["residual"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_replica_that_heals_receives_no_residuals(jobs: Callable[..., Job]) -> None:
@@ -557,13 +721,15 @@ def test_a_damaged_row_is_named() -> None:
 
         def _allgather_base(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
             received.view(3, -1).copy_(sent)
-            received.view(3, -1)[2, 4] ^= 1  # of the map of positions
+            if sent.numel() != HEADER_BYTES:
+                received.view(3, -1)[2, 4] ^= 1  # of the map of positions
             return DummyWork([received])
 
     feedback = ErrorFeedback(_NoManager(), TopK())
     tensor = pseudogradient(0)
     compensation = feedback.of("fragment").begin(tensor, 1, kind="sum", scale=1.0)
-    work = EncodedWork(RowExchange(Group(), TopK(), tensor, compensation=compensation), [tensor])
+    exchange = RowExchange(Group(), TopK(), tensor, compensation=compensation)
+    work = EncodedWork(exchange, Agreement(Group(), "a sum", tensor.device), [tensor])
     with pytest.raises(ContributionError, match="replica rank 2 sent") as raised:
         work.wait()
     assert raised.value.replica_rank == 2
@@ -631,7 +797,7 @@ class Stuck:
 def test_a_reduction_that_stands_still_ends_with_the_time_out(waits: str) -> None:
     group = Stuck()
     reductions = QuantizedReductions(group, timeout=timedelta(seconds=0.2))
-    works = [reductions.start(torch.ones(5), Int8(), None) for _ in range(3)]
+    works = [reductions.start(torch.ones(5), Int8(), None, text="a sum") for _ in range(3)]
     assert group.begun.wait(60)
     with pytest.raises(CollectiveTimeoutError, match=r"timed out after 0\.2 s and was aborted, with 2 behind it"):
         reductions.drain() if waits == "drain" else works[1].wait()
@@ -645,7 +811,7 @@ def test_a_reduction_that_stands_still_ends_with_the_time_out(waits: str) -> Non
 def test_the_time_out_of_a_wait_is_shorter_than_that_of_the_reduction() -> None:
     group = Stuck()
     reductions = QuantizedReductions(group, timeout=LIMIT)
-    work = reductions.start(torch.ones(5), Int8(), None)
+    work = reductions.start(torch.ones(5), Int8(), None, text="a sum")
     with pytest.raises(CollectiveTimeoutError, match=r"timed out after 0\.1 s"):
         work.wait(timedelta(seconds=0.1))
     reductions.close(wait=True)
@@ -667,7 +833,7 @@ def test_a_long_queue_that_advances_is_not_late() -> None:
 
     reductions = QuantizedReductions(Group(), timeout=timedelta(seconds=2))
     for _ in range(5):
-        reductions.start(torch.ones(5), Int8(), None)
+        reductions.start(torch.ones(5), Int8(), None, text="a sum")
     ended = threading.Event()
 
     def move() -> None:

@@ -17,7 +17,8 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.encoded_work import EncodedWork, Exchange, Issue, at_once
+from tft_algos.agreement import Agreement, Issue, at_once, describe
+from tft_algos.encoded_work import EncodedWork, Exchange
 from tft_algos.errors import ConfigError, UnsupportedFeatureError
 from tft_algos.quantization.codecs import Codec, Int8, check_quantizable, flat_float32, write_back
 from tft_algos.quantization.feedback import Compensation
@@ -37,26 +38,28 @@ def allreduce_quantized(
 ) -> dist.Work:
     """Reduce tensors over a process group, in place, as quantized numbers.
 
-    The tensors travel together in two messages for each peer. The call issues the first half, and `wait` or
-    `get_future` issues the second half. So all ranks call these in the same order, as they do with collectives. For a
-    group of one, nothing is rounded.
+    The tensors travel together in two messages for each peer. The ranks first compare their codecs, operations, dtypes
+    and shapes. The call issues this comparison, and `wait` or `get_future` issues the rest. So all ranks call these in
+    the same order, as they do with collectives, and `get_future` returns when the last half has started: that takes
+    until the other ranks have begun, and at most the time-out of the group for each half. On an accelerator, the call
+    issues the first half too, `wait` waits for the device, and backends may fail otherwise if sizes differ. For a group
+    of one, nothing is rounded.
 
     Args:
         tensors: dense, of floating-point or complex dtypes, on one device. All ranks give the same shapes and dtypes.
         opts: SUM or AVG, or options with one of them.
         process_group: any group with `alltoall_base` and `_allgather_base` for uint8: a group of tft_pg, or torch's.
         codec: None: `Int8`. Not `TopK`, which needs an `ErrorFeedback` of a Manager.
-    Returns: a Work. Its `wait` raises the errors of the process group, and writes into no tensor then.
+    Returns: a Work. Its `wait` raises the errors of the process group, or ContributionError if another rank reduces
+        something else, and writes into no tensor then.
     Raises: UnsupportedFeatureError: the operation, a tensor or the group can't be used. ConfigError: an argument is
         wrong. Errors of the process group.
     """
     average = _averages(opts)
     codec = _checked(codec, process_group, tensors)
-    if process_group.size() == 1 or not any(tensor.numel() for tensor in tensors):
+    if process_group.size() == 1:
         return DummyWork(tensors)
-    work = EncodedWork(ChunkExchange(process_group, codec, tensors, average=average), tensors)
-    work.begin()
-    return work
+    return _begun(ChunkExchange(process_group, codec, tensors, average=average), process_group, codec, tensors)
 
 
 def reduce_scatter_quantized(
@@ -83,10 +86,17 @@ def reduce_scatter_quantized(
             f"{[list(each.shape) for each in inputs]}; give one input of the output's shape for each of the "
             f"{process_group.size()} ranks"
         )
-    if len(inputs) == 1 or not output.numel():
+    if len(inputs) == 1:
         output.copy_(inputs[0])
         return DummyWork([output])
-    work = EncodedWork(ChunkExchange(process_group, codec, [output], average=average, inputs=inputs), [output])
+    exchange = ChunkExchange(process_group, codec, [output], average=average, inputs=inputs)
+    return _begun(exchange, process_group, codec, [output])
+
+
+def _begun(exchange: ChunkExchange, group: Any, codec: Codec, tensors: list[torch.Tensor]) -> EncodedWork:
+    """Return the Work of an exchange, begun."""
+    agreement = Agreement(group, describe(codec, exchange.operation, tensors), tensors[0].device)
+    work = EncodedWork(exchange, agreement, tensors)
     work.begin()
     return work
 
@@ -176,6 +186,11 @@ class ChunkExchange(Exchange):
         self._issue = issue
         self._buffers = _Buffers(codec, group.size(), group.rank())
         self._first: dist.Work | None = None
+
+    @property
+    def operation(self) -> str:
+        """Return what is done, for a comparison with the other members."""
+        return f"{'mean' if self._average else 'sum'}{'' if self._inputs is None else ', scattered'}"
 
     def begin(self) -> None:
         if self._inputs is not None:

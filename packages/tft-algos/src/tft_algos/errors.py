@@ -101,12 +101,12 @@ class ZeroWeightError(TrainingError, ArithmeticError):
 
 
 class ContributionError(TrainingError, ArithmeticError):
-    """A replica's contribution to a reduction can't be added, and the step does not commit. Next: look for numbers that
-    are not finite on the replica that the message names.
+    """A replica's contribution to a reduction can't be added, and the step does not commit. Next: look on the replica
+    that the message names for numbers that are not finite, or for another codec, dtype or shape.
 
     Args:
         message: one sentence.
-        replica_rank: the replica's place in the quorum.
+        replica_rank: the replica's place in the quorum, or the rank in a process group without a Manager.
     """
 
     def __init__(self, message: str, *, replica_rank: int) -> None:

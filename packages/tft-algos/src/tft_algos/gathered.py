@@ -16,7 +16,8 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from tft_algos.encoded_work import Exchange, Issue, at_once
+from tft_algos.agreement import Issue, at_once
+from tft_algos.encoded_work import Exchange
 from tft_algos.errors import ContributionError
 from tft_algos.quantization.codecs import write_back
 from tft_algos.quantization.feedback import Compensation

@@ -23,6 +23,8 @@ from tft_algos.quantization.codecs import Codec, Int4, flat_float32
 
 OWNER: Final = "owner"
 SLOTS: Final = "slots"
+KIND: Final = "kind"
+RESIDUAL: Final = "residual"
 SPARSE_DECAY: Final = 0.95  # arXiv 2508.15706
 
 
@@ -84,7 +86,7 @@ class Compensation:
         """End the step. The new residual counts if the step has committed and the reduction had begun."""
         values, self._next = self._next, None
         if self.slot.pending is not self:
-            return  # a later step has used the slot
+            return  # the step was abandoned, and a later one has used the slot
         self.slot.pending = None
         if committed and values is not None:
             # A gradient that is not finite leaves no residual. Otherwise all later gradients would be NaN.
@@ -117,10 +119,8 @@ class FeedbackSlot:
     def begin(self, tensor: torch.Tensor, attempt: int, *, kind: str, scale: float) -> Compensation:
         """Begin the reduction of a tensor. See `Compensation`.
 
-        If an earlier step that used this slot has not ended, the earlier reduction leaves no residual.
-
-        Raises: UsageError: another reduction of this step uses the slot, or the tensor has another size than in earlier
-            steps.
+        Raises: UsageError: another reduction uses the slot, in this step or in one that is still in flight. Or the
+            tensor has another size than in earlier steps.
         """
         size = tensor.numel() * (2 if tensor.is_complex() else 1)
         if self._residual is not None and self._residual.numel() != size:
@@ -132,6 +132,12 @@ class FeedbackSlot:
             raise UsageError(
                 f"the error feedback of {self.name!r} is used by another reduction of this step; use one slot for each "
                 "tensor"
+            )
+        if self.pending is not None:  # its residual is not known yet, so the old one would be sent twice
+            raise UsageError(
+                f"the error feedback of {self.name!r} is used by an earlier step that is still in flight (start_quorum "
+                f"number {self.pending.attempt}, and this is number {attempt}); end that step first, or use a slot for "
+                "each step in flight"
             )
         self.pending = Compensation(self, attempt, kind=kind, scale=scale)
         return self.pending
@@ -149,13 +155,14 @@ class FeedbackSlot:
 
     def state(self) -> dict[str, Any]:
         """Return the residual of the last committed step as state."""
-        return {"kind": self._kind, "residual": self._residual}
+        return {KIND: self._kind, RESIDUAL: self._residual}
 
     def load(self, state: Mapping[str, Any] | None) -> None:
-        """Take over a residual. None: begin without one. A reduction of an open step is not affected."""
-        self._kind, self._residual = "", None
-        if state is not None and state["residual"] is not None:
-            self.keep(state["kind"], state["residual"].detach().to(torch.float32).reshape(-1).clone())
+        """Take over a residual that `_checked` has made. None: begin without one.
+
+        A reduction of an open step is not affected.
+        """
+        self._kind, self._residual = ("", None) if state is None else (state[KIND], state[RESIDUAL])
 
 
 @final
@@ -225,7 +232,8 @@ class ErrorFeedback:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over residuals that this replica has made, or begin without any.
 
-        Raises: UserStateError: `state_dict` is not the state of an ErrorFeedback. Nothing has changed then.
+        Raises: UserStateError: `state_dict` is not the state of an ErrorFeedback, or a residual is not dense, real and
+            finite. Nothing has changed then.
         """
         slots = _checked(state_dict)
         if state_dict[OWNER] != self.owner:
@@ -241,17 +249,39 @@ class ErrorFeedback:
         return name or self.manager.replica_id
 
 
-def _checked(state: object) -> Mapping[str, Mapping[str, Any]]:
-    """Return the residuals in a state. Raises: UserStateError."""
+def _checked(state: object) -> dict[str, dict[str, Any]]:
+    """Return the residuals in a state, as flat float32 copies. Raises: UserStateError."""
     slots = state.get(SLOTS) if isinstance(state, Mapping) else None
     if not isinstance(state, Mapping) or not isinstance(state.get(OWNER), str) or not isinstance(slots, Mapping):
         raise UserStateError("this is not the state of an ErrorFeedback; load what its state_dict returned")
-    for name, slot in slots.items():
-        residual = slot.get("residual") if isinstance(slot, Mapping) else slot
-        if not isinstance(slot, Mapping) or not isinstance(slot.get("kind"), str):
-            raise UserStateError(f"the state of error feedback has no kind of {name!r}; load what state_dict returned")
-        if residual is not None and not isinstance(residual, torch.Tensor):
-            raise UserStateError(
-                f"the residual of {name!r} is a {type(residual).__name__}; load what state_dict returned"
-            )
-    return slots
+    return {name: _checked_slot(name, slot) for name, slot in slots.items()}
+
+
+def _checked_slot(name: object, slot: object) -> dict[str, Any]:
+    """Return the state of one slot, checked and copied. Raises: UserStateError."""
+    if not isinstance(name, str) or not name:
+        raise UserStateError(f"the state of error feedback has a slot {name!r}; load what state_dict returned")
+    if not isinstance(slot, Mapping) or not isinstance(slot.get(KIND), str) or RESIDUAL not in slot:
+        raise UserStateError(
+            f"the state of error feedback has no kind or no residual of {name!r}; load what state_dict returned"
+        )
+    residual = slot[RESIDUAL]
+    if residual is None:
+        return {KIND: slot[KIND], RESIDUAL: None}
+    if not isinstance(residual, torch.Tensor):
+        raise UserStateError(f"the residual of {name!r} is a {type(residual).__name__}; load what state_dict returned")
+    fault = _fault(residual)
+    if fault is not None:
+        raise UserStateError(f"the residual of {name!r} {fault}; load what state_dict returned")
+    return {KIND: slot[KIND], RESIDUAL: flat_float32([residual], copies=True)}
+
+
+def _fault(residual: torch.Tensor) -> str | None:
+    """Return why a tensor can't be a residual; None: it can."""
+    if residual.layout is not torch.strided or residual.is_nested or residual.is_quantized or residual.is_meta:
+        return "is not dense, or is on the meta device"
+    if not residual.is_floating_point():
+        return f"is of {residual.dtype}, which is not floating-point"
+    if not bool(flat_float32([residual]).isfinite().all()):
+        return "has numbers that are not finite in float32"
+    return None

@@ -21,14 +21,15 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 
+from tft_algos.agreement import Agreement
 from tft_algos.collectives import ChunkExchange, check_dense, check_group, check_operation
-from tft_algos.encoded_work import EncodedWork, Exchange, Issue
-from tft_algos.errors import ConfigError
+from tft_algos.encoded_work import EncodedWork, Exchange
+from tft_algos.errors import ConfigError, ContributionError
 from tft_algos.gathered import RowExchange
 from tft_algos.quantization.codecs import Codec, Int8, check_quantizable
 from tft_algos.quantization.feedback import Compensation, FeedbackSlot
 from tft_algos.quantization.top_k import TopK
-from tft_pg import AbortedError, CollectiveTimeoutError, DummyWork
+from tft_pg import AbortedError, CollectiveTimeoutError
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.threads import join_within
 
@@ -104,15 +105,35 @@ class QuantizedReductions:
         self._issuing = threading.Lock()
         self._configuration = 0
 
-    def start(self, tensor: torch.Tensor, codec: Codec, compensation: Compensation | None) -> dist.Work:
+    def start(
+        self,
+        tensor: torch.Tensor,
+        codec: Codec,
+        compensation: Compensation | None,
+        *,
+        text: str,
+        read_later: bool = False,
+    ) -> EncodedWork:
         """Start the sum of a tensor over the members, in place. The caller has checked the tensor.
 
+        Args:
+            tensor: receives the sum.
+            codec: encodes the numbers.
+            compensation: error feedback of the tensor.
+            text: of `describe`, which must be equal on all members.
+            read_later: the caller reads `agreement.failure()` of the returned Work. Only on an accelerator.
         Raises: errors of the process group, for a tensor on an accelerator.
         """
-        if not tensor.numel():
-            return DummyWork([tensor])
         configuration = self._configuration
-        work = self._work(tensor, codec, compensation, lambda start: self._issue(start, configuration))
+        agreement = Agreement(
+            self._group,
+            text,
+            tensor.device,
+            issue=lambda start: self._issue(start, configuration),
+            member="replica rank",
+            read_later=read_later,
+        )
+        work = self._work(tensor, codec, compensation, agreement)
         if tensor.device.type != "cpu":
             self.drain()
             work.begin()
@@ -129,7 +150,10 @@ class QuantizedReductions:
             self._changed.notify_all()
         return work
 
-    def _work(self, tensor: torch.Tensor, codec: Codec, compensation: Compensation | None, issue: Issue) -> EncodedWork:
+    def _work(
+        self, tensor: torch.Tensor, codec: Codec, compensation: Compensation | None, agreement: Agreement
+    ) -> EncodedWork:
+        issue = agreement.issue
         if isinstance(codec, TopK):
             assert compensation is not None, "a sparse reduction without error feedback"
             exchange: Exchange = RowExchange(self._group, codec, tensor, compensation=compensation, issue=issue)
@@ -137,7 +161,7 @@ class QuantizedReductions:
             exchange = ChunkExchange(
                 self._group, codec, [tensor], average=False, compensation=compensation, issue=issue
             )
-        return EncodedWork(exchange, [tensor], driver=self if tensor.device.type == "cpu" else None)
+        return EncodedWork(exchange, agreement, [tensor], driver=self if tensor.device.type == "cpu" else None)
 
     def drain(self) -> None:
         """Wait until all collectives of earlier quantized reductions have started, or failed.
@@ -221,7 +245,8 @@ class QuantizedReductions:
                     return
                 work, configuration = self._works[0]
             work.advance()
-            if work.failure is not None:
+            # All members have found a ContributionError, so their collectives are still in the same order.
+            if work.failure is not None and not isinstance(work.failure, ContributionError):
                 self._abort(configuration)
             with self._changed:
                 self._works.popleft()

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias, final
 import torch
 import torch.distributed as dist
 
+from tft_algos.agreement import Agreement, describe
 from tft_algos.errors import UnsupportedFeatureError, UsageError, ZeroWeightError
 from tft_algos.manager.interfaces import Clock, ProcessGroupLike
 from tft_algos.manager.reduce.quantized import QuantizedReductions, Quantizer
@@ -27,6 +28,7 @@ from tft_algos.manager.reduce.reduction import (
 )
 from tft_algos.manager.step.mailbox import StepMailbox
 from tft_algos.manager.step.own_time import OwnTime
+from tft_algos.quantization.codecs import Codec
 from tft_algos.quantization.feedback import Compensation
 from tft_coord.core.step import StepName
 from tft_coord.core.step import effects as do
@@ -36,6 +38,7 @@ from tft_pg import DummyWork
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 Report: TypeAlias = Callable[[Exception, StepName], None]
+Unread: TypeAlias = Denominator | Agreement
 
 _AVG: Final = dist.ReduceOp.AVG
 _SUM: Final = dist.ReduceOp.SUM
@@ -52,7 +55,7 @@ class Started:
     def __init__(self, report: Report) -> None:
         self._report = report
         self._reductions: list[Reduction] = []
-        self._unread: list[tuple[Denominator, StepName]] = []
+        self._unread: list[tuple[Unread, StepName]] = []
         self._compensations: list[Compensation] = []
 
     def compensate(self, compensation: Compensation) -> None:
@@ -70,9 +73,9 @@ class Started:
         """Add a reduction that was started."""
         self._reductions.append(reduction)
 
-    def read_later(self, denominator: Denominator, name: StepName) -> None:
-        """Record a denominator that only the device knows. `release` reads it."""
-        self._unread.append((denominator, name))
+    def read_later(self, unread: Unread, name: StepName) -> None:
+        """Record a denominator or a comparison that only the device knows. `release` reads it."""
+        self._unread.append((unread, name))
 
     @property
     def runs(self) -> bool:
@@ -85,9 +88,9 @@ class Started:
             reduction.wait()
 
     def release(self) -> None:
-        """Read the recorded denominators and release all reductions. The caller has synchronized the device."""
-        for denominator, name in self._unread:
-            failure = denominator.failure()
+        """Read what was recorded and release all reductions. The caller has synchronized the device."""
+        for unread, name in self._unread:
+            failure = unread.failure()
             if failure is not None:
                 self._report(failure, name)
         self.release_all()
@@ -244,7 +247,7 @@ class Reducer:
                 self.quantized.drain()
                 work = self._group.allreduce([data], _SUM if average else reduce_op)
             else:
-                work = self.quantized.start(data, quantizer.codec, compensation)
+                work = self._start_quantized(order, tensor, data, quantizer.codec, compensation, average=average)
         except Exception as error:
             self._report(error, name)
             if order.num_others:
@@ -271,7 +274,8 @@ class Reducer:
     ) -> Compensation | None:
         """Begin the error feedback of a reduction, if it has one.
 
-        Raises: UsageError: the reduction belongs to no step, or its slot is in use or of another size.
+        Raises: UsageError: the reduction belongs to no step, or its slot is of another size, or in use by a step that
+            may still commit.
         """
         slot = quantizer.slot
         if slot is None:
@@ -287,9 +291,37 @@ class Reducer:
             plan = self._step.status.plan
             alone = plan is not None and plan.num_participants == 1
             kind, scale = "alone" if alone else "weighted", 1.0
+        if slot.pending is not None and not self._may_commit(slot.pending.attempt, order.name):
+            slot.pending = None
         compensation = slot.begin(tensor, order.name.attempt, kind=kind, scale=scale)
         self._started.compensate(compensation)
         return compensation
+
+    def _may_commit(self, attempt: int, current: StepName) -> bool:
+        """Return whether an attempt that uses a slot is the current one, or in flight and not abandoned."""
+        if attempt == current.attempt:
+            return True
+        status = self._step.status.attempt(attempt)
+        return status is not None and status.abandoned is None
+
+    def _start_quantized(
+        self,
+        order: do.Reduce,
+        tensor: torch.Tensor,
+        data: torch.Tensor,
+        codec: Codec,
+        compensation: Compensation | None,
+        *,
+        average: bool,
+    ) -> dist.Work:
+        """Start a quantized reduction. `data` is the tensor, or a wider copy of it."""
+        # Outside a step, the caller waits for the result, so it may wait for the device as well.
+        read_later = order.inside and tensor.device.type != "cpu"
+        text = describe(codec, "mean" if average else "sum", [tensor])
+        work = self.quantized.start(data, codec, compensation, text=text, read_later=read_later)
+        if read_later:
+            self._started.read_later(work.agreement, order.name)
+        return work
 
     def _denominator(self, order: do.Reduce, weight: float, device: torch.device) -> Denominator:
         """Start the sum of the weights. The sum of the step's own weight is started once and shared."""
