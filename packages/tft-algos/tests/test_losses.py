@@ -139,7 +139,7 @@ def test_a_failure_that_no_loss_explains_is_told_soon(rigs: Any, caplog: pytest.
         rig.manager.wait_quorum()
         rig.manager.report_error(PeerDisconnectedError("another"))
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == [f"[replica_0/0 - step 0] this step will not commit: {RESET}"]
+    assert warnings == [f"[replica_0/0 - step 0] this step did not commit: {RESET}"]
 
 
 def test_a_failure_of_the_users_own_is_told_beside_a_loss(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,7 +178,7 @@ def test_each_other_failure_of_a_step_is_told_once(rigs: Any, caplog: pytest.Log
         rig.manager.report_error(error)
     assert not rig.manager.should_commit()
     rig.manager.shutdown()
-    peer = f"this step will not commit: {RESET}"
+    peer = f"this step did not commit: {RESET}"
     assert (
         told(caplog)
         == {
@@ -230,7 +230,7 @@ def test_a_failure_is_told_as_it_is_where_nobody_is_gone(rigs: Any, caplog: pyte
     assert rig.step()
     rig.manager.shutdown()
     assert told(caplog) == [
-        f"this step will not commit: {RESET}",
+        f"this step did not commit: {RESET}",
         "replica replica_1 was lost or has left in step 0, which did not commit",
     ]
 
@@ -246,6 +246,69 @@ def test_a_member_that_asks_for_another_group_explains_what_that_aborts(
     assert not rig.manager.should_commit()
     rig.manager.shutdown()
     assert told(caplog) == []
+
+
+@pytest.mark.parametrize("comes", ["before the failure", "after it"])
+def test_a_member_that_asks_for_another_group_explains_the_failure_of_its_peers(
+    rigs: Any, caplog: pytest.LogCaptureFixture, comes: str
+) -> None:
+    """The connection ends with the child process of a living member. Seconds later it was a warning of an old step."""
+    caplog.set_level(logging.INFO)
+    rig = rigs(plan_of(7, size=2), plan_of(8, size=2), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    wants = replace(loss(7), reason="asks for a new process group", lives=True)
+    if comes == "before the failure":
+        rig.coordinator.listener(wants)
+    rig.manager.report_error(PeerDisconnectedError(RESET))
+    if comes == "after it":
+        rig.coordinator.listener(wants)
+    assert not rig.manager.should_commit()
+    assert rig.step()
+    for _ in range(3):
+        rig.manager._life.look()
+    rig.manager.shutdown()
+    assert "replica replica_1 asks for a new process group; its running operations are aborted" in caplog.text
+    assert RESET not in caplog.text
+    assert told(caplog) == []
+
+
+def test_a_lost_replica_is_named_though_a_living_one_asked_for_another_group(
+    rigs: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs(plan_of(7, size=3), plan_of(8, size=2), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(PeerDisconnectedError(RESET))
+    rig.coordinator.listener(replace(loss(7), reason="asks for a new process group", lives=True))
+    assert not rig.manager.should_commit()
+    assert rig.step()
+    for _ in range(3):
+        rig.manager._life.look()
+    assert told(caplog) == ["replica replica_2 was lost or has left in step 0, which did not commit"]
+
+
+def test_a_failure_that_is_told_in_its_step_says_what_will_be(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs(plan_of(7, size=2), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(PeerDisconnectedError(RESET))
+    for _ in range(3):
+        rig.manager._life.look()
+    assert told(caplog) == [f"this step will not commit: {RESET}"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, PeerDisconnectedError])
+def test_an_error_without_a_text_is_named_by_its_type(
+    rigs: Any, caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    rig = rigs(plan_of(7, size=2), verdicts=[False])
+    rig.manager.start_quorum()
+    rig.manager.wait_quorum()
+    rig.manager.report_error(error("  "))
+    rig.manager._life.look()
+    rig.manager.shutdown()
+    assert told(caplog)[0] == f"this step will not commit: {error.__name__}"
 
 
 @pytest.mark.parametrize("comes", ["before the failure", "after it"])

@@ -92,6 +92,24 @@ def test_each_kind_of_wait_says_for_whom_and_what_ends_it(kind: str, who: str, e
     assert watched.run(5) == [f"the wait for {kind} is over after 35 s"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "who"),
+    [
+        (
+            "the process group of the new quorum",
+            "the group itself is starting, and no other replica is in quorum 7 (the last one failed: no device)",
+        ),
+        ("a reduction", "no other replica is in quorum 7"),
+    ],
+)
+def test_a_replica_that_is_alone_waits_for_no_other(kind: str, who: str) -> None:
+    watched = Watched()
+    watched.core.plan, watched.failure = plan_of(7, size=1), "no device"
+    waits(watched, kind)
+    (line,) = watched.run(10)
+    assert line.startswith(f"waiting for {kind} for 5 s: {who}; time limit: ")
+
+
 def test_a_quorum_that_does_not_come_is_no_wait_that_is_over() -> None:
     watched = Watched()
     waits(watched, "a quorum")

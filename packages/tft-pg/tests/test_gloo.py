@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import statistics
@@ -35,6 +36,7 @@ from tft_pg import (
     PeerDisconnectedError,
     ProcessGroup,
     ProcessGroupClosedError,
+    ProcessGroupDummy,
     ProcessGroupError,
     ProcessGroupGloo,
     UnsupportedOperationError,
@@ -46,6 +48,7 @@ from tft_pg.backends import gloo, transfers, watch
 from tft_pg.backends.attempt import Attempt
 from tft_pg.backends.gloo import _Published
 from tft_pg.backends.live import LiveGroup
+from tft_pg.backends.peers import own_address
 from tft_pg.backends.transfers import Transfers
 from tft_pg.sockets import Endpoint
 from tft_pg.testing import GLOO_LACKS, Bench
@@ -1191,11 +1194,73 @@ def test_an_interface_that_is_not_there_is_a_clear_error(bench: Bench) -> None:
     group.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("settings", "environment", "advice"),
+    [
+        ({"interface": "nope0"}, "", "pass another interface to the group"),
+        ({"hostname": "no.such.host.invalid"}, "", "pass another hostname to the group"),
+        ({"hostname": "no.such.host.invalid"}, "nope0", "pass another hostname to the group"),
+        ({}, "nope0", "set GLOO_SOCKET_IFNAME to another interface"),
+        ({}, " , ", "GLOO_SOCKET_IFNAME is ' , ' and names no network interface"),
+        ({"interface": ","}, "lo", "interface is ',' and names no network interface"),
+    ],
+)
+def test_the_advice_names_the_setting_that_was_wrong(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], environment: str, advice: str
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", environment)
+    group = ProcessGroupGloo(**settings)
+    error = failure(lambda: group.configure(bench.fresh_address(), 0, 1))
+    assert advice in str(error)
+    assert isinstance(error, (ConfigureError, ConfigError))
+    group.shutdown()
+
+
+def test_a_hostname_without_an_address_is_named() -> None:
+    for hostname in ("no.such.host.invalid", "a..b"):
+        with pytest.raises(ConfigureError, match=f"the hostname '{hostname}' has no address .*pass another hostname"):
+            own_address(hostname, "127.0.0.1", 1, 2)
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="not both"):
         ProcessGroupGloo(interface="lo", hostname="localhost")
     with pytest.raises(ConfigError, match="above zero"):
         ProcessGroupGloo(timedelta(0))
+    for name in ("interface", "hostname"):
+        with pytest.raises(ConfigError, match=f"{name} is 5; pass a string"):
+            ProcessGroupGloo(**{name: 5})
+    with pytest.raises(ConfigError, match="trace_dir is 5; pass the path of a directory"):
+        ProcessGroupGloo(trace_dir=5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [ProcessGroupGloo, ProcessGroupDummy])
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"rank": False}, "rank is False; pass an int"),
+        ({"world_size": 1.0}, "world_size is 1.0; pass an int"),
+        ({"world_size": 0}, "rank is 0 and world_size is 0; pass a rank from 0"),
+        ({"replica_id": 5}, "replica_id is 5; pass a string"),
+        ({"quorum_id": "x"}, "quorum_id is 'x'; pass an int"),
+        ({"group_rank": -1}, "group_rank is below 0; pass a number from 0"),
+        ({"group_rank": None}, "group_rank is None; pass an int"),
+        ({"group_world_size": 0}, "group_world_size is below 1"),
+        ({"global_ranks": ["a"]}, "global_ranks[0] is 'a'; pass an int"),
+        ({"global_ranks": [-1]}, "global_ranks[0] is below 0"),
+        ({"global_ranks": "a"}, "global_ranks is 'a'; pass a list"),
+        ({"global_ranks": 5}, "global_ranks is 5; pass a list"),
+        ({"global_ranks": [0, 1]}, "global_ranks has 2 entries and world_size is 1"),
+    ],
+)
+def test_each_argument_of_configure_is_checked_before_anything_starts(
+    make: Callable[[], ProcessGroup], arguments: dict[str, Any], fault: str
+) -> None:
+    group = make()
+    with pytest.raises(ConfigError, match=re.escape(fault)):
+        group.configure("127.0.0.1:1/x", **{"rank": 0, "world_size": 1, **arguments})
+    assert group.errored() is None
+    group.shutdown()
 
 
 def test_a_refused_operation_leaves_the_group_usable(bench: Bench) -> None:

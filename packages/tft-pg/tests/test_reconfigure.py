@@ -30,7 +30,9 @@ from tft_pg import (
     ProcessGroupWrapper,
     ReconfigurableProcessGroup,
     ReconfigureOptions,
+    StoreUnreachableError,
     UnsupportedOperationError,
+    handles,
     reconfigure_with_store,
     supports_reconfigure,
 )
@@ -201,8 +203,8 @@ def handles_of(groups: list[ProcessGroup]) -> list[str]:
 
 
 def reconfigure_all(bench: Bench, groups: list[ProcessGroup], uuid: int, timeout: timedelta | None = GUARD) -> None:
-    handles = handles_of(groups)
-    bench.all(groups, lambda _, group: group.reconfigure(reconfigure_options(uuid, handles, timeout=timeout)).wait())
+    given = handles_of(groups)
+    bench.all(groups, lambda _, group: group.reconfigure(reconfigure_options(uuid, given, timeout=timeout)).wait())
 
 
 def sums(bench: Bench, groups: list[ProcessGroup]) -> list[float]:
@@ -231,16 +233,33 @@ def test_handles_build_groups_of_changing_members(wrap: Callable[[ProcessGroup],
         assert sums(bench, [a, c]) == [3.0, 3.0]
 
 
-def test_a_handle_stays_the_same_and_says_who_it_is() -> None:
+def test_a_handle_stays_the_same_whatever_its_rank_is_said_to_be() -> None:
     with Bench(ProcessGroupGloo) as bench:
         group = bench.make()
         first = group.get_reconfigure_handle()
-        assert group.get_reconfigure_handle() == first
-        assert json.loads(first)["global_rank"] is None
         group.set_rank_info("replica_1", 2, 4, global_rank=6)
-        assert json.loads(group.get_reconfigure_handle())["global_rank"] == 6
-        reconfigure_all(bench, [group], 1)
+        assert group.get_reconfigure_handle() == first
+        group.reconfigure(reconfigure_options(1, [first], timeout=GUARD)).wait()
         assert "rank 0 of 1, replica replica_1/2" in repr(group)
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        ((None, 0, 1), "replica_id is None"),
+        (("me", -1, 1), "group_rank is below 0; pass a number from 0"),
+        (("me", True, 1), "group_rank is True; pass an int"),
+        (("me", 0, 0), "group_world_size is below 1; pass a number from 1"),
+        (("me", 0, 1, "x"), "global_rank is 'x'; pass an int"),
+    ],
+)
+def test_a_wrong_rank_info_is_named_and_changes_nothing(info: tuple[Any, ...], text: str) -> None:
+    group = ProcessGroupDummy()
+    group.set_rank_info("before", 1, 2)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        group.set_rank_info(*info)
+    own = group._own_handle()
+    assert (own.replica_id, own.group_rank, own.group_world_size) == ("before", 1, 2)
 
 
 def test_a_uuid_is_used_once() -> None:
@@ -255,21 +274,56 @@ def test_a_uuid_is_used_once() -> None:
 def test_wrong_handles_are_named() -> None:
     with Bench(ProcessGroupGloo) as bench:
         group = bench.make()
-        own = group.get_reconfigure_handle()
+        own, other = group.get_reconfigure_handle(), bench.make().get_reconfigure_handle()
         unordered = ReconfigureOptions()
         unordered.handles = {own}
         for opts, text in (
             (unordered, "as a list"),
-            (reconfigure_options(1, ["other"]), "own handle is not among the 1 handles"),
+            (reconfigure_options(1, []), "own handle is not among the 0 handles"),
+            (reconfigure_options(1, [other]), "own handle is not among the 1 handles"),
             (reconfigure_options(1, [own, own]), "occurs twice"),
-            (reconfigure_options(1, ["[]", own]), "first handle is not one of a tft_pg group"),
-            (reconfigure_options(1, ["gloo:0:-1", own]), "first handle is not one of a tft_pg group"),
-            (reconfigure_options(1, ['{"store": 7}', own]), "first handle is not one of a tft_pg group"),
             (reconfigure_options(1, ["x" * 5000, own]), "too long"),
         ):
             with pytest.raises(ConfigError, match=text):
                 group.reconfigure(opts)
         assert group.errored() is None
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        *("", "garbage", "[]", "7", "null", "[" * 4000, '{"store": 7}', '{"store": "::1/"}', "gloo:0:-1", "{}"),
+        *('{"store": "\\ud800:1"}', 5, None, {}, ["a"], b"x"),
+    ],
+    ids=lambda handle: repr(handle)[:20],
+)
+def test_a_handle_of_any_rank_that_is_none_is_named_at_once(handle: Any) -> None:
+    """None of these reaches a store: nothing listens for the first rank, and the last rank would never come."""
+    group = ProcessGroupDummy()
+    own = group.get_reconfigure_handle()
+    for rank, given in enumerate(([handle, own], [own, handle])):
+        opts = ReconfigureOptions()
+        opts.uuid, opts.handles = 1, given
+        with pytest.raises(ConfigError, match=f"the handle of rank {rank} is not one of a tft_pg group"):
+            group.reconfigure(opts)
+    assert group.configure_count == 0
+
+
+@pytest.mark.parametrize("uuid", [None, "8", True, 1.0, -1, 1 << 64, 1 << 20_000], ids=range(7))
+def test_a_wrong_uuid_is_named(uuid: Any) -> None:
+    group = ProcessGroupDummy()
+    opts = ReconfigureOptions()
+    opts.handles = [group.get_reconfigure_handle()]
+    opts.uuid = uuid
+    with pytest.raises(ConfigError, match="uuid is"):
+        group.reconfigure(opts)
+    assert group.configure_count == 0
+
+
+@pytest.mark.parametrize("opts", [None, {}, ["a"]], ids=repr)
+def test_what_is_no_options_is_named(opts: Any) -> None:
+    with pytest.raises(ConfigError, match="takes ReconfigureOptions, but got a"):
+        ProcessGroupDummy().reconfigure(opts)
 
 
 def test_a_missing_rank_fails_the_reconfigure_and_is_named() -> None:
@@ -374,6 +428,25 @@ def test_a_group_is_reconfigured_with_a_store(kind: str, port: int) -> None:
             group.shutdown()
 
 
+def test_the_bridge_leaves_the_timeout_to_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[timedelta | None] = []
+
+    class Configured(ProcessGroupDummy):
+        def configure(self, *args: Any, timeout: timedelta | None = None, **kwargs: Any) -> None:
+            seen.append(timeout)
+
+    reconfigure_with_store(Configured(), "127.0.0.1:1/x", 0, 1)
+    reconfigure_with_store(Configured(), "127.0.0.1:1/x", 0, 1, SHORT)
+    assert seen == [None, SHORT]
+    group = ProcessGroupGloo(SHORT)
+    with pytest.raises(StoreUnreachableError):
+        reconfigure_with_store(group, "127.0.0.1:1/x", 0, 1)
+    group.shutdown()
+    monkeypatch.setattr(handles, "_STORE_TIMEOUT", SHORT)
+    with pytest.raises(StoreUnreachableError):
+        reconfigure_with_store(Unsure(), "127.0.0.1:1/x", 0, 1)
+
+
 def test_the_bridge_names_what_is_wrong(port: int) -> None:
     group = reconfigurable_gloo(port, stand_in=True)
     with pytest.raises(ConfigureError, match="timed out waiting for the handles of ranks 1") as caught:
@@ -381,6 +454,8 @@ def test_the_bridge_names_what_is_wrong(port: int) -> None:
     assert caught.value.missing_ranks == (1,)
     with pytest.raises(ConfigError, match="rank is 2"):
         reconfigure_with_store(group, f"127.0.0.1:{port}/rank", 2, 2)
+    with pytest.raises(ConfigError, match="world_size is 'x'; pass an int"):
+        reconfigure_with_store(group, f"127.0.0.1:{port}/rank", 0, "x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="has no reconfigure"):
         reconfigure_with_store(dist.ProcessGroup(HashStore(), 0, 1), f"127.0.0.1:{port}/x", 0, 1)
     group.shutdown()
@@ -391,12 +466,12 @@ def test_the_exchange_of_handles_refuses_what_is_no_handle() -> None:
     store.set_timeout(SHORT)
     with pytest.raises(ConfigureError, match="5000 bytes"):
         exchange_handles(store, "x" * 5000, 0, 1)
-    uuid, handles = exchange_handles(store, "mine", 0, 1)
-    assert handles == ["mine"]
+    uuid, found = exchange_handles(store, "mine", 0, 1)
+    assert found == ["mine"]
     assert uuid >= 0
     with pytest.raises(ConfigureError, match="already used by rank 0"):
         exchange_handles(store, "mine", 0, 1)
-    for at, record in enumerate(("[1]", "7", "[-1, 'x']", '[true, "x"]', "[1, 2]", "x" * 10_000)):
+    for at, record in enumerate(("[1]", "7", "[-1, 'x']", '[true, "x"]', "[1, 2]", "x" * 10_000, "[" * 8000, "{}")):
         store = HashStore()
         store.set("tft-pg/handle/1", record)
         with pytest.raises(ConfigureError, match="record of rank 1 is not a reconfigure handle"):

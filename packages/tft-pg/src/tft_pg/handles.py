@@ -29,9 +29,9 @@ from torch._C import _distributed_c10d as torchs
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
 from tft_pg.backends.addresses import default_address
-from tft_pg.errors import ConfigError, ConfigureError, ProcessGroupClosedError, StoreAddressError
+from tft_pg.errors import ConfigError, ConfigureError, ProcessGroupClosedError
 from tft_pg.forks import Inheritance, forks_wait, let_go_in_child
-from tft_pg.settings import checked_timeout
+from tft_pg.settings import check_int, check_place, check_rank_info, checked_timeout
 from tft_pg.store import create_store_client, format_store_addr, parse_store_addr
 from tft_pg.work import DummyWork
 
@@ -48,6 +48,8 @@ __all__ = [
 HANDLE_BYTES_MAX: Final = 4096
 _KEY: Final = "tft-pg/handle"
 _UUID_BITS: Final = 62
+_UUID_MAX: Final = 2**64 - 1
+_STORE_TIMEOUT: Final = timedelta(seconds=60)
 _HOST_WITHIN: Final = timedelta(seconds=10)
 _BACKLOG: Final = 1024
 _NOWHERE: Final = "127.0.0.1:1"
@@ -104,7 +106,7 @@ def reconfigure_with_store(
     store_addr: str,
     rank: int,
     world_size: int,
-    timeout: timedelta = timedelta(seconds=60),
+    timeout: timedelta | None = None,
 ) -> None:
     """Reconfigure a group whose ranks find each other in a store. Blocks until the group is built.
 
@@ -114,7 +116,7 @@ def reconfigure_with_store(
             call.
         rank: of this process.
         world_size: number of ranks.
-        timeout: of the whole call.
+        timeout: of the whole call. None: the group's own; for torch's groups, which do not tell theirs, 60 seconds.
 
     Raises:
         ConfigError: the group has no `reconfigure`, or an argument is invalid.
@@ -129,10 +131,10 @@ def reconfigure_with_store(
     if callable(configure):
         configure(store_addr, rank, world_size, timeout=timeout)
         return
-    end_s = time.monotonic() + checked_timeout(timeout).total_seconds()
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ConfigError(f"rank is {rank} and world_size is {world_size}; pass a rank from 0 to world_size - 1")
-    store = create_store_client(store_addr, timeout)
+    limit = _STORE_TIMEOUT if timeout is None else checked_timeout(timeout)
+    end_s = time.monotonic() + limit.total_seconds()
+    check_place(rank, world_size)
+    store = create_store_client(store_addr, limit)
     store.set_timeout(_left(end_s))
     foreign: Any = pg
     uuid, handles = exchange_handles(store, foreign.get_reconfigure_handle(), rank, world_size)
@@ -193,7 +195,7 @@ def _read_record(record: bytes, rank: int) -> tuple[int, str]:
         uuid, handle = json.loads(record)
         if type(uuid) is not int or not 0 <= uuid < 1 << _UUID_BITS or not isinstance(handle, str):
             raise ValueError("it has no uuid and handle")
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigureError(
             f"the store record of rank {rank} is not a reconfigure handle ({error}); use a separate prefix for each "
             "kind of group"
@@ -220,11 +222,10 @@ class OwnHandle:
         self.replica_id = ""
         self.group_rank = 0
         self.group_world_size = 1
-        self.global_rank: int | None = None
         let_go_in_child(self)
 
     def text(self) -> str:
-        """Return the handle. The first call hosts the store.
+        """Return the handle, which stays the same. The first call hosts the store.
 
         Raises: ConfigureError: nothing can listen on this machine. ProcessGroupClosedError: after `close`.
         """
@@ -233,7 +234,7 @@ class OwnHandle:
                 raise ProcessGroupClosedError("the group was shut down and has no handle any more; make a new group")
             if not self._address:
                 self._address = self._host() if self._hosts else _NOWHERE
-            return json.dumps({"id": self._id, "store": self._address, "global_rank": self.global_rank})
+            return json.dumps({"id": self._id, "store": self._address})
 
     def _host(self) -> str:
         address = default_address()
@@ -290,11 +291,17 @@ class ReconfiguresByHandles:
         Args:
             replica_id: of this replica.
             group_rank, group_world_size: of this process in its replica group.
-            global_rank: of this process in the whole job.
+            global_rank: of this process in the whole job. It is checked and not used; code for other groups passes it.
+
+        The handle stays the same.
+
+        Raises: ConfigError: an argument is invalid; nothing has changed.
         """
+        check_rank_info(replica_id, group_rank, group_world_size)
+        if global_rank is not None:
+            check_int("global_rank", global_rank, least=0)
         handle = self._own_handle()
-        handle.replica_id, handle.group_rank = replica_id, group_rank
-        handle.group_world_size, handle.global_rank = group_world_size, global_rank
+        handle.replica_id, handle.group_rank, handle.group_world_size = replica_id, group_rank, group_world_size
 
     def get_reconfigure_handle(self) -> str:
         """Return this rank's handle for the next `reconfigure`. The first call hosts a store.
@@ -310,15 +317,20 @@ class ReconfiguresByHandles:
             opts: the same uuid and the same list of handles on every rank. The rank is the place of the own handle.
 
         Returns: a finished Work.
-        Raises: ConfigError: the handles are not a list, this rank's is not among them, one occurs twice, or the first
-            is not a handle. The errors of `configure`.
+        Raises: ConfigError: these are no options, the handles are not a list, one is not a handle or occurs twice, or
+            this rank's is not among them. The errors of `configure`.
         """
-        handles, own = opts.handles, self.get_reconfigure_handle()
+        if not isinstance(opts, ReconfigureOptions):
+            raise ConfigError(f"reconfigure takes ReconfigureOptions, but got a {type(opts).__name__}")
+        handles = opts.handles
         if not isinstance(handles, (list, tuple)):
             raise ConfigError(
                 f"reconfigure takes the handles as a list, in the order of the ranks, but got a "
                 f"{type(handles).__name__}"
             )
+        check_int("uuid", opts.uuid, least=0, most=_UUID_MAX)
+        stores = [_store_of(handle, rank) for rank, handle in enumerate(handles)]
+        own = self.get_reconfigure_handle()
         if own not in handles:
             raise ConfigError(
                 f"this rank's own handle is not among the {len(handles)} handles; collect get_reconfigure_handle() of "
@@ -327,7 +339,7 @@ class ReconfiguresByHandles:
         if len(set(handles)) < len(handles):
             raise ConfigError("a reconfigure handle occurs twice; pass each rank's own handle once")
         self.configure(  # type: ignore[attr-defined]  # of the group
-            f"{_store_of(handles[0])}/tft-pg/{int(opts.uuid)}",
+            f"{stores[0]}/tft-pg/{opts.uuid}",
             list(handles).index(own),
             len(handles),
             replica_id=self._own_handle().replica_id,
@@ -341,15 +353,20 @@ class ReconfiguresByHandles:
         return self._handle
 
 
-def _store_of(handle: str) -> str:
-    """Return the store address in a handle. Raises: ConfigError: it is not a handle of this package."""
+def _store_of(handle: object, rank: int) -> str:
+    """Return the store address in the handle of a rank. Raises: ConfigError: it is not a handle of this package."""
     try:
+        if not isinstance(handle, str):
+            raise TypeError(f"it is a {type(handle).__name__}")
         if len(handle) > HANDLE_BYTES_MAX:
             raise ValueError("it is too long")
         found = json.loads(handle)
-        return str(parse_store_addr(found["store"]))
-    except (ValueError, KeyError, TypeError, StoreAddressError) as error:
+        store = found.get("store") if isinstance(found, dict) else None
+        if not isinstance(store, str) or not store.isascii():
+            raise ValueError("it names no store")
+        return str(parse_store_addr(store))
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"the first handle is not one of a tft_pg group ({error}); pass what get_reconfigure_handle() of rank 0 "
-            "returned"
+            f"the handle of rank {rank} is not one of a tft_pg group ({error}); pass what get_reconfigure_handle() of "
+            "that rank returned"
         ) from error

@@ -49,6 +49,7 @@ from tft_pg.errors import (
 from tft_pg.forwarding import forward
 from tft_pg.futures import timer, watchdog_timeout
 from tft_pg.ops import Collective
+from tft_pg.settings import check_listening
 from tft_pg.threads import join_within
 from tft_pg.word import LINGER
 
@@ -571,6 +572,7 @@ class AcceleratorProcessGroup(NativeProcessGroup):
         hostname: str | None,
         trace_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_listening(hostname=hostname)
         super().__init__(timeout, trace_dir=trace_dir)
         backend.check()
         watchdog_timeout()  # reports a wrong setting here instead of in the first operation

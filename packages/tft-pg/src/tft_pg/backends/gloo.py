@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, final
@@ -61,6 +61,7 @@ from tft_pg.errors import (
 from tft_pg.forks import Inheritance, forks_wait, let_go_in_child
 from tft_pg.forwarding import forward
 from tft_pg.ops import Collective
+from tft_pg.settings import check_listening
 from tft_pg.sockets import Endpoint
 
 __all__ = ["ProcessGroupGloo", "all_threads", "classify", "is_reducing", "start_collective"]
@@ -112,9 +113,8 @@ class ProcessGroupGloo(NativeProcessGroup):
         hostname: str | None = None,
         trace_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        check_listening(interface=interface, hostname=hostname)
         super().__init__(timeout, trace_dir=trace_dir)
-        if interface and hostname:
-            raise ConfigError(f"name an interface ({interface}) or a hostname ({hostname}), not both")
         if not sockets.supported():
             raise UnsupportedOperationError("ProcessGroupGloo needs Linux: it finds its connections through /proc")
         self._trace_dir = trace_dir
@@ -236,11 +236,12 @@ class ProcessGroupGloo(NativeProcessGroup):
 
     def _place(self) -> _Place:
         """Return where to listen. The listeners stay from one group to the next as long as the place is the same."""
-        interface = self._interface or ("" if self._hostname else os.environ.get(_INTERFACES_ENV, ""))
-        if interface:
-            return _Place(interfaces=tuple(name.strip() for name in interface.split(",") if name.strip()))
+        if self._interface:
+            return _Place(_names(self._interface, "interface"), advice="pass another interface to the group")
         if self._hostname:
-            return _Place(hostname=self._hostname)
+            return _Place(hostname=self._hostname, advice="pass another hostname to the group")
+        if interfaces := os.environ.get(_INTERFACES_ENV, ""):
+            return _Place(_names(interfaces, _INTERFACES_ENV), advice=f"set {_INTERFACES_ENV} to another interface")
         assert self._store_client is not None
         host, port = self._store_client.host, self._store_client.port
         return _Place(hostname=loopback_of(host) or self._route_address(host, port))
@@ -261,12 +262,25 @@ class ProcessGroupGloo(NativeProcessGroup):
             ) from error
 
 
+def _names(interfaces: str, setting: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in interfaces.split(",") if name.strip())
+    if not names:
+        raise ConfigError(f"{setting} is {interfaces!r} and names no network interface; name one, for example 'eth0'")
+    return names
+
+
 @dataclass(frozen=True)
 class _Place:
-    """A place to listen: on interfaces, at an address of this machine, or at torch's choice."""
+    """A place to listen: on interfaces, at an address of this machine, or at torch's choice.
+
+    Args:
+        interfaces, hostname: the place; without either it is torch's choice.
+        advice: what to do if nothing can listen there.
+    """
 
     interfaces: tuple[str, ...] = ()
     hostname: str = ""
+    advice: str = field(default=f"set {_INTERFACES_ENV} to a network interface, or pass a hostname", compare=False)
 
     def make_devices(self) -> tuple[object, ...]:
         """Make the listeners, one for each interface. Raises: ConfigureError: nothing can listen there."""
@@ -279,8 +293,7 @@ class _Place:
         except RuntimeError as error:
             place = ", ".join(self.interfaces) or self.hostname or "the address of this machine's own name"
             raise ConfigureError(
-                f"Gloo can't listen on {place} ({str(error).splitlines()[0]}); set {_INTERFACES_ENV} to another "
-                "interface, or pass another hostname",
+                f"Gloo can't listen on {place} ({str(error).splitlines()[0]}); {self.advice}",
                 is_own=True,
             ) from error
 

@@ -24,7 +24,6 @@ from tft_pg.backends.live import LiveGroup
 from tft_pg.backends.patience import Patience, Phase
 from tft_pg.errors import (
     AbortedError,
-    ConfigError,
     ConfigureError,
     NotConfiguredError,
     ProcessGroupClosedError,
@@ -35,7 +34,7 @@ from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
 from tft_pg.placed import PlacedProcessGroup
 from tft_pg.recorder import GroupRecorder
-from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
+from tft_pg.settings import check_place, checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.store import StoreAddress, StoreClient, parse_store_addr
 from tft_pg.word import LINGER, WordExchange, checked_values, exchange_word_by_allreduce
 
@@ -111,12 +110,15 @@ class NativeProcessGroup(PlacedProcessGroup):
         timeout: timedelta | None = None,
     ) -> None:
         address = parse_store_addr(store_addr)
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(f"rank is {rank} and world_size is {world_size}; pass a rank from 0 to world_size - 1")
-        if global_ranks is not None and len(global_ranks) != world_size:
-            raise ConfigError(
-                f"global_ranks has {len(global_ranks)} entries and world_size is {world_size}; pass one for each rank"
-            )
+        check_place(
+            rank,
+            world_size,
+            replica_id=replica_id,
+            quorum_id=quorum_id,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            global_ranks=global_ranks,
+        )
         where = Where(rank, world_size, replica_id, quorum_id, group_rank)
         limit = self._timeout if timeout is None else checked_timeout(timeout)
         # Another quorum without the unreachable member follows soon. Without a quorum there is no second chance so

@@ -49,15 +49,15 @@ def own_address(hostname: str | None, store_host: str, store_port: int, world_si
         store_host, store_port: of the rendezvous.
         world_size: of the group.
 
-    Raises: ConfigureError: this machine has no reachable address.
+    Raises: ConfigureError: this machine has no reachable address, or its hostname has no address.
     """
     if world_size == 1:
         return ""
     try:
-        if hostname is not None:
+        if hostname:
             return str(socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM)[0][4][0])
         return address_towards(store_host, store_port)
-    except OSError as error:
-        raise ConfigureError(
-            f"this machine has no reachable address ({error}); pass a hostname to the group"
-        ) from error
+    except (OSError, UnicodeError) as error:  # a name that can't be encoded
+        fault = f"the hostname {hostname!r} has no address" if hostname else "this machine has no reachable address"
+        advice = "another hostname" if hostname else "a hostname"
+        raise ConfigureError(f"{fault} ({error}); pass {advice} to the group", is_own=True) from error

@@ -63,6 +63,7 @@ from tft_pg.errors import (
 from tft_pg.forwarding import forward
 from tft_pg.handles import exchange_handles, reconfigure_options, supports_reconfigure
 from tft_pg.ops import Collective
+from tft_pg.settings import check_listening
 from tft_pg.threads import join_within
 from tft_pg.word import LINGER
 
@@ -117,6 +118,7 @@ class ReconfigurableProcessGroup(NativeProcessGroup):
         *,
         hostname: str | None = None,
     ) -> None:
+        check_listening(hostname=hostname)
         super().__init__(timeout)
         if isinstance(group, ProcessGroup) or not supports_reconfigure(group):
             raise ConfigError(

@@ -88,10 +88,12 @@ class GroupRecorder:
             names. With neither, a record is only written on request.
         backend: name of the group's backend.
 
-    Raises: ConfigError: a directory is set, but torch's recorder is switched off.
+    Raises: ConfigError: the directory is not a path, or one is set but torch's recorder is switched off.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, *, backend: str) -> None:
+        if directory is not None and not isinstance(directory, (str, os.PathLike)):
+            raise ConfigError(f"trace_dir is {directory!r}; pass the path of a directory")
         named = os.environ.get(TRACE_DIR_ENV, "") if directory is None else os.fspath(directory)
         self._directory = Path(named) if named else None
         if self._directory is not None:

@@ -18,7 +18,7 @@ from tft_pg.base import ProcessGroup
 from tft_pg.errors import AbortedError, ConfigError, OperationRefusedError, ProcessGroupClosedError, ProcessGroupError
 from tft_pg.handles import OwnHandle
 from tft_pg.ops import Collective
-from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
+from tft_pg.settings import check_place, checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.word import EndedExchange, WordExchange, check_round, checked_values
 from tft_pg.work import DummyWork
 
@@ -79,6 +79,15 @@ class ProcessGroupDummy(ProcessGroup):
     ) -> None:
         if isinstance(self._error, ProcessGroupClosedError):
             raise ProcessGroupClosedError(f"configure was called on an unusable group: {self._error}")
+        check_place(
+            rank,
+            world_size,
+            replica_id=replica_id,
+            quorum_id=quorum_id,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            global_ranks=global_ranks,
+        )
         self._check_rank(rank, world_size)
         self.configure_count += 1
         self._error = None

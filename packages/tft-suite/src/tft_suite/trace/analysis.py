@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
+from operator import itemgetter
 from typing import Final, final
 
 from tft_suite.trace.model import Call, Finding, Process, RankTrace, Tensor
@@ -23,12 +25,15 @@ __all__ = ["GroupTraces", "find_problems", "group_traces"]
 
 _NS: Final = 1_000_000_000
 _CYCLES_MAX: Final = 10
+_SHOWN_MAX: Final = 8  # ranks, kinds and last calls in a sentence
+_RANKS_MAX: Final = 16  # ranks of a finding
 # The tensors of these have the same number of elements on all ranks.
 _SAME_INPUTS: Final = ("allreduce", "all_reduce", "broadcast", "reduce", "allgather", "all_gather")
 _ON_REQUEST: Final = "request"
 _BROKEN_OFF: Final = ("abort", "failure")
 
 _Key = tuple[int, int]  # the number of a call, and its place among the calls of that number
+_Entry = tuple[int, int, int, Call]  # the key, the rank and the call
 
 
 @final
@@ -53,16 +58,16 @@ class GroupTraces:
         """Return the beginning of a sentence about this group."""
         return f"quorum {self.quorum}" if self.quorum is not None else f"group {self.group}"
 
-    def collectives(self) -> dict[int, dict[_Key, Call]]:
-        """Return the collectives of each rank by number, in their order."""
-        found: dict[int, dict[_Key, Call]] = {}
+    def collectives(self) -> list[_Entry]:
+        """Return the collectives of all ranks, by number and rank."""
+        found: list[_Entry] = []
         for rank, trace in self.traces.items():
             seen: dict[int, int] = defaultdict(int)
-            calls = found[rank] = {}
             for call in trace.calls:
                 if not call.is_p2p:
-                    calls[call.number, seen[call.number]] = call
+                    found.append((call.number, seen[call.number], rank, call))
                     seen[call.number] += 1
+        found.sort(key=itemgetter(0, 1, 2))
         return found
 
 
@@ -119,8 +124,8 @@ def find_problems(groups: Sequence[GroupTraces], *, late_s: float) -> list[Findi
             found.extend(_stuck(group, collectives, late_s=late_s))
         found.extend(_stragglers(group, collectives, late_s=late_s, before=before))
         found.extend(_missing_files(group))
-    found.extend(map(_waiting, waits))
-    return sorted([*_deadlocks(waits), *found], key=lambda each: _ORDER.index(each.kind))
+    deadlocks, others = _deadlocks(waits)
+    return sorted([*deadlocks, *found, *map(_waiting, others)], key=lambda each: _ORDER.index(each.kind))
 
 
 _ORDER: Final = (
@@ -137,11 +142,11 @@ _ORDER: Final = (
 # --- disagreement ----------------------------------------------------------------------------------------------------
 
 
-def _first_mismatch(group: GroupTraces, collectives: Mapping[int, Mapping[_Key, Call]]) -> tuple[_Key, Finding] | None:
+def _first_mismatch(group: GroupTraces, collectives: Sequence[_Entry]) -> tuple[_Key, Finding] | None:
     for key, calls in _by_key(collectives):
         names = _ranks_by({rank: call.name for rank, call in calls.items()})
         if len(names) > 1:
-            kinds = "; ".join(f"{name} on {_ranks(group, ranks)}" for name, ranks in names.items())
+            kinds = _joined((f"{name} on {_ranks(group, ranks)}" for name, ranks in names.items()), len(names))
             return key, _finding(
                 "mismatched_collective",
                 group,
@@ -152,9 +157,8 @@ def _first_mismatch(group: GroupTraces, collectives: Mapping[int, Mapping[_Key, 
             )
         signatures = _ranks_by({rank: _signature(call) for rank, call in calls.items()})
         if len(signatures) > 1:
-            kinds = "; ".join(
-                f"{_tensors(calls[ranks[0]].inputs)} on {_ranks(group, ranks)}" for ranks in signatures.values()
-            )
+            parts = (f"{_tensors(calls[ranks[0]].inputs)} on {_ranks(group, ranks)}" for ranks in signatures.values())
+            kinds = _joined(parts, len(signatures))
             name = next(iter(names))
             return key, _finding(
                 "mismatched_tensors",
@@ -167,15 +171,15 @@ def _first_mismatch(group: GroupTraces, collectives: Mapping[int, Mapping[_Key, 
     return None
 
 
-def _by_key(collectives: Mapping[int, Mapping[_Key, Call]]) -> Iterator[tuple[_Key, dict[int, Call]]]:
-    for key in sorted({key for calls in collectives.values() for key in calls}):
-        yield key, {rank: calls[key] for rank, calls in collectives.items() if key in calls}
+def _by_key(collectives: Sequence[_Entry]) -> Iterator[tuple[_Key, dict[int, Call]]]:
+    for key, entries in groupby(collectives, key=itemgetter(0, 1)):
+        yield key, {rank: call for _, _, rank, call in entries}
 
 
-def _ranks_by(values: Mapping[int, object]) -> dict[object, tuple[int, ...]]:
-    found: dict[object, tuple[int, ...]] = {}
+def _ranks_by(values: Mapping[int, object]) -> dict[object, list[int]]:
+    found: dict[object, list[int]] = defaultdict(list)
     for rank, value in values.items():
-        found[value] = (*found.get(value, ()), rank)
+        found[value].append(rank)
     return found
 
 
@@ -195,26 +199,26 @@ def _tensors(tensors: Sequence[Tensor]) -> str:
 
 
 def _first_wait(
-    group: GroupTraces, collectives: Mapping[int, Mapping[_Key, Call]], *, late_s: float, before: _Key | None
+    group: GroupTraces, collectives: Sequence[_Entry], *, late_s: float, before: _Key | None
 ) -> _Wait | None:
-    last = {rank: max(calls, default=(-1, 0)) for rank, calls in collectives.items()}
+    last: dict[int, _Key] = dict.fromkeys(group.traces, (-1, 0))
+    for number, nth, rank, _ in collectives:
+        last[rank] = (number, nth)
+    behind = sorted(group.traces, key=last.__getitem__, reverse=True)  # the ranks that may still enter the call
+    newest_ns = -1  # of the records of all other ranks
     for key, calls in _by_key(collectives):
         if before is not None and key >= before:
             return None
+        while behind and last[behind[-1]] < key:
+            newest_ns = max(newest_ns, group.traces[behind.pop()].time_ns)
         began_ns = min(call.started_ns for call in calls.values())
+        if newest_ns < began_ns:  # a record from before the call can't show whether the rank entered it
+            continue
         waiting = tuple(rank for rank, call in calls.items() if _waits(group.traces[rank], call, key == last[rank]))
-        missing = tuple(
-            rank
-            for rank, trace in group.traces.items()
-            # A record from before the call can't show whether the rank entered it.
-            if key > last[rank] and trace.time_ns >= began_ns
-        )
-        if not waiting or not missing:
-            continue
-        seconds = max(_waited_s(group.traces[rank], calls[rank]) for rank in waiting)
-        if seconds < late_s:
-            continue
-        return _Wait(group, key, calls[waiting[0]], waiting, missing, seconds)
+        seconds = max((_waited_s(group.traces[rank], calls[rank]) for rank in waiting), default=-1.0)
+        if seconds >= late_s:
+            missing = (rank for rank, trace in group.traces.items() if last[rank] < key and trace.time_ns >= began_ns)
+            return _Wait(group, key, calls[waiting[0]], waiting, tuple(missing), seconds)
     return None
 
 
@@ -228,23 +232,28 @@ def _waited_s(trace: RankTrace, call: Call) -> float:
 
 
 def _waiting(wait: _Wait) -> Finding:
-    lasts = []
-    for rank in wait.missing:
-        trace = wait.group.traces[rank]
-        before = [call for call in trace.calls if not call.is_p2p]
-        lasts.append(f"the last call of {trace} was {before[-1]}" if before else f"{trace} has entered no call")
+    lasts = _joined((_last_call(wait.group.traces[rank]) for rank in wait.missing), len(wait.missing))
     return _finding(
         "waiting",
         wait.group,
-        f"{_ranks(wait.group, wait.waiting)} {'wait' if len(wait.waiting) > 1 else 'waits'} in {wait.call} for "
-        f"{_ranks(wait.group, wait.missing)}, for {wait.seconds:.1f} s at the record; {'; '.join(lasts)}",
+        f"{_waiting_ranks(wait)} for {_ranks(wait.group, wait.missing)}, for {wait.seconds:.1f} s at the record; "
+        f"{lasts}",
         ranks=wait.missing,
         call=wait.key[0],
         seconds=wait.seconds,
     )
 
 
-def _stuck(group: GroupTraces, collectives: Mapping[int, Mapping[_Key, Call]], *, late_s: float) -> Iterator[Finding]:
+def _waiting_ranks(wait: _Wait) -> str:
+    return f"{_ranks(wait.group, wait.waiting)} {'wait' if len(wait.waiting) > 1 else 'waits'} in {wait.call}"
+
+
+def _last_call(trace: RankTrace) -> str:
+    last = next((call for call in reversed(trace.calls) if not call.is_p2p), None)
+    return f"{trace} has entered no call" if last is None else f"the last call of {trace} was {last}"
+
+
+def _stuck(group: GroupTraces, collectives: Sequence[_Entry], *, late_s: float) -> Iterator[Finding]:
     for key, calls in _by_key(collectives):
         running = [rank for rank, call in calls.items() if not call.has_ended]
         if not running or len(calls) < len(group.traces):
@@ -260,73 +269,65 @@ def _stuck(group: GroupTraces, collectives: Mapping[int, Mapping[_Key, Call]], *
             group,
             f"{entered} have entered {calls[running[0]]}, and {_ranks(group, running)} had not finished it after "
             f"{seconds:.1f} s; {cause}",
-            ranks=tuple(running),
+            ranks=running,
             call=key[0],
             seconds=seconds,
         )
         return
 
 
-def _deadlocks(waits: Sequence[_Wait]) -> Iterator[Finding]:
-    """Find processes that wait for each other in several groups."""
-    edges: dict[Process, list[tuple[Process, _Wait]]] = defaultdict(list)
-    for wait in waits:
-        for rank in wait.waiting:
-            for missing in wait.missing:
-                edge = (wait.group.traces[missing].process, wait)
-                edges[wait.group.traces[rank].process].append(edge)
-    for _ in range(_CYCLES_MAX):
-        cycle = _cycle(edges)
-        if not cycle:
-            return
-        steps = []
-        for process, (target, wait) in cycle:
-            steps.append(
-                f"{_named(wait.group, process)} waits in {wait.call} of {wait.group.place} for "
-                f"{_named(wait.group, target)}"
-            )
-            edges[process].remove((target, wait))
-        first = cycle[0][1][1]
-        yield Finding(
-            "deadlock",
-            f"{len(cycle)} processes wait for each other: {'; '.join(steps)}",
-            first.group.job,
-            first.group.quorum,
-            first.group.group,
-            tuple(sorted({trace.rank for trace in first.group.traces.values() if trace.process in dict(cycle)})),
-            first.key[0],
-            max(wait.seconds for _, (_, wait) in cycle),
+def _deadlocks(waits: Sequence[_Wait]) -> tuple[list[Finding], list[_Wait]]:
+    """Find processes that wait for each other in several groups. Returns: the deadlocks, and the other waits."""
+    left = dict(enumerate(waits))
+    found = []
+    while len(found) < _CYCLES_MAX and (cycle := [left.pop(each) for each in _cycle(left)]):
+        seconds = max(wait.seconds for wait in cycle)
+        sides = (
+            f"{_waiting_ranks(wait)} of {wait.group.place} for {_ranks(wait.group, wait.missing)}" for wait in cycle
         )
+        waiting = {wait.group.traces[rank].process for wait in cycle for rank in wait.waiting}
+        missing = {wait.group.traces[rank].process for wait in cycle for rank in wait.missing}
+        both, first = waiting & missing, cycle[0]
+        ranks = [rank for rank, trace in first.group.traces.items() if trace.process in both]
+        found.append(
+            Finding(
+                "deadlock",
+                f"processes wait for each other, for {seconds:.1f} s at the record: {_joined(sides, len(cycle))}",
+                first.group.job,
+                first.group.quorum,
+                first.group.group,
+                tuple(ranks[:_RANKS_MAX]),
+                len(ranks),
+                first.key[0],
+                seconds,
+            )
+        )
+    return found, list(left.values())
 
 
-_Edge = tuple[Process, _Wait]
-
-
-def _cycle(edges: Mapping[Process, Sequence[_Edge]]) -> list[tuple[Process, _Edge]]:
-    """Return one cycle as its processes with the edge that each follows, or nothing."""
-    finished: set[Process] = set()
-    for start in list(edges):
-        path: list[tuple[Process, _Edge]] = []
-        on_path: dict[Process, int] = {}
-        stack: list[tuple[Process, Iterator[_Edge]]] = [(start, iter(edges.get(start, ())))]
-        on_path[start] = 0
-        while stack:
-            process, following = stack[-1]
-            edge = next(following, None)
-            if edge is None:
-                stack.pop()
-                finished.add(process)
-                del on_path[process]
-                if path:
-                    path.pop()
-                continue
-            target = edge[0]
-            if target in on_path:
-                return [*path, (process, edge)][on_path[target] :]
-            if target not in finished:
-                path.append((process, edge))
-                on_path[target] = len(path)
-                stack.append((target, iter(edges.get(target, ()))))
+def _cycle(waits: Mapping[int, _Wait]) -> list[int]:
+    """Return the waits of one cycle by number, each with a missing process that waits in the next. Empty: none."""
+    following: dict[Process | int, list[Process | int]] = defaultdict(list)
+    for number, wait in waits.items():
+        for rank in wait.waiting:
+            following[wait.group.traces[rank].process].append(number)
+        following[number].extend(wait.group.traces[rank].process for rank in wait.missing)
+    finished: set[Process | int] = set()
+    for start in waits:
+        if start in finished:
+            continue
+        path: dict[Process | int, Iterator[Process | int]] = {start: iter(following[start])}
+        while path:
+            node = next(reversed(path))
+            after = next(path[node], None)
+            if after is None:
+                del path[node]
+                finished.add(node)
+            elif after in path:
+                nodes = list(path)
+                return [each for each in nodes[nodes.index(after) :] if isinstance(each, int)]
+            elif after not in finished:
+                path[after] = iter(following[after])
     return []
 
 
@@ -334,7 +335,7 @@ def _cycle(edges: Mapping[Process, Sequence[_Edge]]) -> list[tuple[Process, _Edg
 
 
 def _stragglers(
-    group: GroupTraces, collectives: Mapping[int, Mapping[_Key, Call]], *, late_s: float, before: _Key | None
+    group: GroupTraces, collectives: Sequence[_Entry], *, late_s: float, before: _Key | None
 ) -> Iterator[Finding]:
     late: dict[int, list[tuple[float, Call]]] = defaultdict(list)
     compared = 0
@@ -364,15 +365,17 @@ def _stragglers(
 
 
 def _missing_files(group: GroupTraces) -> Iterator[Finding]:
-    absent = tuple(rank for rank in range(group.world_size) if rank not in group.traces)
-    if absent:
-        shown = ", ".join(map(str, absent[:16])) + (", ..." if len(absent) > 16 else "")
+    number = group.world_size - len(group.traces)
+    if number:
+        absent = tuple(islice((rank for rank in range(group.world_size) if rank not in group.traces), _RANKS_MAX))
+        shown = ", ".join(map(str, absent)) + (", ..." if number > len(absent) else "")
         yield _finding(
             "missing_file",
             group,
             f"there is no record of rank {shown} of {group.world_size}; its process may have been killed, or its "
             "files are on another machine",
             ranks=absent,
+            num_ranks=number,
         )
 
 
@@ -384,17 +387,21 @@ def _finding(
     group: GroupTraces,
     what: str,
     *,
-    ranks: tuple[int, ...],
+    ranks: Sequence[int],
+    num_ranks: int | None = None,
     call: int | None = None,
     seconds: float | None = None,
 ) -> Finding:
-    return Finding(kind, f"{group.place}: {what}", group.job, group.quorum, group.group, ranks, call, seconds)
+    number = len(ranks) if num_ranks is None else num_ranks
+    first = tuple(ranks[:_RANKS_MAX])
+    return Finding(kind, f"{group.place}: {what}", group.job, group.quorum, group.group, first, number, call, seconds)
 
 
 def _ranks(group: GroupTraces, ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(group.traces[rank]) for rank in ranks[:8])
-    return f"{shown}, and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+    return _joined((str(group.traces[rank]) for rank in ranks), len(ranks), separator=", ")
 
 
-def _named(group: GroupTraces, process: Process) -> str:
-    return next(str(trace) for trace in group.traces.values() if trace.process == process)
+def _joined(parts: Iterable[str], number: int, *, separator: str = "; ") -> str:
+    """Join the first of some parts of a sentence, and say how many more there are. `number`: of all parts."""
+    shown = separator.join(islice(parts, _SHOWN_MAX))
+    return f"{shown}, and {number - _SHOWN_MAX} more" if number > _SHOWN_MAX else shown

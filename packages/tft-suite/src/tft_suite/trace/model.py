@@ -122,7 +122,8 @@ class Finding:
             `missing_file`.
         sentence: what, who and where.
         job, quorum, group: the configured group; the first one, where several are concerned.
-        ranks: the ranks that cause the problem.
+        ranks: the ranks that cause the problem; of many, the first 16.
+        num_ranks: how many ranks cause the problem.
         call: the number of the collective; None if the finding concerns no single call.
         seconds: how long, or how late; None if the finding has no duration.
     """
@@ -133,5 +134,6 @@ class Finding:
     quorum: int | None
     group: str
     ranks: tuple[int, ...]
+    num_ranks: int
     call: int | None = None
     seconds: float | None = None

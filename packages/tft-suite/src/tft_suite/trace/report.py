@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Final
 
 from tft_suite.trace.analysis import GroupTraces
 from tft_suite.trace.model import BrokenFile, Finding
 
 __all__ = ["as_json", "as_text"]
+
+_BROKEN_SHOWN_MAX: Final = 20
 
 
 def as_text(groups: Sequence[GroupTraces], found: Sequence[Finding], broken: Sequence[BrokenFile]) -> str:
@@ -36,8 +39,10 @@ def _lines(groups: Sequence[GroupTraces], found: Sequence[Finding], broken: Sequ
         yield f"  {number}. {finding.kind.replace('_', ' ')}: {finding.sentence}."
     if broken:
         yield f"unusable files: {len(broken)}"
-        for file in broken:
+        for file in broken[:_BROKEN_SHOWN_MAX]:
             yield f"  {file.path!r}: {file.reason}"
+        if len(broken) > _BROKEN_SHOWN_MAX:
+            yield f"  and {len(broken) - _BROKEN_SHOWN_MAX} more, which --json shows"
 
 
 def as_json(groups: Sequence[GroupTraces], found: Sequence[Finding], broken: Sequence[BrokenFile]) -> str:

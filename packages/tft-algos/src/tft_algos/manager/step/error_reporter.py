@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final, NoReturn, final
 
 from tft_algos.errors import QuorumBrokenError
@@ -40,6 +42,34 @@ def _explains(notice: LossNotice) -> bool:
     return not notice.lives or notice.reason.startswith(LEFT_OUT_REASON)
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an error, or the name of its type if it has none."""
+    return str(error).strip() or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """A failure of a step.
+
+    Args:
+        name: the step.
+        error: what happened.
+        lead: the beginning of the log line.
+    """
+
+    name: StepName
+    error: Exception
+    lead: str = ""
+
+    def line(self, status: StepStatus) -> str:
+        """Return the log line. `status`: says whether the step is over."""
+        running = {each.name.attempt for each in status.aside}
+        if status.is_open:
+            running.add(status.name.attempt)
+        will = "will" if self.name.attempt in running else "did"
+        return f"{self.lead}this step {will} not commit: {text_of(self.error)}"
+
+
 def raise_reported(error: Exception) -> NoReturn:
     """Raise an error. An error that another process reported is raised without its traceback, which adds nothing."""
     if isinstance(error, (RefusedError, ReplicaGroupLostError)):
@@ -65,11 +95,12 @@ class ErrorReporter:
         self._broken: dict[
             QuorumKey, bool
         ] = {}  # the last quorums that a notice has broken; True: a member was lost, or left out
+        self._told: deque[QuorumKey] = deque(maxlen=_QUORUMS_KEPT)  # the last quorums whose end was logged
         self._group_is_lost = False
         self._plan: Plan | None = None  # the newest plan
         # The replicas of the previous plan that are not in the newest one.
         self._missing: tuple[QuorumKey, tuple[str, ...]] | None = None
-        self._pending: tuple[StepName, str] | None = None  # a failure that the loss of a member may explain
+        self._pending: _Failure | None = None  # a failure that the loss of a member may explain
         self._looks = 0  # checks since that failure
         self._logged: dict[int, set[str]] = {}  # by attempt: the failures that were logged or held back
         self._holding = threading.Lock()
@@ -95,11 +126,13 @@ class ErrorReporter:
         """
         self.records.error(name, error, counts=counts)
         if counts:
-            self._step_failed(name, error, f"this step will not commit: {error}")
+            self._step_failed(_Failure(name, error))
         else:
             with self._holding:
                 level = logging.DEBUG if self._is_explained(name, error) else logging.WARNING
-            self.log(level, "an error of %s arrived after its end: %s", "a step" if is_between else name, error)
+            self.log(
+                level, "an error of %s arrived after its end: %s", "a step" if is_between else name, text_of(error)
+            )
 
     def quorum_broke(self, notice: LossNotice, *, is_closing: bool) -> None:
         """Log, once, that the quorum of this replica is broken. Its later failures are not logged again.
@@ -110,6 +143,8 @@ class ErrorReporter:
         if not is_closing:
             self.records.incident(self._status().step, notice.key, str(notice))
         pending = self._explained_by(notice)
+        if not is_closing:
+            self._told.append(notice.key)
         failed = f"step {pending.step} will not commit, and " if pending is not None else ""
         level = logging.WARNING if _explains(notice) else logging.INFO
         self.log(logging.DEBUG if is_closing else level, "%s; %sits running operations are aborted", notice, failed)
@@ -129,10 +164,10 @@ class ErrorReporter:
             self._broken[notice.key] = self._broken.get(notice.key, False) or _explains(notice)
             while len(self._broken) > _QUORUMS_KEPT:
                 del self._broken[min(self._broken)]
-            if not _explains(notice) or self._pending is None or self._pending[0].key != notice.key:
+            if not _explains(notice) or self._pending is None or self._pending.name.key != notice.key:
                 return None
-            (name, _), self._pending = self._pending, None
-            return name
+            pending, self._pending = self._pending, None
+            return pending.name
 
     def plan_arrived(self, plan: Plan) -> None:
         """Record which replicas are missing in this plan's quorum. This explains a failure without a loss notice."""
@@ -154,29 +189,36 @@ class ErrorReporter:
         with self._holding:
             pending, self._pending = self._pending, None
         if pending is not None:
-            self._write(*pending)
+            self._write(pending)
 
-    def _write(self, name: StepName, sentence: str) -> None:
-        """Log a failure that no notice has explained. The next quorum may show which replica is gone."""
+    def _write(self, failure: _Failure) -> None:
+        """Log a failure that no loss has explained. The next quorum may show which replica is gone.
+
+        A notice of a living member in the log explains the failure too, unless a replica is gone.
+        """
+        name, sentence = failure.name, failure.line(self._status())
+        level = logging.DEBUG if name.key in self._told else logging.WARNING
         key, missing = self._missing or (None, ())
         if missing and key == name.key:
             who = f"replica {missing[0]} was" if len(missing) == 1 else f"replicas {', '.join(missing)} were"
             left = "has left" if len(missing) == 1 else "have left"
             sentence = f"{who} lost or {left} in step {name.step}, which did not commit"
-        self._log_of(name.step, logging.WARNING, sentence)
+            level = logging.WARNING
+        self._log_of(name.step, level, sentence)
 
-    def _step_failed(self, name: StepName, error: Exception, sentence: str) -> None:
+    def _step_failed(self, failure: _Failure) -> None:
         """Log a failure of a step once, and only if no loss explains it. The records contain all failures."""
+        name, error = failure.name, failure.error
         before, level = None, logging.DEBUG
         with self._holding:
             if not self._is_explained(name, error) and self._is_new(name, error):
                 if isinstance(error, _BY_A_PEER) and name.key is not None:
-                    before, self._pending, self._looks = self._pending, (name, sentence), 0
+                    before, self._pending, self._looks = self._pending, failure, 0
                 elif not isinstance(error, FATAL):  # the training thread raises a fatal error, which is logged there
                     level = logging.WARNING
         if before is not None:
-            self._write(*before)
-        self._log_of(name.step, level, sentence)
+            self._write(before)
+        self._log_of(name.step, level, failure.line(self._status()))
 
     def _is_new(self, name: StepName, error: Exception) -> bool:
         """Return whether no logged failure of this step is the same. The failure is recorded."""
@@ -209,7 +251,7 @@ class ErrorReporter:
         """Report that the step has no quorum."""
         # The training thread raises fatal errors, and their message appears there.
         self._report(
-            name, logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", error
+            name, logging.DEBUG if isinstance(error, FATAL) else logging.WARNING, error, "no quorum: %s", text_of(error)
         )
 
     def configure_failed(self, name: StepName, error: Exception, *, warning: str = "") -> None:
@@ -226,7 +268,7 @@ class ErrorReporter:
                 self._is_new(name, error)  # its consequences are not logged again
             self._log_of(name.step, logging.WARNING, f"this step will not commit: {warning}")
             return
-        self._step_failed(name, error, f"could not configure quorum {name.key}, so this step will not commit: {error}")
+        self._step_failed(_Failure(name, error, f"could not configure quorum {name.key}, so "))
 
     def heal_failed(self, name: StepName, error: Exception, *, traceback_of: BaseException | None = None) -> None:
         """Report that this replica did not heal.
@@ -237,10 +279,10 @@ class ErrorReporter:
             traceback_of: an error of a user's function, logged with its traceback.
         """
         if traceback_of is None:
-            self._report(name, logging.WARNING, error, "%s", error)
+            self._report(name, logging.WARNING, error, "%s", text_of(error))
         else:
             self.records.error(name, error, counts=True)
-            self.log_traceback(traceback_of, "%s", error)
+            self.log_traceback(traceback_of, "%s", text_of(error))
 
     def log_traceback(self, error: BaseException, message: str, *args: object) -> None:
         """Log an error of a user's function with its traceback."""
@@ -251,7 +293,7 @@ class ErrorReporter:
         with self._holding:
             self._group_is_lost = True
             self._pending = None  # the loss of the group is its reason
-        self._report(name, logging.ERROR, error, "%s", error)
+        self._report(name, logging.ERROR, error, "%s", text_of(error))
 
     def torn(self, error: BaseException) -> None:
         """Report that a commit could not be applied, so the state here is half written."""

@@ -18,6 +18,7 @@ from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import limit_of
 from tft_algos.manager.step.control_words import standing_coordinator
 from tft_algos.manager.step.deferred import DeferredStep
+from tft_algos.manager.step.error_reporter import text_of
 from tft_coord.core.step import Effects, Healing
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
@@ -406,4 +407,4 @@ class StepRunner:
 def _last_failure(error: BaseException | None, plan: Plan | None) -> str:
     if error is None and plan is not None and plan.num_participants < plan.min_replica_size:
         return f"{plan.num_participants} replicas take part, and min_replica_size is {plan.min_replica_size}"
-    return f"the last error was: {error}" if error is not None else "another rank of the group voted no"
+    return f"the last error was: {text_of(error)}" if error is not None else "another rank of the group voted no"

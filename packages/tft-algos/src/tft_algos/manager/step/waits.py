@@ -22,6 +22,7 @@ from tft_coord.core.names import shorten
 from tft_coord.core.progress import Phase
 from tft_coord.core.step import Healing, StepStatus
 from tft_coord.core.step import Phase as StepPhase
+from tft_coord.core.types import Plan
 from tft_coord.core.waits import LEFT_OUT, NAMES_MOST, WaitNotice
 
 QUORUM: Final = "a quorum"
@@ -211,8 +212,14 @@ class WaitWatch:
             return f"the state of step {plan.step} from {shorten(source.replica_id)} at {source.address}"
         if kind == VOTE:
             return f"the other ranks of this group of {self._config.world_size}"
+        return self._members(kind, plan)
+
+    def _members(self, kind: str, plan: Plan) -> str:
         others = [shorten(name) for name in plan.replica_ids if name != plan.replica_id]
         more = f" and {len(others) - NAMES_MOST} more" if len(others) > NAMES_MOST else ""
         failure = self._failed_before_by() if kind == GROUP else ""
         before = f" (the last one failed: {shorten(failure)})" if failure else ""
-        return f"the other members of quorum {plan.key.quorum_id}: {', '.join(others[:NAMES_MOST])}{more}{before}"
+        if others:
+            return f"the other members of quorum {plan.key.quorum_id}: {', '.join(others[:NAMES_MOST])}{more}{before}"
+        alone = f"no other replica is in quorum {plan.key.quorum_id}"
+        return f"the group itself is starting, and {alone}{before}" if kind == GROUP else alone
