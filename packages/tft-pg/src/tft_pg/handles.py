@@ -127,7 +127,7 @@ def reconfigure_with_store(
         )
     configure = getattr(pg, "configure", None)
     if callable(configure):
-        configure(store_addr, rank, world_size, timeout=timeout)
+        configure(store_addr=store_addr, replica_id="", rank=rank, world_size=world_size, timeout=timeout)
         return
     end_s = time.monotonic() + checked_timeout(timeout).total_seconds()
     if world_size < 1 or not 0 <= rank < world_size:
@@ -327,9 +327,9 @@ class ReconfiguresByHandles:
         if len(set(handles)) < len(handles):
             raise ConfigError("a reconfigure handle occurs twice; pass each rank's own handle once")
         self.configure(  # type: ignore[attr-defined]  # of the group
-            f"{_store_of(handles[0])}/tft-pg/{int(opts.uuid)}",
-            list(handles).index(own),
-            len(handles),
+            store_addr=f"{_store_of(handles[0])}/tft-pg/{int(opts.uuid)}",
+            rank=list(handles).index(own),
+            world_size=len(handles),
             replica_id=self._own_handle().replica_id,
             group_rank=self._own_handle().group_rank,
             group_world_size=self._own_handle().group_world_size,

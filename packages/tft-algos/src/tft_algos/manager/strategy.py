@@ -23,6 +23,7 @@ from tft_algos.manager.lifecycle.lifecycle import Lifecycle
 from tft_algos.manager.quorum.fingerprint import USER
 from tft_algos.manager.reduce.quantized import Quantizer, quantizer_of
 from tft_algos.manager.step.deferred import DeferredStep
+from tft_algos.manager.step.event_log import RecordListener
 from tft_algos.manager.step.runner import StepRunner
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
@@ -113,6 +114,15 @@ class StepControl:
         Raises: ConfigError: the name has another value already, or an argument is not a text.
         """
         self._parts.fingerprint.add(USER + name if isinstance(name, str) else name, value)
+
+    def follow_records(self, listener: RecordListener) -> None:
+        """Set a function that receives the Manager's records for machines, for example to write them in another form.
+
+        Args:
+            listener: called with "quorum", "commit" or "error", and the attributes of the record as in
+                `tft_algos.manager.step.event_log`. Any thread of the Manager calls it, so it must return at once.
+        """
+        self._parts.shared.reports.records.listener = listener
 
     # --- the step that was begun last ---------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ Every record has these attributes:
 
 Each logger adds its own:
 - `tft_quorums`, when a step's plan has arrived and its group is built or could not be built: `replica_world_size`:
-  members. `num_participants`: members whose gradients count. `heal`: this group heals. `reconfigured`: the process
-  group was built again. `duration_s`: seconds since the request for the quorum.
+  members. `num_participants`: members whose gradients count. `heal`: this group heals. `recover_dst_replica_ranks`: the
+  groups that heal from this one first. `reconfigured`: the process group was built again. `duration_s`: seconds since the request for the quorum.
 - `tft_commits`, at a verdict: `commit_result`: whether the optimizer steps. `num_participants`.
 - `tft_errors`, at an error: `error`: its text. `error_type`: the name of its class. `counts`: the step fails because of
   it. Otherwise the error came after its step.
@@ -26,7 +26,8 @@ Law of this file: names and attributes of records. A library configures no loggi
 from __future__ import annotations
 
 import logging
-from typing import Final, final
+from collections.abc import Callable, Mapping
+from typing import Final, TypeAlias, final
 
 from tft_coord.core.step import StepName
 from tft_coord.core.types import Plan
@@ -34,6 +35,8 @@ from tft_coord.core.types import Plan
 QUORUMS: Final = "tft_quorums"
 COMMITS: Final = "tft_commits"
 ERRORS: Final = "tft_errors"
+
+RecordListener: TypeAlias = Callable[[str, Mapping[str, object]], None]
 
 
 @final
@@ -45,6 +48,7 @@ class EventLog:
     Attributes:
         last_error: the newest error, `type: text`. "": no error. An exception is not stored, because it would keep the
             memory of its stack frames.
+        listener: receives every record too, see `StepControl.follow_records`. None: there is no listener.
     """
 
     def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
@@ -53,11 +57,12 @@ class EventLog:
         self.commits = logging.getLogger(COMMITS)
         self.errors = logging.getLogger(ERRORS)
         self.last_error = ""
+        self.listener: RecordListener | None = None
 
     @property
     def wants_quorums(self) -> bool:
-        """Return whether a handler takes records of quorums."""
-        return self.quorums.isEnabledFor(logging.DEBUG)
+        """Return whether a handler or the listener takes records of quorums."""
+        return self._is_wanted(self.quorums)
 
     def quorum(self, name: StepName, plan: Plan, *, reconfigured: bool, duration_s: float) -> None:
         """Record that the plan of a step has arrived, and that its group is built or could not be built."""
@@ -68,6 +73,7 @@ class EventLog:
             replica_world_size=plan.replica_world_size,
             num_participants=plan.num_participants,
             heal=plan.heal,
+            recover_dst_replica_ranks=plan.recover_dst_replica_ranks,
             reconfigured=reconfigured,
             duration_s=duration_s,
         )
@@ -79,14 +85,20 @@ class EventLog:
     def error(self, name: StepName, error: BaseException, *, counts: bool) -> None:
         """Record an error."""
         self.last_error = f"{type(error).__name__}: {error}"
-        if self.errors.isEnabledFor(logging.DEBUG):
+        if self._is_wanted(self.errors):
             # Records for machines contain whole ids. The text for people has short ones.
             text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
             facts = {"error": text, "error_type": type(error).__name__, "counts": counts}
             self._write(self.errors, name, "error", **facts)
 
     def _write(self, logger: logging.Logger, name: StepName, event: str, **facts: object) -> None:
-        if logger.isEnabledFor(logging.DEBUG):
-            quorum_id = None if name.key is None else name.key.quorum_id
-            where = {"quorum_id": quorum_id, "step": name.step}
-            logger.debug("%s of step %d", event, name.step, extra={**self._who, **where, **facts})
+        if not self._is_wanted(logger):
+            return
+        quorum_id = None if name.key is None else name.key.quorum_id
+        record = {**self._who, "quorum_id": quorum_id, "step": name.step, **facts}
+        logger.debug("%s of step %d", event, name.step, extra=record)
+        if self.listener is not None:
+            self.listener(event, record)
+
+    def _is_wanted(self, logger: logging.Logger) -> bool:
+        return self.listener is not None or logger.isEnabledFor(logging.DEBUG)
