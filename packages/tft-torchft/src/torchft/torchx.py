@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchft._errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torchx import specs
 
 __all__ = ["hsdp"]
 
@@ -36,7 +39,7 @@ def hsdp(
     cpu: int = 2,
     gpu: int = 0,
     memMB: int = 1024,
-) -> Any:
+) -> specs.AppDef:  # torchx looks for this annotation
     """Return the description of a job: one role of torchrun for each replica group.
 
     Args:
@@ -54,17 +57,17 @@ def hsdp(
     if replicas <= 0 or workers_per_replica <= 0:
         raise ArgumentError(f"replicas is {replicas} and workers_per_replica {workers_per_replica}; give at least 1")
     try:
-        specs = import_module("torchx.specs")
+        made = import_module("torchx.specs")
     except ImportError as error:
         raise ImportError("torchx is not installed; install tft-torchft[torchx]") from error
     variables = dict(env or {})
     for name, value in _OF_THE_CHILDREN.items():
         variables.setdefault(name, value)
     variables.setdefault("TORCHFT_LIGHTHOUSE", os.environ.get("TORCHFT_LIGHTHOUSE", "http://localhost:29510"))
-    return specs.AppDef(
+    return made.AppDef(
         name="torchft",
         roles=[
-            specs.Role(
+            made.Role(
                 name=f"replica_{index}",
                 image=image,
                 min_replicas=workers_per_replica,
@@ -79,7 +82,7 @@ def hsdp(
                     *script_args,
                 ],
                 env={**variables, "REPLICA_GROUP_ID": str(index), "NUM_REPLICA_GROUPS": str(replicas)},
-                resource=specs.resource(cpu=cpu, gpu=gpu, memMB=memMB, h=h),
+                resource=made.resource(cpu=cpu, gpu=gpu, memMB=memMB, h=h),
             )
             for index in range(replicas)
         ],
