@@ -1,4 +1,4 @@
-"""Every public name of torchft is there, and takes torchft's arguments with torchft's defaults: the rows of surface.txt."""
+"""Every public name of torchft is there, with torchft's arguments and defaults: the rows of surface.txt."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def check_signature(row: str) -> None:
     if list(signature.parameters) == FORWARDED:
         return
     own = list(signature.parameters.values())
-    starred = [node.value.id for node in call.args if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name)]
+    starred = [
+        node.value.id for node in call.args if isinstance(node, ast.Starred) and isinstance(node.value, ast.Name)
+    ]
     assert [each.name for each in own if each.kind is each.VAR_POSITIONAL] == starred
     required = [node.id for node in call.args if isinstance(node, ast.Name)]
     names = [*required, *(keyword.arg for keyword in call.keywords)]

@@ -52,8 +52,8 @@ class TeeLogExporter(LogRecordExporter):
 
     def force_flush(self, timeout_millis: int = 10_000) -> bool:
         """Send what is left in the exporters that keep something. Returns: whether all could."""
-        flushes = [flush for each in self._exporters if callable(flush := getattr(each, "force_flush", None))]
-        return all([flush(timeout_millis) for flush in flushes])
+        flushes = [getattr(each, "force_flush", None) for each in self._exporters]
+        return min((flush(timeout_millis) for flush in flushes if callable(flush)), default=True)
 
     def shutdown(self) -> None:
         """End all exporters."""

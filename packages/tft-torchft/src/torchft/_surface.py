@@ -22,6 +22,7 @@ import torch.distributed as dist
 import tft_algos
 from tft_algos import UnsupportedFeatureError
 from tft_pg import DummyWork
+from torchft.manager import Manager
 
 _AVG: Final = dist.ReduceOp.AVG
 _views: weakref.WeakKeyDictionary[Any, ManagerView] = weakref.WeakKeyDictionary()
@@ -32,8 +33,6 @@ def for_strategies(manager: Any) -> Any:
 
     A mock says that it is of the class that it imitates, so the real type counts.
     """
-    from torchft.manager import Manager  # which imports this module's users
-
     is_real = not {Manager, tft_algos.Manager}.isdisjoint(type(manager).__mro__)
     if is_real or not callable(getattr(manager, "should_commit", None)):
         return manager  # a strategy refuses what is no Manager, with a sentence

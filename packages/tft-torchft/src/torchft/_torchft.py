@@ -129,7 +129,7 @@ class LighthouseClient:
         with translated():
             return self._client.quorum(replica_id, timeout, address, store_address, step, world_size, shrink_only, data)
 
-    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:  # noqa: B008  # frozen
+    def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:  # frozen
         """Send a heartbeat. Raises: TimeoutError. RuntimeError: the lighthouse can't be reached."""
         _checked(timeout)
         with translated():
@@ -256,4 +256,3 @@ def lighthouse_main() -> None:
     from torchft.lighthouse import main
 
     raise SystemExit(main())
-

@@ -71,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="torchft_lighthouse",
-        description="The lighthouse of a fault-tolerant training job, with torchft's flags. It ends by SIGINT or SIGTERM.",
+        description="The lighthouse of fault-tolerant training, with torchft's flags. It ends by SIGINT or SIGTERM.",
         epilog="TFT_TOKEN, or TFT_TOKEN_FILE, sets a secret that every process of the job must share. Without one, "
         "only this machine is served, unless TFT_INSECURE=1 is set.",
         allow_abbrev=False,

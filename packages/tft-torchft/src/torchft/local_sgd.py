@@ -139,5 +139,3 @@ class DiLoCo(_OpensLate):
                 fragment_update_alpha,
             )
         super().__init__(strategy, inner_optimizer)
-
-

@@ -1,7 +1,7 @@
 """Process groups under torchft's names, with both of its forms of rendezvous: `configure` (0.2) and handles (0.3).
 
 A group here holds a group of tft_pg and translates: the order of `configure`, the names of the arguments, and the types
-of the errors. A group that was shut down may be configured again, because torchft's may. It then gets a new inner group.
+of the errors. A group that was shut down may be configured again, as torchft's may. It then gets a new inner group.
 
 Law of this file: torchft's classes. No collective is implemented here, and nothing is decided.
 """
@@ -85,7 +85,7 @@ def by_position(
 
 
 def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
-    """Ask NCCL's flight recorder for a dump through its pipe, and wait a minute for it. Return whether it has a pipe."""
+    """Ask NCCL's flight recorder for a dump through its pipe, and wait a minute. Return whether there is a pipe."""
     prefix = os.environ.get(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, "")
     if not prefix:
         return False
@@ -110,7 +110,7 @@ def reconfigure_with_store(
             call.
         rank, world_size: of this process.
         timeout: of the whole call.
-    Raises: DistStoreError: a peer did not join. ValueError: an argument is wrong. RuntimeError: the group was not built.
+    Raises: DistStoreError: a peer did not join. ValueError: an argument is wrong. RuntimeError: it was not built.
     """
     try:
         if isinstance(pg, ProcessGroup) and pg._is_by_handles():
@@ -123,9 +123,7 @@ def reconfigure_with_store(
         raise dist.DistStoreError(str(error)) from error
 
 
-def _reconfigure_by_store(
-    pg: ProcessGroup, store_addr: str, rank: int, world_size: int, timeout: timedelta
-) -> None:
+def _reconfigure_by_store(pg: ProcessGroup, store_addr: str, rank: int, world_size: int, timeout: timedelta) -> None:
     """Exchange the handles of a group that was written for handles alone, and reconfigure it."""
     store = create_store_client(store_addr, timeout)
     store.set_timeout(timeout)

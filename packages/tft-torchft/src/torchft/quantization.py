@@ -65,9 +65,7 @@ def fused_quantize_into_fp8(inputs: Sequence[torch.Tensor], all_reduce_group_siz
     return buffer
 
 
-def fused_dequantize_from_fp8(
-    inputs: Sequence[torch.Tensor], output: torch.Tensor, all_reduce_group_size: int
-) -> None:
+def fused_dequantize_from_fp8(inputs: Sequence[torch.Tensor], output: torch.Tensor, all_reduce_group_size: int) -> None:
     """Write 8-bit rows back into tensors.
 
     Args:
