@@ -163,7 +163,9 @@ def test_steps_of_a_future_have_run_when_the_work_was_waited_for(rig: Any) -> No
         future.set_result(None)
     with pytest.raises(ValueError, match="AVG|average|float"):
         manager.allreduce(torch.ones(2, dtype=torch.int64))
-    assert torch.equal(manager.allreduce(torch.ones(1), reduce_op=ReduceOp.SUM).get_future().value(), torch.tensor([4.0]))
+    assert torch.equal(
+        manager.allreduce(torch.ones(1), reduce_op=ReduceOp.SUM).get_future().value(), torch.tensor([4.0])
+    )
 
 
 def test_a_step_of_a_future_that_raises_fails_the_step_and_not_the_loop(rig: Any) -> None:
