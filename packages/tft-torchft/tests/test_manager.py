@@ -101,13 +101,13 @@ def test_the_environment_comes_before_the_arguments(rig: Any, monkeypatch: pytes
 
 
 def test_one_state_function_alone_means_neither(rig: Any) -> None:
-    made = rig(state_dict=lambda: {})
+    made = rig(state_dict=dict)
     assert made.positional[1:3] == (None, None)
-    made.manager.register_state_dict_fn("late", lambda _: None, lambda: {})
+    made.manager.register_state_dict_fn("late", lambda _: None, dict)
     with pytest.raises(AssertionError, match="late"):
-        made.manager.register_state_dict_fn("late", lambda _: None, lambda: {})
-    with pytest.warns(DeprecationWarning):
-        made.manager.set_state_dict_fns(lambda _: None, lambda: {})
+        made.manager.register_state_dict_fn("late", lambda _: None, dict)
+    with pytest.warns(DeprecationWarning, match="register_state_dict_fn"):
+        made.manager.set_state_dict_fns(lambda _: None, dict)
 
 
 def test_a_group_without_a_time_out_of_its_own_is_enough(rig: Any) -> None:
@@ -161,7 +161,7 @@ def test_steps_of_a_future_have_run_when_the_work_was_waited_for(rig: Any) -> No
     assert future.done()
     with pytest.raises(NotImplementedError):
         future.set_result(None)
-    with pytest.raises(ValueError, match="AVG|average|float"):
+    with pytest.raises(ValueError, match="AVG"):
         manager.allreduce(torch.ones(2, dtype=torch.int64))
     assert torch.equal(
         manager.allreduce(torch.ones(1), reduce_op=ReduceOp.SUM).get_future().value(), torch.tensor([4.0])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tft_ckpt import StateUnavailableError, TransferTimeoutError
 from tft_ckpt import CheckpointTransport as OurTransport
+from tft_ckpt import StateUnavailableError, TransferTimeoutError
 from torchft.checkpointing._adapting import AT_ONCE, UserTransport, as_urllib, for_manager, limit_of
 from torchft.checkpointing._rwlock import RWLock
 from torchft.checkpointing.transport import CheckpointTransport
