@@ -14,7 +14,8 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 PACKAGES: Final = sorted(folder.name for folder in (ROOT / "packages").iterdir() if folder.is_dir())
-SCRIPTS: Final = {"tft-lighthouse": "tft-lighthouse", "tft-suite": "tft"}
+SCRIPTS: Final = {"tft-lighthouse": "tft-lighthouse", "tft-suite": "tft", "tft-torchft": "torchft_lighthouse"}
+MODULES: Final = {package: package.replace("-", "_") for package in PACKAGES} | {"tft-torchft": "torchft"}
 
 
 def build(package: str, *, into: Path) -> zipfile.ZipFile:
@@ -33,7 +34,7 @@ def metadata_of(wheel: zipfile.ZipFile) -> Message:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_wheel_holds_the_package_and_nothing_else(package: str, tmp_path: Path) -> None:
-    module = package.replace("-", "_")
+    module = MODULES[package]
     with build(package, into=tmp_path) as wheel:
         names = wheel.namelist()
         inside = {name for name in names if name.startswith(f"{module}/")}
@@ -44,7 +45,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(package: str, tmp_path: Path
             if path.is_file() and "__pycache__" not in path.parts
         }
         assert inside == expected
-        assert {name.split("/")[0] for name in names} == {module, f"{module}-0.1.0.dist-info"}
+        assert {name.split("/")[0] for name in names} == {module, f"{package.replace('-', '_')}-0.1.0.dist-info"}
         metadata = metadata_of(wheel)
         assert metadata["License-Expression"] == "BSD-3-Clause"
         assert metadata["License-File"] == "LICENSE"
@@ -73,7 +74,7 @@ def test_an_import_starts_nothing_and_brings_torch_only_where_it_is_declared(pac
         [
             "import logging, os, sys, threading",
             "before = dict(os.environ), logging.getLogger().handlers[:]",
-            f"import {package.replace('-', '_')}",
+            f"import {MODULES[package]}",
             "assert (dict(os.environ), logging.getLogger().handlers) == before",
             "assert not [thread.name for thread in threading.enumerate() if thread.name.startswith('tft-')]",
             "print('torch' in sys.modules)",

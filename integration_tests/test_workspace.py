@@ -28,6 +28,7 @@ BELOW: Final = {
     "tft-ckpt": set[str](),
     "tft-algos": {"tft-coord", "tft-pg", "tft-ckpt"},
     "tft-suite": {"tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos"},
+    "tft-torchft": {"tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos", "tft-suite"},
 }
 
 # A pure core takes time and randomness as arguments. It imports nothing that has a clock, randomness, I/O or threads.
@@ -38,6 +39,11 @@ IMPURE: Final = {
     "uuid",
 }  # fmt: skip
 PURE_OF_OURS: Final = ("tft_coord.core", "tft_coord.errors", "tft_coord.timeouts")
+
+
+def module_of(package: str) -> str:
+    """Return the module that a package installs."""
+    return {"tft-torchft": "torchft"}.get(package, package.replace("-", "_"))
 
 
 def project_of(package: str) -> dict[str, Any]:
@@ -133,10 +139,10 @@ def test_a_package_says_of_itself_what_is_so(package: str) -> None:
     assert project["requires-python"] == ">=3.10"
     assert project["license"] == "BSD-3-Clause"
     assert (folder / "LICENSE").read_text(encoding="utf-8") == (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert (folder / "src" / package.replace("-", "_") / "py.typed").exists()
+    assert (folder / "src" / module_of(package) / "py.typed").exists()
     assert "dev" in project["optional-dependencies"]
     version = project["version"]
-    modules = [folder / "src" / package.replace("-", "_") / name for name in ("version.py", "__init__.py")]
+    modules = [folder / "src" / module_of(package) / name for name in ("version.py", "__init__.py")]
     module = next(path for path in modules if path.exists()).read_text(encoding="utf-8")
     assert f'__version__ = "{version}"' in module
     changelog = (folder / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -155,13 +161,18 @@ def test_siblings_are_declared_by_range_and_only_those_below(package: str) -> No
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_import_is_declared_and_every_dependency_imported(package: str) -> None:
     project = project_of(package)
-    distribution = {"grpc": "grpcio", "google": "protobuf", "sklearn": "scikit-learn"}
+    distribution = {
+        "grpc": "grpcio",
+        "google": "protobuf",
+        "opentelemetry": "opentelemetry-api",
+        "sklearn": "scikit-learn",
+    }
     imported = {
         module.split(".")[0]
         for file in (ROOT / "packages" / package / "src").rglob("*.py")
         for module in imported_modules(file)
     }
-    third_party = imported - set(sys.stdlib_module_names) - {package.replace("-", "_")}
+    third_party = imported - set(sys.stdlib_module_names) - {module_of(package)}
     used = {distribution.get(name, name).replace("_", "-") for name in third_party}
     needed = {name_of(need) for need in project["dependencies"]}
     extras = project["optional-dependencies"]

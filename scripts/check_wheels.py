@@ -59,7 +59,7 @@ class Wheel:
 
     @property
     def module(self) -> str:
-        return self.name.replace("-", "_")
+        return {"tft-torchft": "torchft"}.get(self.name, self.name.replace("-", "_"))
 
 
 def read(path: Path) -> Wheel:

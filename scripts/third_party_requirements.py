@@ -1,7 +1,8 @@
 """Print the external requirements of the development environment, one a line.
 
 They are the packages' own dependencies with all their extras, plus the workspace's tools, minus the packages
-themselves. Those are installed from the tree, so no index is ever asked for the project's own names.
+themselves. Those are installed from the tree, so no index is ever asked for the project's own names. What can't be
+installed beside the others is left out.
 
 Law of this file: it runs before anything is installed, on any Python from 3.10 on. So it uses only the standard
 library, and the TOML reader that pip carries, which Python 3.10 lacks.
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+# torchx needs an older urllib3 than the others.
+LEFT_OUT = {"torchx"}
 TOML_READER = "tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli"
 
 
@@ -39,7 +42,7 @@ def requirements(root: Path) -> Iterator[str]:
 
 def main() -> None:
     siblings = {folder.name for folder in (ROOT / "packages").iterdir() if folder.is_dir()}
-    found = {requirement for requirement in requirements(ROOT) if name_of(requirement) not in siblings}
+    found = {requirement for requirement in requirements(ROOT) if name_of(requirement) not in siblings | LEFT_OUT}
     print("\n".join(sorted(found)))
 
 

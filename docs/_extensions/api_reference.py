@@ -25,12 +25,18 @@ from typing import Any, Final, Generic, Protocol
 MARKER: Final = re.compile(r"^<!-- exports: ([\w.]+) -->$", re.MULTILINE)
 LONGEST_VALUE: Final = 100  # characters of a constant's value that its entry shows
 KINDS: Final = ("Classes", "Functions", "Constants and types", "Errors")
-LAYERS: Final = ("tft_coord", "tft_lighthouse", "tft_pg", "tft_ckpt", "tft_algos", "tft_suite")  # lower ones first
+# The lower ones come first.
+LAYERS: Final = ("tft_coord", "tft_lighthouse", "tft_pg", "tft_ckpt", "tft_algos", "tft_suite", "torchft")
 _SECTION: Final = re.compile(r"^(Args|Fields|Returns|Yields|Raises|Attributes|Source|Sources):(?: (.+))?$")
 _CODE: Final = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
 _NAME: Final = re.compile(r"[A-Za-z_][\w.]*(\(\))?")
 _END: Final = "\0"  # stands behind markup until it is known whether a separator must follow
 _SPECIAL: Final = re.compile(r"([*|\\]|(?<=\w)_(?!\w))")
+
+
+def is_ours(module: str) -> bool:
+    """Return whether a module of that name belongs to the project."""
+    return module.startswith("tft_") or module.partition(".")[0] == "torchft"
 
 
 def exported(module: ModuleType) -> dict[str, str]:
@@ -68,7 +74,7 @@ def _home(module: ModuleType, name: str) -> str:
     """Return the package that documents this name: the first below this module's package that exports it, or this
     one."""
     value = getattr(module, name)
-    if not _package_of(value).startswith("tft_"):
+    if not is_ours(_package_of(value)):
         return module.__name__
     for package in LAYERS:
         if package == module.__name__.partition(".")[0]:
@@ -198,7 +204,7 @@ def linkable(module: ModuleType) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in vars(module).items():
         home = _package_of(value)
-        if home.startswith("tft_") and name in importlib.import_module(home).__all__:
+        if is_ours(home) and name in importlib.import_module(home).__all__:
             found[name] = f"{home}.{name}"
     own = importlib.import_module(package)
     return {**found, **{name: f"{package}.{name}" for name in own.__all__}}
@@ -218,7 +224,7 @@ def setup(app: Any) -> dict[str, Any]:
 
     def rewrite_docstring(_app: Any, _what: str, name: str, value: object, _options: Any, lines: list[str]) -> None:
         home = str(getattr(value, "__module__", None) or name.partition(".")[0])
-        if home.startswith("tft_") and getattr(value, "__doc__", None) != type(value).__doc__:
+        if is_ours(home) and getattr(value, "__doc__", None) != type(value).__doc__:
             lines[:] = to_rst(lines, linkable(importlib.import_module(home)))
         else:
             lines.clear()  # a constant: the docstring is that of its type

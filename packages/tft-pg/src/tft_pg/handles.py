@@ -129,7 +129,7 @@ def reconfigure_with_store(
         )
     configure = getattr(pg, "configure", None)
     if callable(configure):
-        configure(store_addr, rank, world_size, timeout=timeout)
+        configure(store_addr=store_addr, replica_id="", rank=rank, world_size=world_size, timeout=timeout)
         return
     limit = _STORE_TIMEOUT if timeout is None else checked_timeout(timeout)
     end_s = time.monotonic() + limit.total_seconds()
@@ -339,9 +339,9 @@ class ReconfiguresByHandles:
         if len(set(handles)) < len(handles):
             raise ConfigError("a reconfigure handle occurs twice; pass each rank's own handle once")
         self.configure(  # type: ignore[attr-defined]  # of the group
-            f"{stores[0]}/tft-pg/{opts.uuid}",
-            list(handles).index(own),
-            len(handles),
+            store_addr=f"{stores[0]}/tft-pg/{opts.uuid}",
+            rank=list(handles).index(own),
+            world_size=len(handles),
             replica_id=self._own_handle().replica_id,
             group_rank=self._own_handle().group_rank,
             group_world_size=self._own_handle().group_world_size,

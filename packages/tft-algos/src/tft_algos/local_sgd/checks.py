@@ -26,7 +26,7 @@ def check_manager(manager: object) -> None:
 
     Raises: ConfigError: `manager` is something else.
     """
-    if not isinstance(manager, Manager):
+    if not callable(getattr(manager, "should_commit", None)):  # the user may have a Manager class of their own
         raise ConfigError(f"manager is a {type(manager).__name__}; give a Manager")
 
 

@@ -23,6 +23,7 @@ from tft_algos.manager.lifecycle.lifecycle import Lifecycle
 from tft_algos.manager.quorum.fingerprint import USER
 from tft_algos.manager.reduce.quantized import Quantizer, quantizer_of
 from tft_algos.manager.step.deferred import DeferredStep
+from tft_algos.manager.step.event_log import RecordListener
 from tft_algos.manager.step.runner import StepRunner
 from tft_coord.core.step import events as on
 from tft_coord.core.types import Plan
@@ -261,3 +262,14 @@ class StepControl:
         """
         self._step.tell(on.StateTorn())
         self._parts.shared.reports.torn(error)
+
+
+def follow_records(strategy: StepControl, listener: RecordListener) -> None:
+    """Set a function that receives a Manager's records for machines, for example to write them in another form.
+
+    Args:
+        strategy: of the Manager.
+        listener: called with "quorum", "commit" or "error", and the attributes of the record as in
+            `tft_algos.manager.step.event_log`. Any thread of the Manager calls it, so it must return at once.
+    """
+    strategy._parts.shared.reports.records.listener = listener

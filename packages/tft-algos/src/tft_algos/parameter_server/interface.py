@@ -138,7 +138,13 @@ class ParameterServer(abc.ABC):
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
             with requested_session(address, token=secret, timeout_s=left_s) as session:
                 left_s = max(_LEAST_S, deadline_s - time.monotonic())
-                group.configure(session.store_addr, 1, 2, timeout=timedelta(seconds=left_s))
+                group.configure(
+                    store_addr=session.store_addr,
+                    replica_id="",
+                    rank=1,
+                    world_size=2,
+                    timeout=timedelta(seconds=left_s),
+                )
         except BaseException:
             group.shutdown()
             raise

@@ -190,7 +190,13 @@ class Sessions:
             return
         session.failure.set_result("")
         try:
-            group.configure(session.opened.store_addr, 0, 2, timeout=self._join_timeout)
+            group.configure(
+                store_addr=session.opened.store_addr,
+                replica_id="",
+                rank=0,
+                world_size=2,
+                timeout=self._join_timeout,
+            )
         except ProcessGroupError as error:
             if session.was_stopped():
                 _log.info("%s ended before it began, because the client disconnected or the server stops", session)

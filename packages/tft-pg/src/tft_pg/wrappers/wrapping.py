@@ -94,9 +94,9 @@ class WrappingProcessGroup(ProcessGroup):
     ) -> None:
         self._forget()
         self._parent.configure(
-            store_addr,
-            rank,
-            world_size,
+            store_addr=store_addr,
+            rank=rank,
+            world_size=world_size,
             replica_id=replica_id,
             quorum_id=quorum_id,
             group_rank=group_rank,

@@ -218,10 +218,10 @@ class QuorumTask:
                 if broken is not None:
                     raise broken
                 self._before_configure()
-                self._group.configure(
-                    store,
-                    plan.replica_rank,
-                    plan.replica_world_size,
+                self._group.configure(  # by keyword, because the groups of others have another order
+                    store_addr=store,
+                    rank=plan.replica_rank,
+                    world_size=plan.replica_world_size,
                     replica_id=plan.replica_id,
                     quorum_id=plan.key.quorum_id,
                     group_rank=config.rank,

@@ -14,8 +14,9 @@ Every record has these attributes:
 
 Each logger adds its own:
 - `tft_quorums`, when a step's plan has arrived and its group is built or could not be built: `replica_world_size`:
-  members. `num_participants`: members whose gradients count. `heal`: this group heals. `reconfigured`: the process
-  group was built again. `duration_s`: seconds since the request for the quorum.
+  members. `num_participants`: members whose gradients count. `heal`: this group heals. `recover_dst_replica_ranks`: the
+  groups that heal from this one first. `reconfigured`: the process group was built again. `duration_s`: seconds since
+  the request for the quorum.
 - `tft_commits`, at a verdict: `commit_result`: whether the optimizer steps. `num_participants`.
 - `tft_errors`, at an error: `error`: its text. `error_type`: the name of its class. `counts`: the step fails because of
   it. Otherwise the error came after its step.
@@ -30,8 +31,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from tft_coord.core.step import StepName
 from tft_coord.core.types import Plan, QuorumKey
@@ -60,6 +62,9 @@ class Incident:
     text: str
 
 
+RecordListener: TypeAlias = Callable[[str, Mapping[str, object]], None]
+
+
 @final
 class EventLog:
     """The writer of the records of one Manager.
@@ -70,6 +75,7 @@ class EventLog:
         last_error: the newest error, `type: text`. "": no error. An exception is not stored, because it would keep the
             memory of its stack frames.
         incidents: the last ones, oldest first, at most 32.
+        listener: receives every record too, see `tft_algos.manager.strategy.follow_records`. None: there is none.
     """
 
     def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
@@ -79,11 +85,12 @@ class EventLog:
         self.errors = logging.getLogger(ERRORS)
         self.last_error = ""
         self.incidents: deque[Incident] = deque(maxlen=_INCIDENTS_KEPT)
+        self.listener: RecordListener | None = None
 
     @property
     def wants_quorums(self) -> bool:
-        """Return whether a handler takes records of quorums."""
-        return self.quorums.isEnabledFor(logging.DEBUG)
+        """Return whether a handler or the listener takes records of quorums."""
+        return self._is_wanted(self.quorums)
 
     def quorum(self, name: StepName, plan: Plan, *, reconfigured: bool, duration_s: float) -> None:
         """Record that the plan of a step has arrived, and that its group is built or could not be built."""
@@ -94,6 +101,7 @@ class EventLog:
             replica_world_size=plan.replica_world_size,
             num_participants=plan.num_participants,
             heal=plan.heal,
+            recover_dst_replica_ranks=plan.recover_dst_replica_ranks,
             reconfigured=reconfigured,
             duration_s=duration_s,
         )
@@ -106,7 +114,7 @@ class EventLog:
         """Record an error."""
         self.last_error = f"{type(error).__name__}: {error}"
         self.incident(name.step, name.key, self.last_error)
-        if self.errors.isEnabledFor(logging.DEBUG):
+        if self._is_wanted(self.errors):
             # Records for machines contain whole ids. The text for people has short ones.
             text = error.args[0] if len(error.args) == 1 and isinstance(error.args[0], str) else str(error)
             facts = {"error": text, "error_type": type(error).__name__, "counts": counts}
@@ -117,7 +125,13 @@ class EventLog:
         self.incidents.append(Incident(time.time(), step, None if key is None else key.quorum_id, text))
 
     def _write(self, logger: logging.Logger, name: StepName, event: str, **facts: object) -> None:
-        if logger.isEnabledFor(logging.DEBUG):
-            quorum_id = None if name.key is None else name.key.quorum_id
-            where = {"quorum_id": quorum_id, "step": name.step}
-            logger.debug("%s of step %d", event, name.step, extra={**self._who, **where, **facts})
+        if not self._is_wanted(logger):
+            return
+        quorum_id = None if name.key is None else name.key.quorum_id
+        record = {**self._who, "quorum_id": quorum_id, "step": name.step, **facts}
+        logger.debug("%s of step %d", event, name.step, extra=record)
+        if self.listener is not None:
+            self.listener(event, record)
+
+    def _is_wanted(self, logger: logging.Logger) -> bool:
+        return self.listener is not None or logger.isEnabledFor(logging.DEBUG)
