@@ -23,9 +23,11 @@ from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
 from tft_coord.core.living_quorum import UNKNOWN_MEMBERS, LivingQuorum
 from tft_coord.core.names import base_name, listed, shorten
+from tft_coord.core.poor_sources import PoorSources
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.reach import Exclusions, Reach, peers_of
+from tft_coord.core.status import JobStatus, job_status
 from tft_coord.core.stragglers import QuorumContext, StragglerPolicy, StragglerWatch, left_out_reason
 from tft_coord.core.suspicion import (
     STOP_VALID_MS,
@@ -156,6 +158,11 @@ class LighthouseCore:
         one."""
         return self._incarnation.started_ms
 
+    @property
+    def is_replaced(self) -> bool:
+        """Return whether a newer lighthouse of this cluster serves its jobs, as far as this one has heard."""
+        return self._superseded_by_ms > self._incarnation.started_ms
+
     def quorum(self, job: str) -> Quorum | None:
         """Return the newest quorum of that job."""
         return self._jobs[job].previous if job in self._jobs else None
@@ -226,6 +233,10 @@ class LighthouseCore:
         """
         known = self._jobs.get(job)
         return known.names.warnings + known.stragglers.warnings + known.troubles.warnings if known is not None else ()
+
+    def status(self, now_ms: int) -> tuple[JobStatus, ...]:
+        """Return the state of each job, for an operator. It changes nothing."""
+        return tuple(job.status(now_ms, self.warnings(name)) for name, job in self._jobs.items())
 
     def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
         """Return which replicas to tell now about their wait, and what to log. Call it once a second."""
@@ -304,7 +315,7 @@ class LighthouseCore:
         reported."""
         if hello.cluster_id == self._incarnation.cluster_id:
             self._superseded_by_ms = max(self._superseded_by_ms, hello.lighthouse_started_ms)
-        return self._superseded_by_ms > self._incarnation.started_ms
+        return self.is_replaced
 
     def _resumes_service(self, now_ms: int, wall_ms: int) -> bool:
         """Return whether the newer lighthouse is presumed gone, because replicas have been coming here for
@@ -490,7 +501,7 @@ class Job:
         self._handshake = Handshake(name, self._precedence_of, room)
         self._newest_held: QuorumKey | None = None  # the newest quorum that any replica has reported
         self._unanswered: set[int] = set()  # streams that could not name the members of the quorum they hold
-        self._poor_sources: dict[str, tuple[str, ...]] = {}  # replica id -> the sources it reported as poor
+        self._poor_sources = PoorSources(name)
         self._serving: set[str] = set()  # replicas that have left and may still be healed from
         self._asking_replica = ""  # the replica that asks just now, if it has trained
         self._end = JobEnd()
@@ -700,6 +711,21 @@ class Job:
         missing = [replica for replica in members if waits[replica.replica_id] is None and replica.left is None]
         streams = [each.stream for each in members if waits[each.replica_id] is not None and each.stream is not None]
         return JobWait(min(begun), step_wait(self._newest_step, missing, now_ms), tuple(streams))
+
+    def status(self, now_ms: int, warnings: tuple[str, ...]) -> JobStatus:
+        """Return the state of the job and of its replicas, for an operator."""
+        return job_status(
+            self.name,
+            self.liveness.replicas.values(),
+            self.previous,
+            formed_ms=self._key_formed_ms,
+            broken=self._broken,
+            left_out=self.stragglers.left_out.union(self._exclusions.out),
+            wait=self.wait(now_ms),
+            ended=self._end.ended,
+            warnings=warnings,
+            now_ms=now_ms,
+        )
 
     def look_at_troubles(self, now_ms: int) -> None:
         """Find what is wrong now, for later calls of `warnings`."""
@@ -1257,7 +1283,7 @@ class Job:
         replica.ready = True
         self._note_wait(replica, False, now_ms)
         replica.stopped = None
-        out += self._note_sources(member)
+        out += self._poor_sources.report(member, self.liveness.replicas, self._members)
         after_loss = False
         if member.unreached:
             self._requests_needed = 0
@@ -1294,29 +1320,6 @@ class Job:
         else:
             replica.ineligible_until_ms = 0
         return out + self._announce(replica, member, now_ms)
-
-    def _note_sources(self, member: Member) -> list[effects.Warned]:
-        """Log which sources the replica could not heal from. They stay in the quorum, whose plan names them last."""
-        before = self._poor_sources.get(member.replica_id, ())
-        if member.poor_sources == before:
-            return []
-        known = self.liveness.replicas
-        self._poor_sources = {name: sources for name, sources in self._poor_sources.items() if name in known}
-        self._poor_sources[member.replica_id] = member.poor_sources
-        return [
-            effects.Warned(
-                self.name,
-                f"replica {member.replica_id} could not heal well from source {name}, which was silent, slow or sent "
-                f"wrong data; every replica now asks it last. Check its state server on {self._address_of(name)}, and "
-                "the network to it",
-            )
-            for name in member.poor_sources
-            if name not in before and name in known
-        ]
-
-    def _address_of(self, replica_id: str) -> str:
-        member = self._members.get(replica_id)
-        return f"the host of {member.address}" if member is not None else "its host"
 
     def _announce(self, replica: Replica, member: Member, now_ms: int) -> list[effects.LighthouseEffect]:
         """Announce a newcomer to the members that may be its sources, once for each quorum.
