@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import pytest
 
 from tft_coord import LighthouseClient, RefusedError
 from tft_lighthouse import __version__
+from tft_lighthouse.cli import http_bind_of
 
 COMMAND = [sys.executable, "-m", "tft_lighthouse"]
 LATE = timedelta(seconds=20)
@@ -166,6 +168,7 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
             "which needs 'wait'; leave one of them",
         ),
         (["--bind", "here"], "bind is 'here'; give host:port"),
+        (["--http-bind", "1.2.3.4:x"], "http_bind is '1.2.3.4:x'; give host:port"),
         (["--min_replica", "1"], "unrecognized arguments: --min_replica"),
         (["--insecure", "--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),
         (["--bind", "192.0.2.1:1"], "bind is '192.0.2.1:1' and no shared secret is set; to serve other machines"),
@@ -217,6 +220,47 @@ def test_the_secret_of_the_environment_is_asked_for(tmp_path: Path) -> None:
             stranger.heartbeat("a")
         with LighthouseClient(address, LATE, token="s3cret") as friend:
             friend.heartbeat("a")
+
+
+@pytest.mark.parametrize(
+    ("text", "bind", "expected"),
+    [
+        ("", "[::]:29510", "[::]:29511"),
+        ("", "127.0.0.1:0", "127.0.0.1:0"),
+        ("", "here", ":"),  # which is refused as such
+        ("0", "[::]:29510", None),
+        ("8080", "10.0.0.1:29510", "10.0.0.1:8080"),
+        ("[::1]:8080", "10.0.0.1:29510", "[::1]:8080"),
+        ("10.0.0.1:0", "[::]:29510", "10.0.0.1:0"),
+    ],
+)
+def test_where_the_http_port_is(text: str, bind: str, expected: str | None) -> None:
+    assert http_bind_of(text, bind) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "has_port"),
+    [
+        ([], {"TFT_LIGHTHOUSE_HTTP_BIND": ""}, True),
+        ([], {"TFT_LIGHTHOUSE_HTTP_BIND": "127.0.0.1:0"}, True),
+        (["--http-bind", "127.0.0.1:0"], {"TFT_LIGHTHOUSE_HTTP_BIND": "0"}, True),
+        (["--http_bind", "0"], {"TFT_LIGHTHOUSE_HTTP_BIND": "127.0.0.1:0"}, False),
+    ],
+)
+def test_a_flag_beats_the_environment_and_without_both_there_is_a_port(
+    words: list[str], environment: dict[str, str], has_port: bool
+) -> None:
+    with running(*words, **environment) as (process, _):
+        assert process.stderr is not None
+        process.stderr.readline()  # that this machine alone is served
+        if has_port:
+            found = re.search(r"status, metrics and health at (http://127.0.0.1:\d+) ", process.stderr.readline())
+            assert found is not None
+            with urllib.request.urlopen(f"{found[1]}/healthz", timeout=20) as answer:
+                assert answer.read() == b"ok\n"
+        process.terminate()
+        assert process.wait(20) == 0
+        assert process.stderr.read() == ""
 
 
 def test_help_takes_less_than_a_second() -> None:

@@ -1,11 +1,12 @@
 """The defaults of the command and of the embedded server.
 
-Law of this file: plain numbers, so that the command can print them without importing anything.
+Law of this file: plain values, so that the command can print them without importing anything.
 """
 
 from typing import Final
 
 BIND: Final = "[::]:29510"
+HTTP_BIND_ENV: Final = "TFT_LIGHTHOUSE_HTTP_BIND"
 MIN_REPLICAS: Final = 1
 QUORUM_TICK_MS: Final = 100
 JOIN_TIMEOUT_MS: Final = 60_000

@@ -38,6 +38,7 @@ from tft_coord.lighthouse import (
     services,
 )
 from tft_lighthouse import log
+from tft_lighthouse.counters import Counters
 from tft_lighthouse.encoders import Encoders
 from tft_lighthouse.operations import Operations
 
@@ -46,20 +47,6 @@ logger = logging.getLogger("tft_lighthouse")
 LAST_ANSWERS_S: Final = 0.2
 LOOK_AT_WAITS_S: Final = 1.0
 LOOKS_APART_S: Final = 0.01  # streams that break together are judged together
-
-WATCHED: Final = frozenset(
-    {
-        effects.QuorumFormed,
-        effects.ReplicaLost,
-        effects.ReplicaLeft,
-        effects.NotifyLoss,
-        effects.JobEnded,
-        effects.PaceChanged,
-        effects.WaitNoticed,
-        effects.Warned,
-        effects.JobFailed,
-    }
-)
 
 _Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed
 
@@ -134,6 +121,7 @@ class LighthouseShell:
                 },
                 streams={services.LIGHTHOUSE_SESSION: self._serve_session},
                 token=token,
+                is_serving=lambda: self.operations.is_ready,
             ),
         )
 
@@ -162,9 +150,11 @@ class LighthouseShell:
             self._answer(call, None)
         await self._server.stop(LAST_ANSWERS_S)
 
-    def watch(self, watcher: Callable[[object], None]) -> None:
-        """Call that function with each decision of the kinds in `WATCHED`, before it is performed."""
-        self._watcher = watcher
+    def count(self) -> Counters:
+        """Count the decisions that matter to an operator from now on, and return the counts."""
+        counts = Counters(self._core.job_of)
+        self._watcher = counts.count
+        return counts
 
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
@@ -209,7 +199,7 @@ class LighthouseShell:
 
     def _perform(self, decisions: Iterable[_Decision]) -> None:
         for decision in decisions:
-            if self._watcher is not None and type(decision) in WATCHED:
+            if self._watcher is not None:
                 self._watcher(decision)
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):

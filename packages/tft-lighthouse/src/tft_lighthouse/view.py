@@ -119,7 +119,7 @@ def find_replica(jobs: Sequence[JobStatus], replica: str, job: str | None) -> tu
     Raises: RefusedError: there is no such replica, or there are several; the message lists them.
     """
     known = [each for each in jobs if job is None or each.name == job]
-    if not known:
+    if not known and job is not None:
         names = ", ".join(sorted(each.name for each in jobs)[:NAMES_SHOWN_MOST]) or "none so far"
         raise RefusedError(f"this lighthouse knows no job {job!r}; known jobs: {names}", code="unknown")
     everyone = [(each, member) for each in known for member in each.replicas]

@@ -25,6 +25,12 @@ LIGHTHOUSE_DESCRIBE = "/torchft.TftLighthouseService/Describe"
 LIGHTHOUSE_DRAIN = "/torchft.TftLighthouseService/Drain"
 LIGHTHOUSE_SESSION = "/torchft.TftLighthouseService/Session"
 MANAGER_SESSION = "/torchft.TftManagerService/Session"
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+
+# The two answers of grpc's health protocol: a HealthCheckResponse whose status (field 1) is SERVING or NOT_SERVING.
+# They are written out, because a second description of that message would clash with grpcio-health-checking's.
+SERVING: Final = b"\x08\x01"
+NOT_SERVING: Final = b"\x08\x02"
 
 # A refused call costs this process as much as a member's call, and a stranger can make thousands a second. Above a few
 # a second their answers are therefore delayed. A connection has a limited number of calls, so its rate falls to
@@ -51,10 +57,17 @@ class Services(grpc.GenericRpcHandler):
         streams: handlers of calls with a stream each way; they read and write through the context.
         token: the job's shared secret, or None. The server refuses a call without it by its headers. It reads no
             message of such a call, so the call costs no memory.
+        is_serving: returns the answer to grpc's health checks; None: they are not answered. They need no secret,
+            because an orchestrator's probe has none.
     """
 
     def __init__(
-        self, *, unary: Mapping[str, UnaryHandler], streams: Mapping[str, StreamHandler], token: str | None
+        self,
+        *,
+        unary: Mapping[str, UnaryHandler],
+        streams: Mapping[str, StreamHandler],
+        token: str | None,
+        is_serving: Callable[[], bool] | None = None,
     ) -> None:
         self._token = token
         handlers: dict[str, Any] = {
@@ -65,8 +78,13 @@ class Services(grpc.GenericRpcHandler):
         self._handlers = handlers
         # Before grpc calls a handler of one request, it reads the request, up to the server's maximum. A handler of a
         # stream of requests reads for itself, and on the wire the two kinds are the same.
-        refusal: Any = grpc.stream_unary_rpc_method_handler(_Refusals().refuse)
+        refusals = _Refusals()
+        refusal: Any = grpc.stream_unary_rpc_method_handler(refusals.refuse)
         self._refusals = dict.fromkeys(handlers, refusal)
+        if is_serving is not None:
+            health = _Health(is_serving, refusals)
+            handlers[HEALTH_CHECK] = grpc.stream_unary_rpc_method_handler(health.check)
+            self._refusals[HEALTH_CHECK] = grpc.stream_unary_rpc_method_handler(health.check_for_stranger)
 
     @property
     def methods(self) -> Collection[str]:
@@ -89,12 +107,7 @@ class _Refusals:
         self._delayed = 0  # refusals that wait
 
     async def refuse(self, _messages: object, context: Context) -> bytes:
-        if self._is_flood() and self._delayed < MAX_DELAYED_REFUSALS:
-            self._delayed += 1
-            try:
-                await asyncio.sleep(REFUSAL_DELAY_S)
-            finally:
-                self._delayed -= 1
+        await self.delay()
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
             "this server requires a shared secret, and the call had none or a different one; "
@@ -102,12 +115,38 @@ class _Refusals:
         )
         raise AssertionError("abort always raises")
 
+    async def delay(self) -> None:
+        """Delay the answer to a call without the secret while there is a flood of them."""
+        if self._is_flood() and self._delayed < MAX_DELAYED_REFUSALS:
+            self._delayed += 1
+            try:
+                await asyncio.sleep(REFUSAL_DELAY_S)
+            finally:
+                self._delayed -= 1
+
     def _is_flood(self) -> bool:
         second = int(asyncio.get_running_loop().time())
         if second != self._second:
             self._second, self._refused = second, 0
         self._refused += 1
         return self._refused > PROMPT_REFUSALS_PER_S
+
+
+@final
+class _Health:
+    """The answers to health checks, for the server as a whole. A request names a service, and is not read: a stranger
+    may send it, and it may be large."""
+
+    def __init__(self, is_serving: Callable[[], bool], refusals: _Refusals) -> None:
+        self._is_serving = is_serving
+        self._refusals = refusals
+
+    async def check(self, _messages: object, _context: Context) -> bytes:
+        return SERVING if self._is_serving() else NOT_SERVING
+
+    async def check_for_stranger(self, messages: object, context: Context) -> bytes:
+        await self._refusals.delay()
+        return await self.check(messages, context)
 
 
 def unary_stub(channel: grpc.Channel, method: str) -> UnaryStub:
