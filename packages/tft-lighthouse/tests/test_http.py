@@ -24,10 +24,20 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tft_coord import ConfigError, LighthouseClient, ManagerClient, ManagerServer, Notification, RankRequest, Timeouts
+from tft_coord import (
+    ConfigError,
+    LighthouseClient,
+    ManagerClient,
+    ManagerServer,
+    Notification,
+    QuorumKey,
+    RankRequest,
+    Timeouts,
+)
 from tft_coord.core.types import KillOrder, LeaveRequest
 from tft_lighthouse import LighthouseServer
 from tft_lighthouse.http import app, connections
+from tft_lighthouse.http import incidents as incidents_over_http
 
 LATE = timedelta(seconds=20)
 LATE_S = 20.0
@@ -77,6 +87,7 @@ class Group:
 
     def __init__(self, name: str, lighthouse: LighthouseServer, *, job: str = "job", token: str | None = None) -> None:
         self.told: queue.Queue[Notification] = queue.Queue()
+        self.held: QuorumKey | None = None
         address = str(lighthouse.address)
         self.server = ManagerServer(
             name,
@@ -95,7 +106,7 @@ class Group:
         )
 
     def ask(self, step: int = 0) -> None:
-        self.client.quorum(0, RankRequest(step=step, lineage=1), LATE)
+        self.held = self.client.quorum(0, RankRequest(step=step, lineage=1, held=self.held), LATE).key
 
     def hears(self, kind: type) -> Any:
         while not isinstance(news := self.told.get(timeout=LATE_S), kind):
@@ -312,6 +323,110 @@ def test_a_page_of_another_server_kills_nothing(lighthouse: LighthouseServer, gr
     assert ask(lighthouse, "/replica/a/kill", "POST", Origin="http://evil.example", Host="evil.example")[0] == 421
     assert group.told.empty()
     assert ask(lighthouse, "/replica/a/kill", "POST", Origin=f"http://{own}")[0] == 200
+
+
+# --- incidents --------------------------------------------------------------------------------------------------------
+
+
+def incidents(lighthouse: LighthouseServer, query: str = "") -> list[dict[str, Any]]:
+    code, _, body = ask(lighthouse, f"/api/v1/incidents{query}")
+    assert code == 200, body
+    found: list[dict[str, Any]] = json.loads(body)["incidents"]
+    return found
+
+
+class Reader:
+    """A reader of events: it keeps what comes."""
+
+    def __init__(self, lighthouse: LighthouseServer, path: str = "/api/v1/events", **headers: str) -> None:
+        request = urllib.request.Request(f"{lighthouse.http_address}{path}", headers=headers)
+        self._answer = urllib.request.urlopen(request, timeout=LATE_S)
+        assert self._answer.headers["Content-Type"] == "text/event-stream"
+
+    def next(self) -> dict[str, Any]:
+        """The next event; what only keeps the connection alive is left out."""
+        found: dict[str, str] = {}
+        while line := self._answer.readline().decode():
+            name, _, text = line.rstrip("\n").partition(": ")
+            if name:
+                found[name] = text
+            elif not found.get("id"):
+                found = {}
+            else:
+                assert found["event"] == "incident"
+                data: dict[str, Any] = json.loads(found["data"])
+                assert str(data["change"]) == found["id"]
+                return data
+        raise AssertionError("the lighthouse has ended the stream")
+
+    def until(self, **facts: object) -> dict[str, Any]:
+        while True:
+            found = self.next()
+            if all(found[name] == value for name, value in facts.items()):
+                return found
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+def test_a_start_and_a_loss_are_told_as_they_happen_and_kept(lighthouse: LighthouseServer, group: Group) -> None:
+    reader = Reader(lighthouse)
+    group.ask(step=3)
+    begun = reader.until(kind="start")
+    assert (begun["job"], begun["is_open"], begun["quorum_before"], begun["members_after"]) == ("job", True, None, 1)
+    group.ask(step=4)
+    ended = reader.until(kind="start", is_open=False)
+    assert ended["phases_ms"].keys() == {"resume"}
+    group.close()
+    lost = reader.until(kind="loss")
+    assert (lost["replica_ids"], lost["step"]) == (["a:0f3a9c1d-0000-4000-8000-000000000000"], 4)
+    assert incidents(lighthouse)[-1] == lost
+    assert [each["kind"] for each in incidents(lighthouse, "?limit=1")] == ["loss"]
+    assert [each["kind"] for each in incidents(lighthouse, "?kind=start&job=job")] == ["start"]
+    assert incidents(lighthouse, "?job=other") == incidents(lighthouse, f"?after={lost['change']}") == []
+    reader.close()
+    again = Reader(lighthouse, **{"Last-Event-ID": str(ended["change"])})
+    assert again.next()["kind"] == "loss"
+    again.close()
+    after_a_restart = Reader(lighthouse, "/api/v1/events?after=999999")
+    assert after_a_restart.next()["kind"] == "start"
+    after_a_restart.close()
+
+
+@pytest.mark.parametrize("query", ["?after=x", "?limit=-1", "?after=" + "9" * 30, "?limit=%C2%B2"])
+def test_a_wrong_number_is_refused(lighthouse: LighthouseServer, query: str) -> None:
+    code, _, body = ask(lighthouse, f"/api/v1/incidents{query}")
+    assert code == 400
+    assert json.loads(body)["error"].endswith("must be a whole number")
+
+
+def test_readers_of_events_are_bounded_and_leave_no_trace(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incidents_over_http, "READERS_MOST", 2)
+    readers = [Reader(lighthouse) for _ in range(2)]
+    code, _, body = ask(lighthouse, "/api/v1/events")
+    assert (code, json.loads(body)["error"]) == (503, "2 readers follow the events already")
+    for reader in readers:
+        reader.close()
+    running = lighthouse._http
+    assert running is not None
+    monkeypatch.setattr(incidents_over_http, "KEEP_ALIVE_S", 0.05)
+    running._incidents.changed()
+    until(lambda: not running._incidents._readers)
+
+
+def test_a_reader_that_waits_keeps_its_connection(
+    lighthouse: LighthouseServer, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 0.5)
+    monkeypatch.setattr(connections, "SWEEP_S", 0.05)
+    monkeypatch.setattr(incidents_over_http, "KEEP_ALIVE_S", 0.1)
+    reader = Reader(lighthouse)
+    time.sleep(1.5)  # several times as long as a request may take
+    group.ask()
+    assert reader.next()["kind"] == "start"
+    reader.close()
 
 
 # --- hostile clients --------------------------------------------------------------------------------------------------

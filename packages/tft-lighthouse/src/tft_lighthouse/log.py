@@ -5,6 +5,7 @@ Law of this file: sentences from the core's effects, given to the logger; nothin
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Final, final
@@ -22,6 +23,8 @@ from tft_coord.lighthouse import (
     WaitNoticed,
     logger_for_people,
 )
+from tft_lighthouse.history import Incident
+from tft_lighthouse.history import Phase as IncidentPhase
 
 logger = logger_for_people("tft_lighthouse")
 
@@ -190,6 +193,31 @@ def job_ended(ended: JobEnded) -> None:
         ended.step,
         ", ".join(ended.replica_ids),
         extra={"job": ended.job, "step": ended.step},
+    )
+
+
+def incident(closed: Incident) -> None:
+    """Log an incident that has ended: one line of `name=value`, whose names and their order do not change."""
+    names = ",".join(closed.replica_ids) + ("" if closed.num_replicas == len(closed.replica_ids) else ",…")
+    phases = "".join(
+        f" {phase.value}_s={closed.phases[phase] / 1_000:.3f}" for phase in IncidentPhase if phase in closed.phases
+    )
+    before, after = (str(each) if each is not None else "none" for each in (closed.quorum_before, closed.quorum_after))
+    logger.info(
+        "incident=%d job=%s kind=%s step=%d quorum=%s->%s members=%d->%d lasted_s=%.3f%s replicas=%s reason=%s",
+        closed.number,
+        closed.job,
+        closed.kind.value,
+        closed.step,
+        before,
+        after,
+        closed.members_before,
+        closed.members_after,
+        closed.lasted_ms / 1_000,
+        phases,
+        names,
+        json.dumps(closed.reason, ensure_ascii=False),
+        extra={"job": closed.job, "incident": closed.number},
     )
 
 

@@ -196,7 +196,7 @@ class LighthouseServer:
         assert shell is not None
 
         async def start() -> HttpServer:
-            server = HttpServer(shell.operations, shell.count(), listeners, access)
+            server = HttpServer(shell.operations, shell.keep_journal(), listeners, access)
             await server.start()
             return server
 

@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final, TypeAlias, cast, final
 
 from tft_coord import ConfigError, Member, ProtocolError, RefusedError
@@ -38,8 +38,8 @@ from tft_coord.lighthouse import (
     services,
 )
 from tft_lighthouse import log
-from tft_lighthouse.counters import Counters
 from tft_lighthouse.encoders import Encoders
+from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
 
 logger = logging.getLogger("tft_lighthouse")
@@ -105,7 +105,7 @@ class LighthouseShell:
         self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
         self._refusals = log.Refusals(self._loop.time)
         self._failures = log.Failures()
-        self._watcher: Callable[[object], None] | None = None
+        self._journal: Journal | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
@@ -150,17 +150,18 @@ class LighthouseShell:
             self._answer(call, None)
         await self._server.stop(LAST_ANSWERS_S)
 
-    def count(self) -> Counters:
-        """Count the decisions that matter to an operator from now on, and return the counts."""
-        counts = Counters(self._core.job_of)
-        self._watcher = counts.count
-        return counts
+    def keep_journal(self) -> Journal:
+        """Count and record from now on what has happened to the jobs, and return the journal."""
+        self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
+        return self._journal
 
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
+        if self._journal is not None:
+            self._journal.tick()
         if self._loop.time() >= self._next_look_at_waits_s:
             self._next_look_at_waits_s = self._loop.time() + LOOK_AT_WAITS_S
             self._perform(self._core.look_at_waits(self._now_ms()))
@@ -199,8 +200,8 @@ class LighthouseShell:
 
     def _perform(self, decisions: Iterable[_Decision]) -> None:
         for decision in decisions:
-            if self._watcher is not None:
-                self._watcher(decision)
+            if self._journal is not None:
+                self._journal.note(decision)
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):
                     self._send(stream, self._encode.answer(request, quorum, packs=stream in self._unpacks))

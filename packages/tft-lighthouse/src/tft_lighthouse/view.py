@@ -1,4 +1,4 @@
-"""The view of a lighthouse for its operator, and its JSON: the schema of `/api/v1/status`.
+"""The view of a lighthouse for its operator, and its JSON: the schemas of `/api/v1/`.
 
 Law of this file: frozen values, and how they read as JSON. docs/lighthouse-http.md documents each field.
 """
@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from tft_coord import RefusedError
 from tft_coord.lighthouse import JobStatus, ReplicaState, ReplicaStatus, base_name, shorten
+from tft_lighthouse.history import Incident
 
 SCHEMA_VERSION: Final = 1
 REPLICAS_LISTED_MOST: Final = 5_000  # of one job; a longer list would hold up the lighthouse
@@ -106,6 +107,29 @@ def _replica(replica: ReplicaStatus) -> dict[str, Any]:
         "healed_bytes": replica.healed_bytes,
         "reason": replica.reason or None,
         "gone_ms": replica.gone_ms if replica.reason else None,
+    }
+
+
+def incident_as_json(incident: Incident) -> dict[str, Any]:
+    """Return one incident as JSON, of schema version `SCHEMA_VERSION`."""
+    return {
+        "number": incident.number,
+        "change": incident.change,
+        "job": incident.job,
+        "kind": incident.kind.value,
+        "is_open": incident.is_open,
+        "replica_ids": list(incident.replica_ids),
+        "num_replicas": incident.num_replicas,
+        "reason": incident.reason,
+        "began_ms": incident.began_ms,
+        "lasted_ms": incident.lasted_ms,
+        "phases_ms": {phase.value: lasted_ms for phase, lasted_ms in incident.phases.items()},
+        "step": incident.step,
+        "quorum_before": incident.quorum_before,
+        "quorum_after": incident.quorum_after,
+        "members_before": incident.members_before,
+        "members_after": incident.members_after,
+        "waited_for": incident.waited_for or None,
     }
 
 

@@ -167,6 +167,10 @@ class LighthouseCore:
         """Return the newest quorum of that job."""
         return self._jobs[job].previous if job in self._jobs else None
 
+    def newest_step(self, job: str) -> int | None:
+        """Return the highest step that a member of that job's newest quorum has reported; None: no such job."""
+        return self._jobs[job].newest_step if job in self._jobs else None
+
     def any_alive(self, job: str, now_ms: int) -> str | None:
         """Return one healthy replica of that job, or None.
 
@@ -470,10 +474,8 @@ class Job:
         self.previous: Quorum | None = None
         self.waiting_for = NO_REQUEST
         self.board, self.names, self.troubles = WaitBoard(), NameWatch(), Troubles(config.timeouts.heartbeat_timeout_ms)
-        self._config = config
-        self._timeouts = config.timeouts
-        self._incarnation = incarnation
-        self._nonces = nonces
+        self._config, self._timeouts = config, config.timeouts
+        self._incarnation, self._nonces = incarnation, nonces
         self.last_id = last_id
         # A presumed replica has a heartbeat_timeout to show that it lives. The time counts from the start of a
         # restarted lighthouse, or from now if the lighthouse has forgotten the job since.
@@ -491,7 +493,7 @@ class Job:
         # Members of the newest quorum that have asked for the next one. Once a member has asked, the quorum has begun
         # to end, so a lost answer is not given again.
         self._asked_since: set[str] = set()
-        self._newest_step = 0  # the highest step that a member of the newest quorum has reported
+        self.newest_step = 0  # the highest step that a member of the newest quorum has reported
         self._announced = False  # a newcomer was announced since the newest quorum formed
         self._askers: dict[str, Replica] = {}  # replicas that have asked; some of them may not wait any more
         self._requests_needed = 0  # the number of requests that must come before the rule can say yes
@@ -710,7 +712,7 @@ class Job:
             return None
         missing = [replica for replica in members if waits[replica.replica_id] is None and replica.left is None]
         streams = [each.stream for each in members if waits[each.replica_id] is not None and each.stream is not None]
-        return JobWait(min(begun), step_wait(self._newest_step, missing, now_ms), tuple(streams))
+        return JobWait(min(begun), step_wait(self.newest_step, missing, now_ms), tuple(streams))
 
     def status(self, now_ms: int, warnings: tuple[str, ...]) -> JobStatus:
         """Return the state of the job and of its replicas, for an operator."""
@@ -758,8 +760,8 @@ class Job:
         if replica.replica_id in self._members:
             self._living.asked(replica.replica_id, now_ms)  # the others know it by its word, or wait for it
         assert replica.left is not None
-        left = effects.ReplicaLeft(self.name, replica.replica_id, replica.session, replica.left, serve_ms)
-        return [left, *out]
+        end = replica.left, serve_ms, replica.finished
+        return [effects.ReplicaLeft(self.name, replica.replica_id, replica.session, *end), *out]
 
     def _release_left(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Release those that have left and from which no replica heals any more."""
@@ -861,7 +863,7 @@ class Job:
         if not beat.number:
             return []
         if beat.progress is not None and self._living.stands and replica.replica_id in self._members:
-            self._newest_step = max(self._newest_step, beat.progress.step)
+            self.newest_step = max(self.newest_step, beat.progress.step)
         news = self._living.news(self._previous_key, beat.number, broken=self._broken is not None)
         return [effects.TellNewest(beat.stream, news)]
 
@@ -889,7 +891,7 @@ class Job:
         if not self._living.stands_whole:
             return False
         given = max((member.step for member in self._members.values()), default=0)
-        return self._newest_step > given
+        return self.newest_step > given
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -1030,7 +1032,7 @@ class Job:
         self._healthy_before = None
         self._requests_needed = 0
         out: list[effects.LighthouseEffect] = [
-            effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason),
+            effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason, lost.detect_ms),
             *self._break_quorum(replica.replica_id, replica.session, lost.reason),
         ]
         message = f"replica {replica.replica_id}, session {replica.session}, was lost: {lost.reason}"
@@ -1239,7 +1241,7 @@ class Job:
         """Take over a later answer in the newest quorum than the one that was asked first."""
         self.previous, self._reported_last = quorum, answer
         self._members = {member.replica_id: member for member in quorum.members}
-        self._newest_step = max(self._newest_step, *(member.step for member in quorum.members))
+        self.newest_step = max(self.newest_step, *(member.step for member in quorum.members))
         return self._ask_for_newest(now_ms) + self._sort_waiting(now_ms)
 
     def _sort_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:
@@ -1328,8 +1330,8 @@ class Job:
         compute. A member that waits has passed that boundary. One snapshot serves all newcomers.
         """
         is_member = replica.replica_id in self._members
-        if is_member and not member.torn and member.step >= self._newest_step:
-            self._newest_step = member.step
+        if is_member and not member.torn and member.step >= self.newest_step:
+            self.newest_step = member.step
             return []
         if self._announced or not self._members or replica.ineligible_until_ms > now_ms:
             return []
@@ -1661,7 +1663,7 @@ class Job:
     def _reference_step(self) -> int:
         """Return the step that the newest quorum started from; 0: no state is worth waiting for."""
         if self._has_moved_on():
-            return self._newest_step
+            return self.newest_step
         common = _assignment_of(self.previous) if self.previous is not None else None
         return common.step if common is not None else 0
 
@@ -1823,9 +1825,9 @@ class Job:
         self.hangs.begin_round()
         self._healthy_before = None
         self._broken = None
-        self._newest_step = max(member.step for member in self._members.values())
+        self.newest_step = max(member.step for member in self._members.values())
         self._announced = False
-        self._end.trains_on(self._newest_step)
+        self._end.trains_on(self.newest_step)
 
     def _answers(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> list[effects.LighthouseEffect]:
         unchanged = self._unchanged(quorum, previous)

@@ -22,11 +22,12 @@ from aiohttp.typedefs import Handler, Middleware
 
 from tft_coord import CoordinationError, RefusedError
 from tft_coord.lighthouse import Inheritance, join_host_port, let_go_in_child
-from tft_lighthouse.counters import Counters
 from tft_lighthouse.http import page
 from tft_lighthouse.http.access import Access, Denial, Kind, Visitor
 from tft_lighthouse.http.connections import Acceptor, Connections
+from tft_lighthouse.http.incidents import Incidents
 from tft_lighthouse.http.metrics import CONTENT_TYPE, Metrics
+from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
 from tft_lighthouse.view import as_json
 
@@ -39,7 +40,7 @@ MAX_REASON_CHARACTERS: Final = 200
 PROMPT_DENIALS_PER_S: Final = 16
 DENIAL_DELAY_S: Final = 2.0
 HEALTH: Final = ("/healthz", "/readyz")
-PATHS: Final = ("/", "/status", "/api/v1/status", "/metrics", *HEALTH)
+PATHS: Final = ("/", "/status", "/api/v1/status", "/api/v1/incidents", "/api/v1/events", "/metrics", *HEALTH)
 FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
 HEADERS: Final = {
     "Server": "tft-lighthouse",
@@ -55,21 +56,23 @@ class HttpServer:
 
     Args:
         operations: what an operator may see and ask for.
-        counts: what has happened so far.
+        journal: what has happened so far.
         listeners: bound and listening; `stop` closes them.
         access: who may see and change what.
     """
 
     def __init__(
-        self, operations: Operations, counts: Counters, listeners: Sequence[socket.socket], access: Access
+        self, operations: Operations, journal: Journal, listeners: Sequence[socket.socket], access: Access
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._operations = operations
         self._listeners = listeners
         self._access = access
         self._answers = _Answers(self._loop.time)
-        self._metrics = Metrics(operations.view, counts)
+        self._metrics = Metrics(operations.view, journal.counters)
         self._connections = Connections(self._loop.time)
+        self._incidents = Incidents(journal.history, extend=self._connections.extend)
+        journal.on_closed, journal.on_change = self._metrics.closed, self._incidents.changed
         self._denials = _DenialRate(self._loop.time)
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
@@ -84,6 +87,8 @@ class HttpServer:
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics_text)
         app.router.add_get("/api/v1/status", self._status)
+        app.router.add_get("/api/v1/incidents", self._incidents.listed)
+        app.router.add_get("/api/v1/events", self._incidents.events, allow_head=False)
         app.router.add_post("/replica/{replica:.+}/kill", self._kill)
         app.router.add_post("/replica/{replica:.+}/drain", self._drain)
         self._runner = web.AppRunner(
@@ -139,7 +144,8 @@ class HttpServer:
                 return _refused(request, Denial(404, f"there is nothing here; this port answers {', '.join(PATHS)}"))
             except web.HTTPException as error:
                 return _refused(request, Denial(error.status, error.reason, _allowed(error)))
-            response.headers.update(HEADERS)
+            if not response.prepared:
+                response.headers.update(HEADERS)
             return response
 
         return guard

@@ -12,16 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final, final
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, shorten
 from tft_lighthouse import counters
+from tft_lighthouse.history import Incident
 from tft_lighthouse.view import REPLICAS_LISTED_MOST, LighthouseView
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
+PHASE_BUCKETS_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0, 1_800.0)
 COUNTERS: Final = {
     counters.QUORUMS: ("tft_quorums", "Quorums with a new id that have formed."),
     counters.JOINS: ("tft_replica_joins", "Replicas that have joined a quorum they were not in before."),
@@ -46,6 +48,18 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Collector(view, counts))
         ProcessCollector(registry=self._registry)
+        self._phases = Histogram(
+            "tft_incident_phase_seconds",
+            "How long a phase of an incident took.",
+            ["kind", "phase"],
+            registry=self._registry,
+            buckets=PHASE_BUCKETS_S,
+        )
+
+    def closed(self, incident: Incident) -> None:
+        """Count the phases of an incident that has ended."""
+        for phase, lasted_ms in incident.phases.items():
+            self._phases.labels(incident.kind.value, phase.value).observe(lasted_ms / 1_000)
 
     def text(self) -> bytes:
         """Return all metrics, in the text format of `CONTENT_TYPE`."""
