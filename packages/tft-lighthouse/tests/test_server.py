@@ -228,7 +228,9 @@ def test_who_differs_is_refused_in_the_log_too(caplog: pytest.LogCaptureFixture)
             with pytest.raises(RefusedError, match="differs from a:1"):
                 b.ask()
     (line,) = [line for line in caplog.messages if "is refused" in line]
-    assert line.startswith("a request is refused (differs): replica b:1 differs from a:1 of job 'default': parameter/0")
+    assert line.startswith(
+        "job default: a request is refused (differs): replica b:1 differs from a:1 of job 'default': parameter/0"
+    )
 
 
 def test_one_without_memory_says_which_quorum_it_has_taken_over(caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ def _serve(settings: argparse.Namespace) -> int:
     from tft_coord.lighthouse import configure_process, raise_limit, read_insecure, read_token
     from tft_lighthouse.server import LighthouseServer
 
-    configure_process(logging.INFO)
+    configure_process(logging.getLevelName(settings.log_level.upper()), as_json=settings.log_format == "json")
     descriptors = raise_limit()
     try:
         if settings.stragglers == "off" and settings.straggler_ratio != defaults.STRAGGLER_RATIO:
@@ -84,7 +84,12 @@ def _serve(settings: argparse.Namespace) -> int:
             max(descriptors - OTHER_DESCRIPTORS, 0) // DESCRIPTORS_OF_ONE,
         )
     with server:
-        signal.sigwait(ENDED_BY)
+        number = signal.sigwait(ENDED_BY)
+        logging.getLogger("tft_lighthouse").info(
+            "received %s and shuts down: replicas train on in their quorums, and wait for a lighthouse before the next "
+            "change of members",
+            signal.Signals(number).name,
+        )
     return 0
 
 
@@ -164,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="serve all machines without a secret; the default serves only this machine then (env TFT_INSECURE=1)",
     )
+    _add_log(parser)
     parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
     return parser
 
@@ -185,3 +191,20 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
     for name, (default, help_text) in numbers.items():
         spellings = (f"--{name}", f"--{name.replace('_', '-')}")
         parser.add_argument(*spellings, dest=name, type=int, default=default, metavar="N", help=help_text)
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log_format",
+        "--log-format",
+        choices=defaults.LOG_FORMATS,
+        default=defaults.LOG_FORMATS[0],
+        help="log lines for people, or one JSON object a line",
+    )
+    parser.add_argument(
+        "--log_level",
+        "--log-level",
+        choices=defaults.LOG_LEVELS,
+        default="info",
+        help="the least severe lines that are logged",
+    )

@@ -20,7 +20,6 @@ JOINS: Final = "joins"
 BROKEN: Final = "broken_quorums"
 FAILED: Final = "failed_rounds"
 ENDS: Final = "ends"
-COUNTED: Final = frozenset({QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, effects.NotifyLoss})
 
 
 @final
@@ -43,8 +42,6 @@ class Counters:
 
     def count(self, decision: object) -> None:
         """Count a decision of the core, if it is of a kind that is counted."""
-        if type(decision) not in COUNTED:  # thousands of answers come at once
-            return
         match decision:
             case QuorumFormed():
                 counts = self._of(decision.job or TORCHFT_JOB)

@@ -16,3 +16,5 @@ STRAGGLER_RATIO: Final = 2.0
 ON_LOST_STATE: Final = "wait"
 LOST_STATE_CHOICES: Final = ("wait", "restart")
 LOST_STATE_TIMEOUT_MS: Final = 30_000
+LOG_FORMATS: Final = ("text", "json")  # the first is the default
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")

@@ -40,7 +40,6 @@ INCIDENTS_MOST: Final = 1_000  # the oldest is dropped
 JOBS_MOST: Final = 1_000
 REPLICAS_NAMED_MOST: Final = 50  # of one incident; a thousand may join together
 REASON_MOST: Final = 1_000  # characters
-WATCHED: Final = frozenset({QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, WaitNoticed, effects.NotifyLoss})
 
 
 class IncidentKind(enum.Enum):
@@ -165,8 +164,6 @@ class History:
 
     def note(self, decision: object, now_ms: int, wall_ms: int) -> None:
         """Record a decision of the core, if it belongs to an incident."""
-        if type(decision) not in WATCHED:  # thousands of answers come at once
-            return
         match decision:
             case ReplicaLost(job, replica_id, _, reason, detect_ms):
                 phases = {Phase.DETECT: detect_ms}

@@ -8,12 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 from typing import Final, final
 
-from tft_coord.lighthouse import TORCHFT_JOB, LighthouseCore, ReplicaState, TorchftCore
+from tft_coord import LossNotice
+from tft_coord.lighthouse import (
+    TORCHFT_JOB,
+    JobEnded,
+    LighthouseCore,
+    QuorumFormed,
+    ReplicaLeft,
+    ReplicaLost,
+    ReplicaState,
+    TorchftCore,
+    WaitNoticed,
+    effects,
+)
 from tft_lighthouse import log
 from tft_lighthouse.counters import Counters
 from tft_lighthouse.history import History, Incident
 
 LOOK_AT_HEALING_MS: Final = 1_000  # a look at thousands of replicas takes milliseconds
+NOTED: Final = frozenset({QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, WaitNoticed, effects.NotifyLoss})
 
 
 @final
@@ -41,6 +54,7 @@ class Journal:
         self._wall_ms = wall_ms
         self._healing: dict[str, Set[str]] = {}  # of the last look
         self._next_look_ms = 0
+        self._last_notice: LossNotice | None = None
         self.counters = Counters(core.job_of)
         self.history = History(
             job_of=core.job_of, step_of=self._step_of, healing_of=self._healing_of, closed=self._closed
@@ -50,6 +64,12 @@ class Journal:
 
     def note(self, decision: object) -> None:
         """Count and record a decision of the cores, before it is performed."""
+        if type(decision) not in NOTED:  # thousands of answers come at once
+            return
+        if isinstance(decision, effects.NotifyLoss):
+            if decision.notice is self._last_notice:  # all members get the same
+                return
+            self._last_notice = decision.notice
         before = self.history.last_change
         self.counters.count(decision)
         self.history.note(decision, self._now_ms(), self._wall_ms())

@@ -19,6 +19,7 @@ from typing import Final, TypeAlias, cast, final
 
 from tft_coord import ConfigError, Member, ProtocolError, RefusedError
 from tft_coord.lighthouse import (
+    TORCHFT_JOB,
     Context,
     LighthouseConfig,
     LighthouseCore,
@@ -210,12 +211,12 @@ class LighthouseShell:
                 case effects.TellNewest(stream, news):
                     self._send(stream, self._encode.news(news))
                 case effects.RefuseSession(stream, refusal, message):
-                    self._refusals.log("a stream", refusal, message)
+                    self._refusals.log("a stream", refusal, message, job=self._core.job_of(stream))
                     self._send(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
                 case effects.RefuseRequest(stream, _, refusal, message):
                     if refusal not in (Refusal.LOST, Refusal.LEFT):  # these have a log line already
-                        self._refusals.log("a request", refusal, message)
+                        self._refusals.log("a request", refusal, message, job=self._core.job_of(stream))
                     self._send(stream, codec.encode_from_lighthouse(decision))
                 case effects.AskForQuorum(stream):
                     self._was_asked.add(stream)
@@ -228,8 +229,8 @@ class LighthouseShell:
                     log.replica_lost(decision)
                 case effects.ReplicaLeft():
                     log.replica_left(decision)
-                case effects.Warned(job, sentence):
-                    logger.warning("job %s: %s", job, sentence)
+                case effects.Warned():
+                    log.warned(decision)
                 case effects.PaceChanged():
                     log.pace_changed(decision)
                 case effects.WaitNoticed():
@@ -241,7 +242,7 @@ class LighthouseShell:
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
-                    self._refusals.log("a call", refusal, message)
+                    self._refusals.log("a call", refusal, message, job=TORCHFT_JOB)
                     self._answer(call, decision)
                 case _:
                     self._send(decision.stream, codec.encode_from_lighthouse(decision))
@@ -275,8 +276,9 @@ class LighthouseShell:
         assert serves is not None
 
         def overflows() -> None:
-            name, peer = self._core.replica_of(stream) or "(no hello yet)", peer_address(context.peer())
-            logger.warning("disconnected replica %s at %s: it does not read its messages", name, peer)
+            name, job = self._core.replica_of(stream) or "(no hello yet)", self._core.job_of(stream) or "(no hello yet)"
+            words = "disconnected replica %s of job %s at %s: it does not read its messages"
+            logger.warning(words, name, job, peer_address(context.peer()), extra={"job": job})
             self._received_s.pop(stream, None)
             serves.cancel()
 

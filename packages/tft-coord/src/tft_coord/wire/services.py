@@ -9,11 +9,15 @@ Law of this file: grpc's view of the services; no decisions.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Final, TypeAlias, final
 
 from tft_coord.rpc import grpc
 from tft_coord.security import admits
+from tft_coord.transport.address import peer_address
+
+logger = logging.getLogger(__name__)
 
 MANAGER_QUORUM = "/torchft.ManagerService/Quorum"
 MANAGER_CHECKPOINT_METADATA = "/torchft.ManagerService/CheckpointMetadata"
@@ -38,6 +42,7 @@ NOT_SERVING: Final = b"\x08\x02"
 PROMPT_REFUSALS_PER_S: Final = 16
 REFUSAL_DELAY_S: Final = 4.0
 MAX_DELAYED_REFUSALS: Final = 2048
+LOG_EVERY_S: Final = 60.0
 
 # These are quoted, because grpc's classes take type arguments in their stubs only.
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -105,8 +110,11 @@ class _Refusals:
         self._second = 0
         self._refused = 0  # in this second
         self._delayed = 0  # refusals that wait
+        self._unlogged = 0  # refusals since the last log line
+        self._logged_s = -LOG_EVERY_S
 
     async def refuse(self, _messages: object, context: Context) -> bytes:
+        self._log(peer_address(context.peer()))
         await self.delay()
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
@@ -123,6 +131,20 @@ class _Refusals:
                 await asyncio.sleep(REFUSAL_DELAY_S)
             finally:
                 self._delayed -= 1
+
+    def _log(self, peer: str) -> None:
+        """Log a refusal, at most once a minute: any host may cause them."""
+        self._unlogged += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s < LOG_EVERY_S:
+            return
+        logger.warning(
+            "refused %d calls without the right shared secret, the last from %s; set TFT_TOKEN or TFT_TOKEN_FILE to "
+            "the same secret in every process of the job",
+            self._unlogged,
+            peer,
+        )
+        self._logged_s, self._unlogged = now_s, 0
 
     def _is_flood(self) -> bool:
         second = int(asyncio.get_running_loop().time())
