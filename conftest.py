@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+
+# The port after a free one may be another test's. A test of the HTTP port asks for it.
+os.environ.setdefault("TFT_LIGHTHOUSE_HTTP_BIND", "0")
 
 pytest_plugins = ["scripts.pytest_parts"]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +22,7 @@ import pytest
 
 from tft_coord import LighthouseClient, RefusedError
 from tft_lighthouse import __version__
+from tft_lighthouse.cli import http_bind_of
 
 COMMAND = [sys.executable, "-m", "tft_lighthouse"]
 LATE = timedelta(seconds=20)
@@ -166,6 +170,7 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
             "which needs 'wait'; leave one of them",
         ),
         (["--bind", "here"], "bind is 'here'; give host:port"),
+        (["--http-bind", "1.2.3.4:x"], "http_bind is '1.2.3.4:x'; give host:port"),
         (["--min_replica", "1"], "unrecognized arguments: --min_replica"),
         (["--insecure", "--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),
         (["--bind", "192.0.2.1:1"], "bind is '192.0.2.1:1' and no shared secret is set; to serve other machines"),
@@ -206,17 +211,102 @@ def test_it_serves_until_a_signal_ends_it_cleanly(number: signal.Signals) -> Non
     assert "no shared secret is set, so only this machine is served" in rest
     assert f"new quorum {quorum.quorum_id}" in rest
     assert f"quorum changed, id none -> {quorum.quorum_id}, because" in rest
+    assert f"received {number.name} and shuts down: replicas train on in their quorums" in rest
     assert "Traceback" not in rest
+
+
+def test_json_lines_name_their_job() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--bind", "127.0.0.1:0", "--log-format", "json"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        first = json.loads(process.stderr.readline())
+        assert first.keys() == {"time", "level", "logger", "message"}
+        assert (first["level"], first["logger"]) == ("INFO", "tft_lighthouse")
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
+        with LighthouseClient(first["message"].split()[2], LATE) as client:
+            quorum = client.quorum("a:3f2b0c1a-0000-4000-8000-000000000000", LATE, step=3)
+        process.terminate()
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+    (formed,) = [line for line in lines if line["message"].startswith("quorum changed")]
+    assert (formed["job"], formed["quorum_id"]) == ("default", quorum.quorum_id)
+    assert formed["message"].endswith("(job default)")
+
+
+def test_a_level_leaves_lines_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        bind = "{}:{}".format(*free.getsockname())
+    process = subprocess.Popen([*COMMAND, "--bind", bind, "--log_level", "error"], stderr=subprocess.PIPE, text=True)
+    with process, LighthouseClient(bind, LATE) as client:
+        client.quorum("a", LATE, step=3)
+        process.terminate()
+        assert process.communicate(timeout=20) == (None, "")
 
 
 def test_the_secret_of_the_environment_is_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("s3cret\n")
-    with running(TFT_TOKEN_FILE=str(file)) as (_, address):
+    with running(TFT_TOKEN_FILE=str(file)) as (process, address):
         with LighthouseClient(address, LATE) as stranger, pytest.raises(RefusedError, match="shared secret"):
             stranger.heartbeat("a")
         with LighthouseClient(address, LATE, token="s3cret") as friend:
             friend.heartbeat("a")
+        process.terminate()
+        assert process.stderr is not None
+        (line,) = (line for line in process.stderr.read().splitlines() if "secret" in line)
+        assert "refused 1 calls without the right shared secret, the last from 127.0.0.1:" in line
+        assert "s3cret" not in line
+
+
+@pytest.mark.parametrize(
+    ("text", "bind", "expected"),
+    [
+        ("", "[::]:29510", "[::]:29511"),
+        ("", "127.0.0.1:0", "127.0.0.1:0"),
+        ("", "here", ":"),  # which is refused as such
+        ("0", "[::]:29510", None),
+        ("8080", "10.0.0.1:29510", "10.0.0.1:8080"),
+        ("[::1]:8080", "10.0.0.1:29510", "[::1]:8080"),
+        ("10.0.0.1:0", "[::]:29510", "10.0.0.1:0"),
+    ],
+)
+def test_where_the_http_port_is(text: str, bind: str, expected: str | None) -> None:
+    assert http_bind_of(text, bind) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "has_port"),
+    [
+        ([], {"TFT_LIGHTHOUSE_HTTP_BIND": ""}, True),
+        ([], {"TFT_LIGHTHOUSE_HTTP_BIND": "127.0.0.1:0"}, True),
+        (["--http-bind", "127.0.0.1:0"], {"TFT_LIGHTHOUSE_HTTP_BIND": "0"}, True),
+        (["--http_bind", "0"], {"TFT_LIGHTHOUSE_HTTP_BIND": "127.0.0.1:0"}, False),
+    ],
+)
+def test_a_flag_beats_the_environment_and_without_both_there_is_a_port(
+    words: list[str], environment: dict[str, str], has_port: bool
+) -> None:
+    with running(*words, **environment) as (process, _):
+        assert process.stderr is not None
+        process.stderr.readline()  # that this machine alone is served
+        if has_port:
+            found = re.search(r"status, metrics and health at (http://127.0.0.1:\d+) ", process.stderr.readline())
+            assert found is not None
+            with urllib.request.urlopen(f"{found[1]}/healthz", timeout=20) as answer:
+                assert answer.read() == b"ok\n"
+        process.terminate()
+        assert process.wait(20) == 0
+        (rest,) = process.stderr.read().splitlines()
+        assert "received SIGTERM and shuts down" in rest
 
 
 def test_help_takes_less_than_a_second() -> None:

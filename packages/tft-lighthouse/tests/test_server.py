@@ -228,7 +228,9 @@ def test_who_differs_is_refused_in_the_log_too(caplog: pytest.LogCaptureFixture)
             with pytest.raises(RefusedError, match="differs from a:1"):
                 b.ask()
     (line,) = [line for line in caplog.messages if "is refused" in line]
-    assert line.startswith("a request is refused (differs): replica b:1 differs from a:1 of job 'default': parameter/0")
+    assert line.startswith(
+        "job default: a request is refused (differs): replica b:1 differs from a:1 of job 'default': parameter/0"
+    )
 
 
 def test_one_without_memory_says_which_quorum_it_has_taken_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -294,10 +296,10 @@ def test_a_long_quorum_goes_packed_to_whom_unpacks_it(
 ) -> None:
     """An older manager server does not say that it does."""
     packed: list[bytes] = []
-    read_hello, pack = table.HELLO._decode, lighthouse._shell._pack_quorum
+    read_hello, pack = table.HELLO._decode, lighthouse._shell._encode._packed
     monkeypatch.setattr(packing, "PACKED_FROM_BYTES", 1)
     monkeypatch.setattr(table.HELLO, "_decode", lambda *wire: replace(read_hello(*wire), unpacks=unpacks))
-    monkeypatch.setattr(lighthouse._shell, "_pack_quorum", lambda encoded: packed.append(encoded) or pack(encoded))
+    monkeypatch.setattr(lighthouse._shell._encode, "_packed", lambda encoded: packed.append(encoded) or pack(encoded))
     groups = [Trainer(name, lighthouse.address) for name in ("1", "2")]
     try:
         plans = together(*(group.ask for group in groups))

@@ -1,13 +1,15 @@
-"""The format of the servers' logs for people: one format, and short replica ids.
+"""The format of the servers' logs: text for people with short replica ids, or one JSON object a line for machines.
 
 Law of this file: text of log lines; the records' own fields keep whole ids, for machines.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
-from typing import Final
+import time
+from typing import Final, final
 
 from tft_coord.core.names import shorten
 
@@ -21,9 +23,42 @@ def logger_for_people(name: str) -> logging.Logger:
     return logger
 
 
-def configure_process(level: int) -> None:
-    """Configure a process of this package's own: log lines of that level and above on standard error, with the time."""
-    logging.basicConfig(stream=sys.stderr, level=level, format=FORMAT)
+def configure_process(level: int, *, as_json: bool = False) -> None:
+    """Configure a process of this package's own: log lines of that level and above on standard error, with the time.
+
+    Args:
+        level: of the logging module.
+        as_json: write JSON objects instead of text.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(FORMAT))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+@final
+class JsonFormatter(logging.Formatter):
+    """One JSON object for each record, on one line.
+
+    It has `time` (UTC), `level`, `logger` and `message`, the record's own additional fields such as `job`, and
+    `exception` with the traceback, if there is one.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record as JSON."""
+        seconds, milliseconds = divmod(int(record.created * 1_000), 1_000)
+        found = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{milliseconds:03}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        found |= {name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD}
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps(found, default=str)
+
+
+_OF_EVERY_RECORD: Final = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 
 
 def _short_ids(record: logging.LogRecord) -> bool:

@@ -76,18 +76,19 @@ def read_insecure(environment: Mapping[str, str]) -> bool:
     return text == "1"
 
 
-def bind_without_secret(bind: str) -> str:
+def bind_without_secret(bind: str, name: str = "bind") -> str:
     """Return where a server without a secret listens: at loopback only.
 
     Args:
         bind: the requested `host:port`. All interfaces become `localhost`.
+        name: of the setting.
     Raises: ConfigError: it names an interface that other machines reach.
     """
     host = interface_of(bind)
     if not host:
         return f"localhost:{bind.rpartition(':')[2]}"
     if not is_loopback(host):
-        raise ConfigError(f"bind is {bind!r} and no shared secret is set; {HOW_TO_SERVE_OTHERS}")
+        raise ConfigError(f"{name} is {bind!r} and no shared secret is set; {HOW_TO_SERVE_OTHERS}")
     return bind
 
 

@@ -51,7 +51,7 @@ def _serve(settings: argparse.Namespace) -> int:
     from tft_coord.lighthouse import configure_process, raise_limit, read_insecure, read_token
     from tft_lighthouse.server import LighthouseServer
 
-    configure_process(logging.INFO)
+    configure_process(logging.getLevelName(settings.log_level.upper()), as_json=settings.log_format == "json")
     descriptors = raise_limit()
     try:
         if settings.stragglers == "off" and settings.straggler_ratio != defaults.STRAGGLER_RATIO:
@@ -71,6 +71,7 @@ def _serve(settings: argparse.Namespace) -> int:
             stragglers=StragglerPolicy(action=StragglerAction(settings.stragglers), ratio=settings.straggler_ratio),
             token=read_token(os.environ),
             insecure=settings.insecure or read_insecure(os.environ),
+            http_bind=http_bind_of(settings.http_bind or os.environ.get(defaults.HTTP_BIND_ENV, ""), settings.bind),
         )
     except ConfigError as error:
         print(f"tft-lighthouse: {error}", file=sys.stderr)
@@ -83,8 +84,31 @@ def _serve(settings: argparse.Namespace) -> int:
             max(descriptors - OTHER_DESCRIPTORS, 0) // DESCRIPTORS_OF_ONE,
         )
     with server:
-        signal.sigwait(ENDED_BY)
+        number = signal.sigwait(ENDED_BY)
+        logging.getLogger("tft_lighthouse").info(
+            "received %s and shuts down: replicas train on in their quorums, and wait for a lighthouse before the next "
+            "change of members",
+            signal.Signals(number).name,
+        )
     return 0
+
+
+def http_bind_of(text: str, bind: str) -> str | None:
+    """Return where the HTTP port listens, or None for no such port.
+
+    Args:
+        text: `host:port`, or a port on the interface of `bind`; "0" for none. "": the port after that of `bind`, or a
+            free one if `bind` takes a free one.
+        bind: where the lighthouse listens for its replicas.
+    """
+    if text == "0":
+        return None
+    if ":" in text:
+        return text
+    host, _, port = bind.rpartition(":")
+    if not text and port.isascii() and port.isdigit():
+        text = str(int(port) + 1 if int(port) else 0)
+    return f"{host}:{text}"
 
 
 @final
@@ -103,23 +127,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    numbers = {
-        "min_replicas": (defaults.MIN_REPLICAS, "smallest quorum"),
-        "quorum_tick_ms": (defaults.QUORUM_TICK_MS, "how often the lighthouse checks its timeouts"),
-        "join_timeout_ms": (
-            defaults.JOIN_TIMEOUT_MS,
-            "how long a quorum waits for healthy replicas that have not asked",
-        ),
-        "heartbeat_timeout_ms": (defaults.HEARTBEAT_TIMEOUT_MS, "silence after which a replica is lost"),
-        "lost_state_timeout_ms": (
-            defaults.LOST_STATE_TIMEOUT_MS,
-            "with --on-lost-state wait, how long to wait for the newest state if all its holders fell silent",
-        ),
-    }
     parser.add_argument("--bind", default=defaults.BIND, metavar="HOST:PORT", help="where to listen")
-    for name, (default, help_text) in numbers.items():
-        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
-        parser.add_argument(*spellings, dest=name, type=int, default=default, metavar="N", help=help_text)
+    _add_numbers(parser)
     parser.add_argument(
         "--on_lost_state",
         "--on-lost-state",
@@ -148,9 +157,54 @@ def _parser() -> argparse.ArgumentParser:
         help="a straggler takes more than this times the median of the others",
     )
     parser.add_argument(
+        "--http_bind",
+        "--http-bind",
+        default="",
+        metavar="HOST:PORT",
+        help="where to serve status, metrics and health over HTTP: an address, a port, or 0 for none; without it the "
+        f"port after that of --bind (env {defaults.HTTP_BIND_ENV})",
+    )
+    parser.add_argument(
         "--insecure",
         action="store_true",
         help="serve all machines without a secret; the default serves only this machine then (env TFT_INSECURE=1)",
     )
+    _add_log(parser)
     parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
     return parser
+
+
+def _add_numbers(parser: argparse.ArgumentParser) -> None:
+    numbers = {
+        "min_replicas": (defaults.MIN_REPLICAS, "smallest quorum"),
+        "quorum_tick_ms": (defaults.QUORUM_TICK_MS, "how often the lighthouse checks its timeouts"),
+        "join_timeout_ms": (
+            defaults.JOIN_TIMEOUT_MS,
+            "how long a quorum waits for healthy replicas that have not asked",
+        ),
+        "heartbeat_timeout_ms": (defaults.HEARTBEAT_TIMEOUT_MS, "silence after which a replica is lost"),
+        "lost_state_timeout_ms": (
+            defaults.LOST_STATE_TIMEOUT_MS,
+            "with --on-lost-state wait, how long to wait for the newest state if all its holders fell silent",
+        ),
+    }
+    for name, (default, help_text) in numbers.items():
+        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
+        parser.add_argument(*spellings, dest=name, type=int, default=default, metavar="N", help=help_text)
+
+
+def _add_log(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--log_format",
+        "--log-format",
+        choices=defaults.LOG_FORMATS,
+        default=defaults.LOG_FORMATS[0],
+        help="log lines for people, or one JSON object a line",
+    )
+    parser.add_argument(
+        "--log_level",
+        "--log-level",
+        choices=defaults.LOG_LEVELS,
+        default="info",
+        help="the least severe lines that are logged",
+    )

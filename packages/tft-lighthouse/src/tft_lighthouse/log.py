@@ -5,12 +5,14 @@ Law of this file: sentences from the core's effects, given to the logger; nothin
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Final, final
 
 from tft_coord import Member, PaceKind
 from tft_coord.lighthouse import (
+    TORCHFT_JOB,
     JobEnded,
     JobFailed,
     PaceChanged,
@@ -20,8 +22,11 @@ from tft_coord.lighthouse import (
     ReplicaLeft,
     ReplicaLost,
     WaitNoticed,
+    effects,
     logger_for_people,
 )
+from tft_lighthouse.history import Incident
+from tft_lighthouse.history import Phase as IncidentPhase
 
 logger = logger_for_people("tft_lighthouse")
 
@@ -42,13 +47,17 @@ class Refusals:
         self._seconds = seconds
         self._logged_s: dict[str, float] = {}  # line -> time, the oldest first
 
-    def log(self, what: str, refusal: Refusal, message: str) -> None:
+    def log(self, what: str, refusal: Refusal, message: str, *, job: str | None = None) -> None:
         """Log a refusal once, and again after a minute.
 
         Args:
             what: the refused stream, request or call.
+            refusal: why.
+            message: the same in words.
+            job: of the caller; None: it has not named one.
         """
         line = f"{what} is refused ({refusal.value}): {message}"
+        line = f"job {job}: {line}" if job is not None else line
         now_s = self._seconds()
         if now_s - self._logged_s.get(line, -AGAIN_S) < AGAIN_S:
             return
@@ -56,7 +65,7 @@ class Refusals:
         self._logged_s[line] = now_s
         if len(self._logged_s) > REFUSALS_KEPT:
             del self._logged_s[next(iter(self._logged_s))]
-        logger.warning("%s", line)
+        logger.warning("%s", line, extra={"job": job, "refusal": refusal.value} if job is not None else None)
 
 
 @final
@@ -108,7 +117,7 @@ def resumed(job: str, quorum: Quorum, replica_id: str) -> None:
 def quorum_formed(formed: QuorumFormed) -> None:
     """Log the new quorum with its members, and why its id rose: two lines."""
     quorum_id = formed.quorum.key.quorum_id
-    job = formed.job or "of torchft's clients"
+    job = formed.job or TORCHFT_JOB
     last = "the first" if formed.previous is None else f"{formed.age_ms / 1000:.1f} s after the last"
     members = "; ".join(_member(member) for member in formed.quorum.members[:MEMBERS_LOGGED_MOST])
     if len(formed.quorum.members) > MEMBERS_LOGGED_MOST:
@@ -120,21 +129,22 @@ def quorum_formed(formed: QuorumFormed) -> None:
         last,
         len(formed.quorum.members),
         members,
-        extra={"job": formed.job, "quorum_id": quorum_id, "nonce": formed.quorum.key.nonce, "age_ms": formed.age_ms},
+        extra={"job": job, "quorum_id": quorum_id, "nonce": formed.quorum.key.nonce, "age_ms": formed.age_ms},
     )
     before = "none" if formed.previous is None else str(formed.previous.key.quorum_id)
     logger.info(
-        "quorum changed, id %s -> %d, because %s",
+        "quorum changed, id %s -> %d, because %s (job %s)",
         before,
         quorum_id,
         formed.reason,
-        extra={"job": formed.job, "quorum_id": quorum_id, "reason": formed.reason},
+        job,
+        extra={"job": job, "quorum_id": quorum_id, "reason": formed.reason},
     )
 
 
 def replica_lost(lost: ReplicaLost) -> None:
     """Log a lost replica with the reason."""
-    logger.info(
+    logger.warning(
         "lost replica %s of job %s: %s",
         lost.replica_id,
         lost.job,
@@ -144,11 +154,12 @@ def replica_lost(lost: ReplicaLost) -> None:
 
 
 def replica_left(left: ReplicaLeft) -> None:
-    """Log a replica that has left, with the reason."""
+    """Log a replica that has left, or whose training is over, with the reason."""
     logger.info(
-        "replica %s of job %s has left: %s",
+        "replica %s of job %s has %s: %s",
         left.replica_id,
         left.job,
+        "finished" if left.finished else "left",
         left.reason,
         extra={"job": left.job, "replica_id": left.replica_id, "session": left.session, "reason": left.reason},
     )
@@ -156,10 +167,14 @@ def replica_left(left: ReplicaLeft) -> None:
 
 def wait(noticed: WaitNoticed) -> None:
     """Log which replicas wait for which, or that the wait is over."""
-    if noticed.is_over:
-        logger.info("job %s: the wait is over after %d s (%s)", noticed.job, noticed.seconds, noticed.sentence)
-    else:
-        logger.warning("job %s: waiting for %d s: %s", noticed.job, noticed.seconds, noticed.sentence)
+    over, waits = "job %s: the wait is over after %d s (%s)", "job %s: waiting for %d s: %s"
+    level, words = (logging.INFO, over) if noticed.is_over else (logging.WARNING, waits)
+    logger.log(level, words, noticed.job, noticed.seconds, noticed.sentence, extra={"job": noticed.job})
+
+
+def warned(warning: effects.Warned) -> None:
+    """Log a warning for the users of a job's replicas."""
+    logger.warning("job %s: %s", warning.job, warning.sentence, extra={"job": warning.job})
 
 
 def pace_changed(changed: PaceChanged) -> None:
@@ -190,6 +205,31 @@ def job_ended(ended: JobEnded) -> None:
         ended.step,
         ", ".join(ended.replica_ids),
         extra={"job": ended.job, "step": ended.step},
+    )
+
+
+def incident(closed: Incident) -> None:
+    """Log an incident that has ended: one line of `name=value`, whose names and their order do not change."""
+    names = ",".join(closed.replica_ids) + ("" if closed.num_replicas == len(closed.replica_ids) else ",…")
+    phases = "".join(
+        f" {phase.value}_s={closed.phases[phase] / 1_000:.3f}" for phase in IncidentPhase if phase in closed.phases
+    )
+    before, after = (str(each) if each is not None else "none" for each in (closed.quorum_before, closed.quorum_after))
+    logger.info(
+        "incident=%d job=%s kind=%s step=%d quorum=%s->%s members=%d->%d lasted_s=%.3f%s replicas=%s reason=%s",
+        closed.number,
+        closed.job,
+        closed.kind.value,
+        closed.step,
+        before,
+        after,
+        closed.members_before,
+        closed.members_after,
+        closed.lasted_ms / 1_000,
+        phases,
+        names,
+        json.dumps(closed.reason, ensure_ascii=False),
+        extra={"job": closed.job, "incident": closed.number},
     )
 
 

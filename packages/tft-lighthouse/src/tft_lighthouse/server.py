@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Sequence
 from types import TracebackType
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from tft_coord import ConfigError, CoordinationClosedError, StragglerPolicy, Timeouts
 from tft_coord.lighthouse import (
@@ -25,7 +26,11 @@ from tft_coord.lighthouse import (
     join_host_port,
 )
 from tft_lighthouse import defaults
+from tft_lighthouse.http.listeners import listen
 from tft_lighthouse.shell import LighthouseShell
+
+if TYPE_CHECKING:
+    from tft_lighthouse.http.app import HttpServer
 
 logger = logging.getLogger("tft_lighthouse")
 
@@ -65,6 +70,7 @@ class LighthouseServer:
             served: `[::]` means loopback then.
         insecure: serve everybody without a secret.
         stragglers: the policy for a replica that slows the others down; None: a warning.
+        http_bind: `host:port` for status, metrics and health over HTTP; port 0 takes a free one. None: no such port.
     Raises: ConfigError: an argument is invalid, two of them clash, or the address can't be bound.
     """
 
@@ -83,38 +89,24 @@ class LighthouseServer:
         token: str | None = None,
         insecure: bool = False,
         stragglers: StragglerPolicy | None = None,
+        http_bind: str | None = None,
     ) -> None:
         host = _host_of(bind)
         if hostname is not None:
             check_host("hostname", hostname)
-        if min_replicas > MAX_MEMBERS:
-            raise ConfigError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
-        timeouts = Timeouts(
-            join_timeout_ms=join_timeout_ms,
-            quorum_tick_ms=quorum_tick_ms,
-            heartbeat_timeout_ms=heartbeat_timeout_ms,
-        )
-        if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
-            raise ConfigError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
-        if on_lost_state not in defaults.LOST_STATE_CHOICES:
-            choices = " or ".join(defaults.LOST_STATE_CHOICES)
-            raise ConfigError(f"on_lost_state is {on_lost_state!r}; give {choices}")
-        if stragglers is not None and not isinstance(stragglers, StragglerPolicy):
-            raise ConfigError(
-                f"stragglers is {stragglers!r}; give a StragglerPolicy, such as "
-                "StragglerPolicy(action=StragglerAction.LEAVE_OUT)"
-            )
-        if on_lost_state != "wait" and lost_state_timeout_ms != defaults.LOST_STATE_TIMEOUT_MS:
-            raise ConfigError(
-                f"on_lost_state is {on_lost_state!r} and lost_state_timeout_ms is {lost_state_timeout_ms}, which "
-                "needs 'wait'; leave one of them out (a restart waits for heartbeat_timeout_ms)"
-            )
-        waits_ms = lost_state_timeout_ms if on_lost_state == "wait" else 0
-        config = LighthouseConfig(
-            min_replicas=min_replicas,
-            timeouts=timeouts,
-            stragglers=stragglers or StragglerPolicy(),
-            lost_state_timeout_ms=waits_ms,
+        if http_bind is not None:
+            _host_of(http_bind, "http_bind")
+        config = _config(
+            min_replicas,
+            Timeouts(
+                join_timeout_ms=join_timeout_ms,
+                quorum_tick_ms=quorum_tick_ms,
+                heartbeat_timeout_ms=heartbeat_timeout_ms,
+            ),
+            on_lost_state=on_lost_state,
+            lost_state_timeout_ms=lost_state_timeout_ms,
+            cluster_id=cluster_id,
+            stragglers=stragglers,
         )
         is_for_this_machine = token is None and not insecure
         if token is not None:
@@ -123,11 +115,17 @@ class LighthouseServer:
             bind = bind_without_secret(bind)
             host = _host_of(bind)
             check_host_without_secret("hostname", hostname or host)
+            http_bind = bind_without_secret(http_bind, "http_bind") if http_bind is not None else None
         self._shell: LighthouseShell | None = None
+        self._http: HttpServer | None = None
+        self._http_address: str | None = None
+        listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
             self._shell, port = self._share.run(self._start(config, bind, cluster_id, token))
         except BaseException:
+            for listener in listeners:
+                listener.close()
             self._share.give_back()
             raise
         self._address = Address(f"http://{join_host_port(hostname or host or _this_machine(), port)}")
@@ -145,6 +143,18 @@ class LighthouseServer:
             logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
         elif token is None:
             logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
+        if listeners:
+            name = hostname or _host_of(http_bind or "") or _this_machine()
+            try:
+                self._serve_http(listeners, name, token=token, insecure=insecure)
+            except BaseException:
+                self.shutdown()
+                raise
+
+    @property
+    def http_address(self) -> str | None:
+        """Return `http://host:port` of the HTTP port; None: there is none."""
+        return self._http_address
 
     @property
     def address(self) -> Address:
@@ -155,6 +165,8 @@ class LighthouseServer:
         """Shut down: nothing is answered any more, on any connection; port and thread are free. Idempotent."""
         shell, self._shell = self._shell, None
         if shell is not None and not self._share.inherited:
+            if self._http is not None:
+                self._share.run(self._http.stop())
             self._share.run(shell.stop())
             self._share.give_back()
 
@@ -173,14 +185,69 @@ class LighthouseServer:
         shell = LighthouseShell(config, cluster_id=cluster_id, token=token)
         return shell, await shell.start(bind)
 
+    def _serve_http(self, listeners: Sequence[socket.socket], host: str, *, token: str | None, insecure: bool) -> None:
+        """Answer HTTP requests from now on; `host` is this machine's name for others."""
+        # The import takes longer than the rest of the start, and the lighthouse answers its replicas meanwhile.
+        from tft_lighthouse.http.access import Access
+        from tft_lighthouse.http.app import HttpServer
 
-def _host_of(bind: str) -> str:
-    """Return the host that `bind` names, or "" for all interfaces. Raises: ConfigError: it is no `host:port`."""
+        access = Access(token, names=(host, _this_machine(), socket.gethostname()), insecure=insecure)
+        shell = self._shell
+        assert shell is not None
+
+        async def start() -> HttpServer:
+            server = HttpServer(shell.operations, shell.keep_journal(), listeners, access)
+            await server.start()
+            return server
+
+        self._http = self._share.run(start())
+        self._http_address = f"http://{join_host_port(host, listeners[0].getsockname()[1])}"
+        logger.info("status, metrics and health at %s (/, /api/v1/status, /metrics, /healthz)", self._http_address)
+
+
+def _config(
+    min_replicas: int,
+    timeouts: Timeouts,
+    *,
+    on_lost_state: str,
+    lost_state_timeout_ms: int,
+    cluster_id: str | None,
+    stragglers: StragglerPolicy | None,
+) -> LighthouseConfig:
+    """Return the core's settings. Raises: ConfigError: one is invalid, or two of them clash."""
+    if min_replicas > MAX_MEMBERS:
+        raise ConfigError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
+    if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
+        raise ConfigError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
+    if on_lost_state not in defaults.LOST_STATE_CHOICES:
+        choices = " or ".join(defaults.LOST_STATE_CHOICES)
+        raise ConfigError(f"on_lost_state is {on_lost_state!r}; give {choices}")
+    if stragglers is not None and not isinstance(stragglers, StragglerPolicy):
+        raise ConfigError(
+            f"stragglers is {stragglers!r}; give a StragglerPolicy, such as "
+            "StragglerPolicy(action=StragglerAction.LEAVE_OUT)"
+        )
+    if on_lost_state != "wait" and lost_state_timeout_ms != defaults.LOST_STATE_TIMEOUT_MS:
+        raise ConfigError(
+            f"on_lost_state is {on_lost_state!r} and lost_state_timeout_ms is {lost_state_timeout_ms}, which "
+            "needs 'wait'; leave one of them out (a restart waits for heartbeat_timeout_ms)"
+        )
+    return LighthouseConfig(
+        min_replicas=min_replicas,
+        timeouts=timeouts,
+        stragglers=stragglers or StragglerPolicy(),
+        lost_state_timeout_ms=lost_state_timeout_ms if on_lost_state == "wait" else 0,
+    )
+
+
+def _host_of(bind: str, name: str = "bind") -> str:
+    """Return the host that `bind` names, or "" for all interfaces. Raises: ConfigError: it is no `host:port`; the
+    message has the name of the setting."""
     host, colon, port = bind.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ConfigError(f"bind is {bind!r}; give host:port, such as [::]:29510")
+        raise ConfigError(f"{name} is {bind!r}; give host:port, such as [::]:29510")
     if not host.isprintable() or " " in host or (":" in host and not (host.startswith("[") and host.endswith("]"))):
-        raise ConfigError(f"bind is {bind!r}; give host:port, an IPv6 address in brackets, such as [::1]:29510")
+        raise ConfigError(f"{name} is {bind!r}; give host:port, an IPv6 address in brackets, such as [::1]:29510")
     return host if interface_of(bind) else ""
 
 

@@ -14,22 +14,18 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import Final, Generic, TypeAlias, TypeVar, cast, final
+from collections.abc import Iterable
+from typing import Final, TypeAlias, cast, final
 
-from tft_coord import ConfigError, LossNotice, Member, ProtocolError
+from tft_coord import ConfigError, Member, ProtocolError, RefusedError
 from tft_coord.lighthouse import (
     TORCHFT_JOB,
     Context,
-    DescribedJob,
     LighthouseConfig,
     LighthouseCore,
-    LighthouseDescription,
     Outbox,
     ProtocolRouter,
     Quorum,
-    QuorumNews,
     Refusal,
     Server,
     TorchftCore,
@@ -38,13 +34,14 @@ from tft_coord.lighthouse import (
     events,
     fail,
     grpc,
-    packing,
     peer_address,
     server_options,
     services,
 )
 from tft_lighthouse import log
-from tft_lighthouse.version import __version__
+from tft_lighthouse.encoders import Encoders
+from tft_lighthouse.journal import Journal
+from tft_lighthouse.operations import Operations
 
 logger = logging.getLogger("tft_lighthouse")
 
@@ -53,7 +50,6 @@ LOOK_AT_WAITS_S: Final = 1.0
 LOOKS_APART_S: Final = 0.01  # streams that break together are judged together
 
 _Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed
-_T = TypeVar("_T")
 
 
 @final
@@ -64,6 +60,9 @@ class LighthouseShell:
         config: limits and timeouts.
         cluster_id: of the lighthouses that replace each other, or None for one alone.
         token: shared secret, or None.
+
+    Attributes:
+        operations: what an operator may see and ask for.
     """
 
     def __init__(self, config: LighthouseConfig, *, cluster_id: str | None, token: str | None) -> None:
@@ -73,7 +72,6 @@ class LighthouseShell:
         # A connection whose other host is silent ends after heartbeat_timeout, by pings or by missing acknowledgements.
         # A stream on which a message came a moment before its end was therefore closed by that host.
         self._peer_closed_within_s = config.timeouts.heartbeat_timeout_ms / 2000
-        self._config = config
         self._serves_since_ms = self._wall_ms()
         self._core = LighthouseCore(
             config,
@@ -89,26 +87,26 @@ class LighthouseShell:
             undecided_ms=config.timeouts.heartbeat_timeout_ms,
             now_ms=self._now_ms(),
         )
+        self.operations = Operations(
+            self._core,
+            self._torchft_core,
+            config,
+            token=token,
+            send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
+            now_ms=self._now_ms,
+            wall_ms=self._wall_ms,
+        )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
         # stream -> time of its last message; without streams that this side ends
         self._received_s: dict[int, float] = {}
         self._was_asked: set[int] = set()  # streams that were asked for the quorum that they hold
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
-        self._encode_quorum = _CachedEncoder(codec.encode_quorum)
-        self._pack_quorum = _CachedEncoder(packing.pack_quorum)
-        # the last answer: request, quorum, and the framed message
-        self._framed: tuple[int, bytes, bytes] = (0, b"", b"")
+        self._encode = Encoders()
         self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
-        self._encode_notice: _CachedEncoder[LossNotice] = _CachedEncoder(
-            lambda notice: codec.encode_from_lighthouse(effects.NotifyLoss(0, notice))
-        )
-        self._encode_news: _CachedEncoder[QuorumNews] = _CachedEncoder(
-            lambda news: codec.encode_from_lighthouse(effects.TellNewest(0, news))
-        )
-        self._encode_response = _CachedEncoder(codec.encode_lighthouse_response)
         self._refusals = log.Refusals(self._loop.time)
         self._failures = log.Failures()
+        self._journal: Journal | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
@@ -124,6 +122,7 @@ class LighthouseShell:
                 },
                 streams={services.LIGHTHOUSE_SESSION: self._serve_session},
                 token=token,
+                is_serving=lambda: self.operations.is_ready,
             ),
         )
 
@@ -152,11 +151,18 @@ class LighthouseShell:
             self._answer(call, None)
         await self._server.stop(LAST_ANSWERS_S)
 
+    def keep_journal(self) -> Journal:
+        """Count and record from now on what has happened to the jobs, and return the journal."""
+        self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
+        return self._journal
+
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._tick_s, self._tick)
         self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
+        if self._journal is not None:
+            self._journal.tick()
         if self._loop.time() >= self._next_look_at_waits_s:
             self._next_look_at_waits_s = self._loop.time() + LOOK_AT_WAITS_S
             self._perform(self._core.look_at_waits(self._now_ms()))
@@ -195,20 +201,22 @@ class LighthouseShell:
 
     def _perform(self, decisions: Iterable[_Decision]) -> None:
         for decision in decisions:
+            if self._journal is not None:
+                self._journal.note(decision)
             match decision:
                 case effects.AnswerQuorum(stream, request, quorum):
-                    self._send(stream, self._frame_answer(request, quorum, packs=stream in self._unpacks))
+                    self._send(stream, self._encode.answer(request, quorum, packs=stream in self._unpacks))
                 case effects.NotifyLoss(stream, notice):
-                    self._send(stream, self._encode_notice(notice))
+                    self._send(stream, self._encode.notice(notice))
                 case effects.TellNewest(stream, news):
-                    self._send(stream, self._encode_news(news))
+                    self._send(stream, self._encode.news(news))
                 case effects.RefuseSession(stream, refusal, message):
-                    self._refusals.log("a stream", refusal, message)
+                    self._refusals.log("a stream", refusal, message, job=self._core.job_of(stream))
                     self._send(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
                 case effects.RefuseRequest(stream, _, refusal, message):
                     if refusal not in (Refusal.LOST, Refusal.LEFT):  # these have a log line already
-                        self._refusals.log("a request", refusal, message)
+                        self._refusals.log("a request", refusal, message, job=self._core.job_of(stream))
                     self._send(stream, codec.encode_from_lighthouse(decision))
                 case effects.AskForQuorum(stream):
                     self._was_asked.add(stream)
@@ -221,8 +229,8 @@ class LighthouseShell:
                     log.replica_lost(decision)
                 case effects.ReplicaLeft():
                     log.replica_left(decision)
-                case effects.Warned(job, sentence):
-                    logger.warning("job %s: %s", job, sentence)
+                case effects.Warned():
+                    log.warned(decision)
                 case effects.PaceChanged():
                     log.pace_changed(decision)
                 case effects.WaitNoticed():
@@ -234,21 +242,10 @@ class LighthouseShell:
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
-                    self._refusals.log("a call", refusal, message)
+                    self._refusals.log("a call", refusal, message, job=TORCHFT_JOB)
                     self._answer(call, decision)
                 case _:
                     self._send(decision.stream, codec.encode_from_lighthouse(decision))
-
-    def _frame_answer(self, request: int, quorum: Quorum, *, packs: bool) -> bytes:
-        """Return the framed answer; replicas that started together use the same request numbers, and get the same
-        bytes."""
-        encoded = self._encode_quorum(quorum)
-        packs = packs and packing.is_packed(encoded)
-        if packs:
-            encoded = self._pack_quorum(encoded)
-        if self._framed[0] != request or self._framed[1] is not encoded:
-            self._framed = (request, encoded, codec.frame_quorum_answer(request, encoded, packed=packs))
-        return self._framed[2]
 
     def _send(self, stream: int, message: bytes) -> None:
         outbox = self._streams.get(stream)
@@ -279,8 +276,9 @@ class LighthouseShell:
         assert serves is not None
 
         def overflows() -> None:
-            name, peer = self._core.replica_of(stream) or "(no hello yet)", peer_address(context.peer())
-            logger.warning("disconnected replica %s at %s: it does not read its messages", name, peer)
+            name, job = self._core.replica_of(stream) or "(no hello yet)", self._core.job_of(stream) or "(no hello yet)"
+            words = "disconnected replica %s of job %s at %s: it does not read its messages"
+            logger.warning(words, name, job, peer_address(context.peer()), extra={"job": job})
             self._received_s.pop(stream, None)
             serves.cancel()
 
@@ -329,45 +327,17 @@ class LighthouseShell:
             outbox.close()
 
     async def _answer_describe(self, _request: bytes, _context: Context) -> bytes:
-        timeouts = self._config.timeouts
-        core, torchft = self._core, self._torchft_core
-        jobs = tuple(
-            _described(name, core.quorum(name), core.wait_sentence(name, self._now_ms()), core.warnings(name))
-            for name in core.jobs
-        )
-        lives = torchft.any_alive(self._now_ms()) is not None
-        return codec.encode_description(
-            LighthouseDescription(
-                version=__version__,
-                started_ms=self._core.started_ms,
-                now_ms=self._wall_ms(),
-                cluster_id=self._core.cluster_id,
-                min_replicas=self._config.min_replicas,
-                join_timeout_ms=timeouts.join_timeout_ms,
-                heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
-                quorum_tick_ms=timeouts.quorum_tick_ms,
-                lost_state_timeout_ms=self._config.lost_state_ms,
-                stragglers=self._config.stragglers.describe(),
-                jobs=jobs,
-                torchft=_described(TORCHFT_JOB, torchft.previous, torchft.waiting_for) if lives else None,
-            )
-        )
+        return codec.encode_description(self.operations.description())
 
     async def _answer_drain(self, request: bytes, context: Context) -> bytes:
         try:
             drain = codec.decode_drain(0, request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        reason = f"{drain.reason or 'it is drained'} (asked by {peer_address(context.peer())})"
-        orders = self._core.drain(replace(drain, reason=reason))
-        for order in orders:
-            if isinstance(order, effects.RefuseUnary):
-                torchft = self._torchft_core.any_alive(self._now_ms()) if drain.job == TORCHFT_JOB else None
-                more = f"; {torchft} is torchft's, which can't be asked to leave: end its process" if torchft else ""
-                await fail(context, order.refusal.value, order.message + more)
-            if isinstance(order, effects.AskToLeave):
-                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
-            self._send(order.stream, codec.encode_from_lighthouse(order))
+        try:
+            self.operations.ask_to_leave(drain, peer_address(context.peer()))
+        except RefusedError as error:
+            await fail(context, error.code, str(error.args[0]))
         return b""
 
     # --- torchft's unary calls ----------------------------------------------------------------------------------------
@@ -397,26 +367,7 @@ class LighthouseShell:
         finally:
             del self._calls[call]
         if isinstance(answer, Quorum):
-            return self._encode_response(answer)
+            return self._encode.response(answer)
         if answer is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
         return await fail(context, answer.refusal.value, answer.message)
-
-
-@final
-class _CachedEncoder(Generic[_T]):
-    """An encoder that returns the same bytes again while the value stays the same object."""
-
-    def __init__(self, encode: Callable[[_T], bytes]) -> None:
-        self._encode = encode
-        self._last: tuple[_T, bytes] | None = None
-
-    def __call__(self, value: _T) -> bytes:
-        if self._last is None or self._last[0] is not value:
-            self._last = (value, self._encode(value))
-        return self._last[1]
-
-
-def _described(job: str, quorum: Quorum | None, waiting_for: str, warnings: tuple[str, ...] = ()) -> DescribedJob:
-    quorum_id, num_members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
-    return DescribedJob(job, quorum_id, num_members, waiting_for, warnings)

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 from tft_coord.core import effects, events
 from tft_coord.core.lighthouse import LighthouseConfig
+from tft_coord.core.status import JobStatus, ReplicaState, ReplicaStatus, WaitStatus, job_state
 from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
+from tft_coord.core.waits import TELL_AFTER_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class TorchftCore:
         self._waiting: dict[int, _Waiting] = {}
         self.previous: Quorum | None = None
         self._formed_ms = 0
+        self._changed_ms = 0  # when the id rose
         self._missing_requests = 0  # the number of requests that must come before the rule can say yes
         self.waiting_for = "no replica has asked"
 
@@ -71,6 +74,47 @@ class TorchftCore:
     def has_trained(self) -> bool:
         """Return whether these members have a quorum, or one of them comes with steps of an earlier one."""
         return self.previous is not None or any(entry.member.step > 0 for entry in self._waiting.values())
+
+    def status(self, job: str, now_ms: int) -> JobStatus | None:
+        """Return the state of the one job and of its members, for an operator; None: no member is known.
+
+        torchft's members say a step only with a request, and nothing about their progress in it.
+
+        Args:
+            job: the name to give it.
+            now_ms: the time.
+        """
+        if not self._beats:
+            return None
+        asked = {entry.member.replica_id: entry for entry in self._waiting.values()}
+        members = self.previous.members if self.previous is not None else ()
+        ranks = {member.replica_id: rank for rank, member in enumerate(members)}
+        known = {member.replica_id: member for member in members} | {name: each.member for name, each in asked.items()}
+        timeout_ms = self._config.timeouts.heartbeat_timeout_ms
+        replicas = [
+            _replica_status(
+                replica_id,
+                known.get(replica_id),
+                rank=ranks.get(replica_id),
+                has_asked=replica_id in asked,
+                heard_ms=now_ms - at_ms,
+                timeout_ms=timeout_ms,
+            )
+            for replica_id, at_ms in self._beats.items()
+        ]
+        replicas.sort(key=lambda each: (each.rank is None, each.rank or 0, each.replica_id))
+        lasted_ms = now_ms - min((entry.asked_ms for entry in asked.values()), default=now_ms)
+        lives = any(each.rank is not None and not each.reason for each in replicas)
+        return JobStatus(
+            name=job,
+            state=job_state(self.previous, lives=lives, ended=False, waits=lasted_ms >= TELL_AFTER_MS),
+            step=max((member.step for member in known.values()), default=0),
+            quorum=self.previous,
+            quorum_age_ms=now_ms - self._changed_ms if self.previous is not None else 0,
+            wait=WaitStatus(sentence=self.waiting_for, lasted_ms=lasted_ms) if asked else None,
+            replicas=tuple(replicas),
+            is_torchft=True,
+        )
 
     def evict(self, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.UnaryEffect]:
         """Refuse all waiting members by name, and forget all members."""
@@ -185,6 +229,7 @@ class TorchftCore:
             self._last_id += 1
             reason = f"failed commits of {', '.join(failed)}" if failed else "the members changed"
             quorum = Quorum(QuorumKey(self._last_id, 0), members, wall_ms)
+            self._changed_ms = now_ms
             out.append(effects.QuorumFormed("", quorum, previous, now_ms - self._formed_ms, reason))
         else:
             quorum = Quorum(previous.key, members, wall_ms)
@@ -214,4 +259,22 @@ def _mixed(refused: Member, other: Member) -> str:
     return (
         f"replica {refused.replica_id} builds its process groups as torchft {own} does, and replica "
         f"{other.replica_id} of the same job as torchft {theirs}; install one release of torchft on all replicas"
+    )
+
+
+def _replica_status(
+    replica_id: str, member: Member | None, *, rank: int | None, has_asked: bool, heard_ms: int, timeout_ms: int
+) -> ReplicaStatus:
+    """Return the status of a member; `member` is None if it has only beaten."""
+    is_lost = heard_ms >= timeout_ms
+    state = ReplicaState.JOINING if rank is None else ReplicaState.TRAINING
+    return ReplicaStatus(
+        replica_id=replica_id,
+        state=ReplicaState.LOST if is_lost else ReplicaState.WAITING if has_asked else state,
+        rank=rank,
+        address=member.address if member is not None else "",
+        step=member.step if member is not None else 0,
+        heard_ms=heard_ms,
+        reason=f"no beat within {timeout_ms} ms" if is_lost else "",
+        gone_ms=heard_ms - timeout_ms if is_lost else 0,
     )

@@ -5,7 +5,7 @@ Law of this file: frozen dataclasses without behaviour.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tft_coord.core.fingerprint import Fingerprint
 from tft_coord.core.stragglers import StragglerNotice
@@ -246,23 +246,31 @@ class QuorumFormed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLost:
-    """The order to log and publish that a replica was declared lost."""
+    """The order to log and publish that a replica was declared lost.
+
+    `detect_ms`: how long before that its silence began or its stream broke; 0: its end was reported.
+    """
 
     job: str
     replica_id: str
     session: int
     reason: str
+    detect_ms: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLeft:
-    """The order to log and publish that a replica has left, and serves its state for `serve_ms` at most."""
+    """The order to log and publish that a replica has left, and serves its state for `serve_ms` at most.
+
+    `finished`: its training is over.
+    """
 
     job: str
     replica_id: str
     session: int
     reason: str
     serve_ms: int
+    finished: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

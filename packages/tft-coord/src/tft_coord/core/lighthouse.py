@@ -23,9 +23,11 @@ from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
 from tft_coord.core.living_quorum import UNKNOWN_MEMBERS, LivingQuorum
 from tft_coord.core.names import base_name, listed, shorten
+from tft_coord.core.poor_sources import PoorSources
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.reach import Exclusions, Reach, peers_of
+from tft_coord.core.status import JobStatus, job_status
 from tft_coord.core.stragglers import QuorumContext, StragglerPolicy, StragglerWatch, left_out_reason
 from tft_coord.core.suspicion import (
     STOP_VALID_MS,
@@ -156,9 +158,18 @@ class LighthouseCore:
         one."""
         return self._incarnation.started_ms
 
+    @property
+    def is_replaced(self) -> bool:
+        """Return whether a newer lighthouse of this cluster serves its jobs, as far as this one has heard."""
+        return self._superseded_by_ms > self._incarnation.started_ms
+
     def quorum(self, job: str) -> Quorum | None:
         """Return the newest quorum of that job."""
         return self._jobs[job].previous if job in self._jobs else None
+
+    def newest_step(self, job: str) -> int | None:
+        """Return the highest step that a member of that job's newest quorum has reported; None: no such job."""
+        return self._jobs[job].newest_step if job in self._jobs else None
 
     def any_alive(self, job: str, now_ms: int) -> str | None:
         """Return one healthy replica of that job, or None.
@@ -226,6 +237,10 @@ class LighthouseCore:
         """
         known = self._jobs.get(job)
         return known.names.warnings + known.stragglers.warnings + known.troubles.warnings if known is not None else ()
+
+    def status(self, now_ms: int) -> tuple[JobStatus, ...]:
+        """Return the state of each job, for an operator. It changes nothing."""
+        return tuple(job.status(now_ms, self.warnings(name)) for name, job in self._jobs.items())
 
     def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
         """Return which replicas to tell now about their wait, and what to log. Call it once a second."""
@@ -304,7 +319,7 @@ class LighthouseCore:
         reported."""
         if hello.cluster_id == self._incarnation.cluster_id:
             self._superseded_by_ms = max(self._superseded_by_ms, hello.lighthouse_started_ms)
-        return self._superseded_by_ms > self._incarnation.started_ms
+        return self.is_replaced
 
     def _resumes_service(self, now_ms: int, wall_ms: int) -> bool:
         """Return whether the newer lighthouse is presumed gone, because replicas have been coming here for
@@ -459,10 +474,8 @@ class Job:
         self.previous: Quorum | None = None
         self.waiting_for = NO_REQUEST
         self.board, self.names, self.troubles = WaitBoard(), NameWatch(), Troubles(config.timeouts.heartbeat_timeout_ms)
-        self._config = config
-        self._timeouts = config.timeouts
-        self._incarnation = incarnation
-        self._nonces = nonces
+        self._config, self._timeouts = config, config.timeouts
+        self._incarnation, self._nonces = incarnation, nonces
         self.last_id = last_id
         # A presumed replica has a heartbeat_timeout to show that it lives. The time counts from the start of a
         # restarted lighthouse, or from now if the lighthouse has forgotten the job since.
@@ -480,7 +493,7 @@ class Job:
         # Members of the newest quorum that have asked for the next one. Once a member has asked, the quorum has begun
         # to end, so a lost answer is not given again.
         self._asked_since: set[str] = set()
-        self._newest_step = 0  # the highest step that a member of the newest quorum has reported
+        self.newest_step = 0  # the highest step that a member of the newest quorum has reported
         self._announced = False  # a newcomer was announced since the newest quorum formed
         self._askers: dict[str, Replica] = {}  # replicas that have asked; some of them may not wait any more
         self._requests_needed = 0  # the number of requests that must come before the rule can say yes
@@ -490,7 +503,7 @@ class Job:
         self._handshake = Handshake(name, self._precedence_of, room)
         self._newest_held: QuorumKey | None = None  # the newest quorum that any replica has reported
         self._unanswered: set[int] = set()  # streams that could not name the members of the quorum they hold
-        self._poor_sources: dict[str, tuple[str, ...]] = {}  # replica id -> the sources it reported as poor
+        self._poor_sources = PoorSources(name)
         self._serving: set[str] = set()  # replicas that have left and may still be healed from
         self._asking_replica = ""  # the replica that asks just now, if it has trained
         self._end = JobEnd()
@@ -699,7 +712,22 @@ class Job:
             return None
         missing = [replica for replica in members if waits[replica.replica_id] is None and replica.left is None]
         streams = [each.stream for each in members if waits[each.replica_id] is not None and each.stream is not None]
-        return JobWait(min(begun), step_wait(self._newest_step, missing, now_ms), tuple(streams))
+        return JobWait(min(begun), step_wait(self.newest_step, missing, now_ms), tuple(streams))
+
+    def status(self, now_ms: int, warnings: tuple[str, ...]) -> JobStatus:
+        """Return the state of the job and of its replicas, for an operator."""
+        return job_status(
+            self.name,
+            self.liveness.replicas.values(),
+            self.previous,
+            formed_ms=self._key_formed_ms,
+            broken=self._broken,
+            left_out=self.stragglers.left_out.union(self._exclusions.out),
+            wait=self.wait(now_ms),
+            ended=self._end.ended,
+            warnings=warnings,
+            now_ms=now_ms,
+        )
 
     def look_at_troubles(self, now_ms: int) -> None:
         """Find what is wrong now, for later calls of `warnings`."""
@@ -732,8 +760,8 @@ class Job:
         if replica.replica_id in self._members:
             self._living.asked(replica.replica_id, now_ms)  # the others know it by its word, or wait for it
         assert replica.left is not None
-        left = effects.ReplicaLeft(self.name, replica.replica_id, replica.session, replica.left, serve_ms)
-        return [left, *out]
+        end = replica.left, serve_ms, replica.finished
+        return [effects.ReplicaLeft(self.name, replica.replica_id, replica.session, *end), *out]
 
     def _release_left(self, now_ms: int) -> list[effects.LighthouseEffect]:
         """Release those that have left and from which no replica heals any more."""
@@ -835,7 +863,7 @@ class Job:
         if not beat.number:
             return []
         if beat.progress is not None and self._living.stands and replica.replica_id in self._members:
-            self._newest_step = max(self._newest_step, beat.progress.step)
+            self.newest_step = max(self.newest_step, beat.progress.step)
         news = self._living.news(self._previous_key, beat.number, broken=self._broken is not None)
         return [effects.TellNewest(beat.stream, news)]
 
@@ -863,7 +891,7 @@ class Job:
         if not self._living.stands_whole:
             return False
         given = max((member.step for member in self._members.values()), default=0)
-        return self._newest_step > given
+        return self.newest_step > given
 
     # --- sessions -----------------------------------------------------------------------------------------------
 
@@ -1004,7 +1032,7 @@ class Job:
         self._healthy_before = None
         self._requests_needed = 0
         out: list[effects.LighthouseEffect] = [
-            effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason),
+            effects.ReplicaLost(self.name, replica.replica_id, replica.session, lost.reason, lost.detect_ms),
             *self._break_quorum(replica.replica_id, replica.session, lost.reason),
         ]
         message = f"replica {replica.replica_id}, session {replica.session}, was lost: {lost.reason}"
@@ -1213,7 +1241,7 @@ class Job:
         """Take over a later answer in the newest quorum than the one that was asked first."""
         self.previous, self._reported_last = quorum, answer
         self._members = {member.replica_id: member for member in quorum.members}
-        self._newest_step = max(self._newest_step, *(member.step for member in quorum.members))
+        self.newest_step = max(self.newest_step, *(member.step for member in quorum.members))
         return self._ask_for_newest(now_ms) + self._sort_waiting(now_ms)
 
     def _sort_waiting(self, now_ms: int) -> list[effects.LighthouseEffect]:
@@ -1257,7 +1285,7 @@ class Job:
         replica.ready = True
         self._note_wait(replica, False, now_ms)
         replica.stopped = None
-        out += self._note_sources(member)
+        out += self._poor_sources.report(member, self.liveness.replicas, self._members)
         after_loss = False
         if member.unreached:
             self._requests_needed = 0
@@ -1295,29 +1323,6 @@ class Job:
             replica.ineligible_until_ms = 0
         return out + self._announce(replica, member, now_ms)
 
-    def _note_sources(self, member: Member) -> list[effects.Warned]:
-        """Log which sources the replica could not heal from. They stay in the quorum, whose plan names them last."""
-        before = self._poor_sources.get(member.replica_id, ())
-        if member.poor_sources == before:
-            return []
-        known = self.liveness.replicas
-        self._poor_sources = {name: sources for name, sources in self._poor_sources.items() if name in known}
-        self._poor_sources[member.replica_id] = member.poor_sources
-        return [
-            effects.Warned(
-                self.name,
-                f"replica {member.replica_id} could not heal well from source {name}, which was silent, slow or sent "
-                f"wrong data; every replica now asks it last. Check its state server on {self._address_of(name)}, and "
-                "the network to it",
-            )
-            for name in member.poor_sources
-            if name not in before and name in known
-        ]
-
-    def _address_of(self, replica_id: str) -> str:
-        member = self._members.get(replica_id)
-        return f"the host of {member.address}" if member is not None else "its host"
-
     def _announce(self, replica: Replica, member: Member, now_ms: int) -> list[effects.LighthouseEffect]:
         """Announce a newcomer to the members that may be its sources, once for each quorum.
 
@@ -1325,8 +1330,8 @@ class Job:
         compute. A member that waits has passed that boundary. One snapshot serves all newcomers.
         """
         is_member = replica.replica_id in self._members
-        if is_member and not member.torn and member.step >= self._newest_step:
-            self._newest_step = member.step
+        if is_member and not member.torn and member.step >= self.newest_step:
+            self.newest_step = member.step
             return []
         if self._announced or not self._members or replica.ineligible_until_ms > now_ms:
             return []
@@ -1658,7 +1663,7 @@ class Job:
     def _reference_step(self) -> int:
         """Return the step that the newest quorum started from; 0: no state is worth waiting for."""
         if self._has_moved_on():
-            return self._newest_step
+            return self.newest_step
         common = _assignment_of(self.previous) if self.previous is not None else None
         return common.step if common is not None else 0
 
@@ -1820,9 +1825,9 @@ class Job:
         self.hangs.begin_round()
         self._healthy_before = None
         self._broken = None
-        self._newest_step = max(member.step for member in self._members.values())
+        self.newest_step = max(member.step for member in self._members.values())
         self._announced = False
-        self._end.trains_on(self._newest_step)
+        self._end.trains_on(self.newest_step)
 
     def _answers(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> list[effects.LighthouseEffect]:
         unchanged = self._unchanged(quorum, previous)

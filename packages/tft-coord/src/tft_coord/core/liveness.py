@@ -118,12 +118,16 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A replica that was declared lost; its open request, if any, is withdrawn."""
+    """A replica that was declared lost; its open request, if any, is withdrawn.
+
+    `detect_ms`: how long ago its silence began or its stream broke; 0: its end was reported.
+    """
 
     replica: Replica
     reason: str
     stream: int | None
     request: OpenRequest | None
+    detect_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,13 +389,14 @@ class Liveness:
         request, replica.request = replica.request, None
         replica.withdrawn = None
         self._note_unfinished(replica)
+        since_ms = replica.heard_ms if fell_silent and not replica.presumed else replica.broken_ms
         replica.lost = reason
         replica.lost_ms = now_ms
         replica.dead = dead
         replica.fell_silent = fell_silent
         self._clear_break(replica)
         replica.healing_since_ms = None
-        return Lost(replica, reason, replica.stream, request)
+        return Lost(replica, reason, replica.stream, request, now_ms - since_ms if since_ms is not None else 0)
 
     def _since_ms(self, hello: Hello, now_ms: int) -> int:
         """Return since when a replica that says hello for the first time, or its predecessor, has been known.

@@ -10,25 +10,30 @@ Law of this folder: exported names of other modules, and nothing else.
 
 from __future__ import annotations
 
+from tft_coord.client.kill import kill_group
 from tft_coord.compat.router import TORCHFT_JOB, ProtocolRouter
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.core import effects, events
 from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.names import base_name, shorten
+from tft_coord.core.status import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
 from tft_coord.core.types import Quorum, QuorumNews, Refusal
 from tft_coord.descriptors import raise_limit
+from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.logs import configure_process, logger_for_people
 from tft_coord.rpc import grpc
 from tft_coord.security import (
     HOW_TO_SERVE_OTHERS,
+    admits,
     bind_without_secret,
     check_host_without_secret,
     check_token,
     read_insecure,
     read_token,
 )
-from tft_coord.transport.address import check_host, interface_of, join_host_port, peer_address
+from tft_coord.transport.address import check_host, host_of, interface_of, is_loopback, join_host_port, peer_address
 from tft_coord.transport.loop import LoopShare
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
@@ -44,8 +49,11 @@ __all__ = [
     "TORCHFT_JOB",
     "Context",
     "DescribedJob",
+    "Inheritance",
     "JobEnded",
     "JobFailed",
+    "JobState",
+    "JobStatus",
     "LighthouseConfig",
     "LighthouseCore",
     "LighthouseDescription",
@@ -59,9 +67,14 @@ __all__ = [
     "Refusal",
     "ReplicaLeft",
     "ReplicaLost",
+    "ReplicaState",
+    "ReplicaStatus",
     "Server",
     "TorchftCore",
     "WaitNoticed",
+    "WaitStatus",
+    "admits",
+    "base_name",
     "bind_without_secret",
     "check_host",
     "check_host_without_secret",
@@ -72,8 +85,12 @@ __all__ = [
     "events",
     "fail",
     "grpc",
+    "host_of",
     "interface_of",
+    "is_loopback",
     "join_host_port",
+    "kill_group",
+    "let_go_in_child",
     "logger_for_people",
     "packing",
     "peer_address",
@@ -82,4 +99,5 @@ __all__ = [
     "read_token",
     "server_options",
     "services",
+    "shorten",
 ]

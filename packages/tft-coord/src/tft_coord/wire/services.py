@@ -9,11 +9,15 @@ Law of this file: grpc's view of the services; no decisions.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Final, TypeAlias, final
 
 from tft_coord.rpc import grpc
 from tft_coord.security import admits
+from tft_coord.transport.address import peer_address
+
+logger = logging.getLogger(__name__)
 
 MANAGER_QUORUM = "/torchft.ManagerService/Quorum"
 MANAGER_CHECKPOINT_METADATA = "/torchft.ManagerService/CheckpointMetadata"
@@ -25,6 +29,12 @@ LIGHTHOUSE_DESCRIBE = "/torchft.TftLighthouseService/Describe"
 LIGHTHOUSE_DRAIN = "/torchft.TftLighthouseService/Drain"
 LIGHTHOUSE_SESSION = "/torchft.TftLighthouseService/Session"
 MANAGER_SESSION = "/torchft.TftManagerService/Session"
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
+
+# The two answers of grpc's health protocol: a HealthCheckResponse whose status (field 1) is SERVING or NOT_SERVING.
+# They are written out, because a second description of that message would clash with grpcio-health-checking's.
+SERVING: Final = b"\x08\x01"
+NOT_SERVING: Final = b"\x08\x02"
 
 # A refused call costs this process as much as a member's call, and a stranger can make thousands a second. Above a few
 # a second their answers are therefore delayed. A connection has a limited number of calls, so its rate falls to
@@ -32,6 +42,7 @@ MANAGER_SESSION = "/torchft.TftManagerService/Session"
 PROMPT_REFUSALS_PER_S: Final = 16
 REFUSAL_DELAY_S: Final = 4.0
 MAX_DELAYED_REFUSALS: Final = 2048
+LOG_EVERY_S: Final = 60.0
 
 # These are quoted, because grpc's classes take type arguments in their stubs only.
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -51,10 +62,17 @@ class Services(grpc.GenericRpcHandler):
         streams: handlers of calls with a stream each way; they read and write through the context.
         token: the job's shared secret, or None. The server refuses a call without it by its headers. It reads no
             message of such a call, so the call costs no memory.
+        is_serving: returns the answer to grpc's health checks; None: they are not answered. They need no secret,
+            because an orchestrator's probe has none.
     """
 
     def __init__(
-        self, *, unary: Mapping[str, UnaryHandler], streams: Mapping[str, StreamHandler], token: str | None
+        self,
+        *,
+        unary: Mapping[str, UnaryHandler],
+        streams: Mapping[str, StreamHandler],
+        token: str | None,
+        is_serving: Callable[[], bool] | None = None,
     ) -> None:
         self._token = token
         handlers: dict[str, Any] = {
@@ -65,8 +83,13 @@ class Services(grpc.GenericRpcHandler):
         self._handlers = handlers
         # Before grpc calls a handler of one request, it reads the request, up to the server's maximum. A handler of a
         # stream of requests reads for itself, and on the wire the two kinds are the same.
-        refusal: Any = grpc.stream_unary_rpc_method_handler(_Refusals().refuse)
+        refusals = _Refusals()
+        refusal: Any = grpc.stream_unary_rpc_method_handler(refusals.refuse)
         self._refusals = dict.fromkeys(handlers, refusal)
+        if is_serving is not None:
+            health = _Health(is_serving, refusals)
+            handlers[HEALTH_CHECK] = grpc.stream_unary_rpc_method_handler(health.check)
+            self._refusals[HEALTH_CHECK] = grpc.stream_unary_rpc_method_handler(health.check_for_stranger)
 
     @property
     def methods(self) -> Collection[str]:
@@ -87,14 +110,12 @@ class _Refusals:
         self._second = 0
         self._refused = 0  # in this second
         self._delayed = 0  # refusals that wait
+        self._unlogged = 0  # refusals since the last log line
+        self._logged_s = -LOG_EVERY_S
 
     async def refuse(self, _messages: object, context: Context) -> bytes:
-        if self._is_flood() and self._delayed < MAX_DELAYED_REFUSALS:
-            self._delayed += 1
-            try:
-                await asyncio.sleep(REFUSAL_DELAY_S)
-            finally:
-                self._delayed -= 1
+        self._log(peer_address(context.peer()))
+        await self.delay()
         await context.abort(
             grpc.StatusCode.UNAUTHENTICATED,
             "this server requires a shared secret, and the call had none or a different one; "
@@ -102,12 +123,52 @@ class _Refusals:
         )
         raise AssertionError("abort always raises")
 
+    async def delay(self) -> None:
+        """Delay the answer to a call without the secret while there is a flood of them."""
+        if self._is_flood() and self._delayed < MAX_DELAYED_REFUSALS:
+            self._delayed += 1
+            try:
+                await asyncio.sleep(REFUSAL_DELAY_S)
+            finally:
+                self._delayed -= 1
+
+    def _log(self, peer: str) -> None:
+        """Log a refusal, at most once a minute: any host may cause them."""
+        self._unlogged += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s < LOG_EVERY_S:
+            return
+        logger.warning(
+            "refused %d calls without the right shared secret, the last from %s; set TFT_TOKEN or TFT_TOKEN_FILE to "
+            "the same secret in every process of the job",
+            self._unlogged,
+            peer,
+        )
+        self._logged_s, self._unlogged = now_s, 0
+
     def _is_flood(self) -> bool:
         second = int(asyncio.get_running_loop().time())
         if second != self._second:
             self._second, self._refused = second, 0
         self._refused += 1
         return self._refused > PROMPT_REFUSALS_PER_S
+
+
+@final
+class _Health:
+    """The answers to health checks, for the server as a whole. A request names a service, and is not read: a stranger
+    may send it, and it may be large."""
+
+    def __init__(self, is_serving: Callable[[], bool], refusals: _Refusals) -> None:
+        self._is_serving = is_serving
+        self._refusals = refusals
+
+    async def check(self, _messages: object, _context: Context) -> bytes:
+        return SERVING if self._is_serving() else NOT_SERVING
+
+    async def check_for_stranger(self, messages: object, context: Context) -> bytes:
+        await self._refusals.delay()
+        return await self.check(messages, context)
 
 
 def unary_stub(channel: grpc.Channel, method: str) -> UnaryStub:

@@ -7,12 +7,15 @@ that `tft --help` starts fast.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlencode
 
 import typer
 
@@ -23,6 +26,8 @@ DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "ri
 
 # The replicas of the demo are separate, whatever job this shell belongs to.
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TFT_TOKEN", "TFT_TOKEN_FILE")
+
+WATCH_EVERY_S = 1.0
 
 app = typer.Typer(
     help="Fault-tolerant PyTorch training.", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
@@ -86,8 +91,7 @@ def doctor(
     Each problem comes with its remedy. This changes nothing and joins no job. Exits with 0 if there is no problem, else
     1.
     """
-    if not 0.001 <= timeout <= 3600:
-        raise ConfigError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
+    check_timeout(timeout)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own messages would appear beside ours
     from tft_suite.doctor.findings import findings
     from tft_suite.doctor.report import report
@@ -112,8 +116,7 @@ def drain(
     timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
 ) -> int:
     """Ask a replica to leave its job after its running step. The other replicas lose no step and do not wait."""
-    if not 0.001 <= timeout <= 3600:
-        raise ConfigError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
+    check_timeout(timeout)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own messages would appear beside ours
     from tft_suite import drain as draining
 
@@ -121,6 +124,71 @@ def drain(
     confirmation = draining.drain(replica, os.environ, lighthouse=lighthouse, job=job, reason=reason, timeout=within)
     typer.echo(confirmation)
     return 0
+
+
+LighthouseOption = Annotated[
+    str | None, typer.Option(help="Address, or several separated by commas. Default: the environment's.")
+]
+HttpOption = Annotated[
+    str | None, typer.Option(help="Address of the lighthouse's HTTP port. Default: the port after the lighthouse's.")
+]
+TimeoutOption = Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the lighthouse's JSON instead of text.")]
+
+
+@app.command()
+def status(
+    lighthouse: LighthouseOption = None,
+    http: HttpOption = None,
+    job: Annotated[str | None, typer.Option(help="Show this job only.")] = None,
+    watch: Annotated[bool, typer.Option(help="Show the status again each second, until Ctrl-C.")] = False,
+    as_json: JsonOption = False,
+    timeout: TimeoutOption = 5.0,
+) -> int:
+    """Show what a lighthouse's jobs do: their members, steps and phases, and what is waited for."""
+    from tft_suite.operate.client import fetch, http_addresses
+    from tft_suite.operate.text import status_text
+
+    check_timeout(timeout)
+    addresses = http_addresses(os.environ, lighthouse=lighthouse, http=http)
+    while True:
+        found = fetch(addresses, "/api/v1/status", os.environ, timeout_s=timeout)
+        text = json.dumps(found) if as_json else status_text(found, job)
+        if watch and not as_json and sys.stdout.isatty():
+            typer.clear()
+        typer.echo(text)
+        if not watch:
+            return 0
+        time.sleep(WATCH_EVERY_S)
+
+
+@app.command()
+def incidents(
+    lighthouse: LighthouseOption = None,
+    http: HttpOption = None,
+    job: Annotated[str | None, typer.Option(help="Show the incidents of this job only.")] = None,
+    limit: Annotated[int, typer.Option(help="Show the newest so many.")] = 50,
+    as_json: JsonOption = False,
+    timeout: TimeoutOption = 5.0,
+) -> int:
+    """Show what has happened to a lighthouse's jobs: losses, joins, leaves, failed rounds, and how long each took."""
+    from tft_suite.operate.client import fetch, http_addresses
+    from tft_suite.operate.text import incidents_text
+
+    check_timeout(timeout)
+    if not 1 <= limit <= 1_000:
+        raise ConfigError(f"--limit is {limit}; give 1 to 1000, the number that a lighthouse keeps")
+    query = urlencode({"limit": limit} | ({"job": job} if job is not None else {}))
+    addresses = http_addresses(os.environ, lighthouse=lighthouse, http=http)
+    found = fetch(addresses, f"/api/v1/incidents?{query}", os.environ, timeout_s=timeout)
+    typer.echo(json.dumps(found) if as_json else incidents_text(found["incidents"]))
+    return 0
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise ConfigError if --timeout is out of its range."""
+    if not 0.001 <= timeout <= 3600:
+        raise ConfigError(f"--timeout is {timeout}; give seconds, 0.001 to 3600")
 
 
 @app.command()

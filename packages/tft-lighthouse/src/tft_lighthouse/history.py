@@ -1,0 +1,326 @@
+"""What has happened to the jobs: one record for each incident, with its phases.
+
+An incident is a start, a loss, a leave, a join, a failed round, a broken quorum, another change of members, or the end
+of a job. It begins with a decision of the core, and ends when the members commit a step again.
+
+| phase | from | to |
+|---|---|---|
+| detect | the last message of a silent replica, or the break of its stream | its loss; 0 where its end is reported |
+| quorum | the loss, the leave or the break | the next quorum with a new id |
+| resume | that quorum | the first report of a member that has committed a step in it |
+| heal | that quorum | the first look that finds the newcomer healed; beside resume, not after it |
+
+In a standing quorum the lighthouse learns of steps by beats, so resume is known to within a beat (one second), and heal
+to within a beat and a look.
+
+Law of this file: records from decisions and looks, bounded in number; the caller gives the time and logs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Final, final
+
+from tft_coord import LossNotice
+from tft_coord.lighthouse import (
+    TORCHFT_JOB,
+    JobEnded,
+    Quorum,
+    QuorumFormed,
+    ReplicaLeft,
+    ReplicaLost,
+    WaitNoticed,
+    effects,
+)
+
+INCIDENTS_MOST: Final = 1_000  # the oldest is dropped
+JOBS_MOST: Final = 1_000
+REPLICAS_NAMED_MOST: Final = 50  # of one incident; a thousand may join together
+REASON_MOST: Final = 1_000  # characters
+
+
+class IncidentKind(enum.Enum):
+    """What an incident is."""
+
+    START = "start"  # the first quorum of a job, as far as this lighthouse knows
+    LOSS = "loss"
+    LEAVE = "leave"  # a replica left before its training was over, for example because it was drained
+    FINISH = "finish"  # a replica left because its training was over
+    JOIN = "join"
+    FAILED_ROUND = "failed_round"  # members asked again because a round did not commit
+    BROKEN_QUORUM = "broken_quorum"  # a quorum could not go on, although no member of it was lost
+    CHANGE = "change"  # the members changed for another reason, such as a straggler that is left out
+    END = "end"  # the job has ended
+
+
+class Phase(enum.Enum):
+    """A part of an incident."""
+
+    DETECT = "detect"
+    QUORUM = "quorum"
+    RESUME = "resume"
+    HEAL = "heal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One incident.
+
+    Args:
+        number: of the record; rises by one with each.
+        change: rises by one with each new record and each change of one, over all records.
+        job: of the incident.
+        kind: see `IncidentKind`.
+        replica_ids: which replicas it is about, sorted; at most `REPLICAS_NAMED_MOST` of them.
+        num_replicas: how many it is about.
+        reason: why, in words.
+        began_ms: milliseconds since 1970.
+        step: the committed steps of the job when it began, as far as the lighthouse knew.
+        quorum_before, quorum_after: the ids; None: there is none (yet).
+        members_before, members_after: the numbers of members.
+        waited_for: the last sentence about a wait of more than 5 s in it; "": there was none.
+        phases: how long each phase took, in milliseconds.
+        is_open: it goes on.
+    """
+
+    number: int
+    change: int
+    job: str
+    kind: IncidentKind
+    replica_ids: tuple[str, ...]
+    num_replicas: int
+    reason: str
+    began_ms: int
+    step: int = 0
+    quorum_before: int | None = None
+    quorum_after: int | None = None
+    members_before: int = 0
+    members_after: int = 0
+    waited_for: str = ""
+    phases: Mapping[Phase, int] = field(default_factory=dict)
+    is_open: bool = True
+
+    @property
+    def lasted_ms(self) -> int:
+        """Return the time of its phases that follow one another."""
+        return sum(ms for phase, ms in self.phases.items() if phase is not Phase.HEAL)
+
+
+@dataclass(slots=True)
+class _Open:
+    """An incident that goes on: when its current phase began, and the step that its quorum began from."""
+
+    incident: Incident
+    since_ms: int
+    from_step: int | None = None  # None: it waits for a quorum
+
+
+@final
+class History:
+    """The incidents of all jobs.
+
+    Args:
+        job_of: returns the job of a stream.
+        step_of: returns the highest step that a member of a job has reported; None: there is no such job.
+        healing_of: returns the ids of the replicas of a job that heal.
+        closed: called with each incident that has ended.
+    """
+
+    def __init__(
+        self,
+        *,
+        job_of: Callable[[int], str | None],
+        step_of: Callable[[str], int | None],
+        healing_of: Callable[[str], Set[str]],
+        closed: Callable[[Incident], None],
+    ) -> None:
+        self._job_of = job_of
+        self._step_of = step_of
+        self._healing_of = healing_of
+        self._closed = closed
+        self._quorums: dict[str, Quorum] = {}  # the newest of each job; the core is ahead of its decisions
+        self._kept: deque[int] = deque()  # the numbers of the kept records, the oldest first
+        self._records: dict[int, Incident] = {}
+        self._open: dict[int, _Open] = {}
+        self._number = 0
+        self.last_change = 0
+
+    @property
+    def is_any_open(self) -> bool:
+        """Return whether an incident goes on, so that `look` may find its end."""
+        return bool(self._open)
+
+    def incidents(self, after_change: int = 0) -> list[Incident]:
+        """Return the kept records that are new or have changed since that change, in the order of their changes."""
+        if after_change >= self.last_change:
+            return []
+        found = [each for each in self._records.values() if each.change > after_change]
+        return sorted(found, key=lambda each: each.change)
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def note(self, decision: object, now_ms: int, wall_ms: int) -> None:
+        """Record a decision of the core, if it belongs to an incident."""
+        match decision:
+            case ReplicaLost(job, replica_id, _, reason, detect_ms):
+                phases = {Phase.DETECT: detect_ms}
+                self._gone(job, IncidentKind.LOSS, replica_id, reason, phases, now_ms, wall_ms - detect_ms)
+            case ReplicaLeft(job, replica_id, _, reason, _, finished):
+                kind = IncidentKind.FINISH if finished else IncidentKind.LEAVE
+                self._gone(job, kind, replica_id, reason, {}, now_ms, wall_ms)
+            case effects.NotifyLoss(stream, notice) if notice.lives:
+                its_job = self._job_of(stream)
+                if its_job is not None:
+                    self._broken(its_job, notice, now_ms, wall_ms)
+            case QuorumFormed():
+                self._formed(decision, now_ms, wall_ms)
+            case WaitNoticed(job, _, False, sentence):
+                for each in self._open.values():
+                    if each.incident.job == job:
+                        each.incident = self._changed(replace(each.incident, waited_for=sentence[:REASON_MOST]))
+            case JobEnded(job, step, replica_ids):
+                self._close_all(job)
+                incident = self._new(job, IncidentKind.END, replica_ids, f"ended at step {step}", wall_ms)
+                self._close(replace(incident, step=step))
+
+    def _gone(
+        self,
+        job: str,
+        kind: IncidentKind,
+        replica_id: str,
+        reason: str,
+        phases: dict[Phase, int],
+        now_ms: int,
+        began_ms: int,
+    ) -> None:
+        quorum = self._quorums.get(job)
+        incident = replace(self._new(job, kind, (replica_id,), reason, began_ms), phases=phases)
+        if quorum is not None and replica_id not in quorum.replica_ids:
+            self._close(incident)  # no member waits for it, and no quorum changes
+        else:
+            self._begin(incident, now_ms)
+
+    def _broken(self, job: str, notice: LossNotice, now_ms: int, wall_ms: int) -> None:
+        of_job = (each for each in self._open.values() if each.incident.job == job)
+        if not any(each.from_step is None for each in of_job):  # a loss breaks it too, and all members get a notice
+            incident = self._new(job, IncidentKind.BROKEN_QUORUM, (notice.replica_id,), notice.reason, wall_ms)
+            self._begin(incident, now_ms)
+
+    def _formed(self, formed: QuorumFormed, now_ms: int, wall_ms: int) -> None:
+        job, quorum, previous = formed.job or TORCHFT_JOB, formed.quorum, formed.previous
+        if previous is not None:
+            self._note_quorum(job, previous)
+        waiting = [each for each in self._open.values() if each.incident.job == job and each.from_step is None]
+        for each in waiting:
+            each.incident = self._timed(each.incident, Phase.QUORUM, now_ms - each.since_ms)
+        for kind, replica_ids in _begun(quorum, previous, is_explained=bool(waiting)):
+            incident = self._new(job, kind, replica_ids, formed.reason, wall_ms)
+            waiting.append(self._begin(incident, now_ms))
+        for each in waiting:
+            each.since_ms, each.from_step = now_ms, max(member.step for member in quorum.members)
+            each.incident = self._changed(
+                replace(each.incident, quorum_after=quorum.key.quorum_id, members_after=len(quorum.members))
+            )
+        self._note_quorum(job, quorum)
+
+    # --- looks --------------------------------------------------------------------------------------------------------
+
+    def look(self, now_ms: int) -> None:
+        """Find the incidents that have ended; call it often while `is_any_open`."""
+        for each in list(self._open.values()):
+            incident, step = each.incident, self._step_of(each.incident.job)
+            if step is None:  # no replica of the job is remembered any more
+                self._close(incident)
+                continue
+            if each.from_step is None:
+                continue
+            if Phase.RESUME not in incident.phases and step > each.from_step:
+                incident = each.incident = self._timed(incident, Phase.RESUME, now_ms - each.since_ms)
+            if incident.kind is IncidentKind.JOIN and Phase.HEAL not in incident.phases:
+                if not self._healing_of(incident.job).isdisjoint(incident.replica_ids):
+                    continue
+                incident = each.incident = self._timed(incident, Phase.HEAL, now_ms - each.since_ms)
+            if Phase.RESUME in incident.phases:
+                self._close(incident)
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def _new(self, job: str, kind: IncidentKind, replica_ids: tuple[str, ...], reason: str, began_ms: int) -> Incident:
+        before = self._quorums.get(job)
+        step = max((member.step for member in before.members), default=0) if before is not None else 0
+        self._number += 1
+        return Incident(
+            number=self._number,
+            change=0,
+            job=job,
+            kind=kind,
+            replica_ids=replica_ids[:REPLICAS_NAMED_MOST],
+            num_replicas=len(replica_ids),
+            reason=reason[:REASON_MOST],
+            began_ms=began_ms,
+            step=max(step, self._step_of(job) or 0),
+            quorum_before=before.key.quorum_id if before is not None else None,
+            members_before=len(before.members) if before is not None else 0,
+        )
+
+    def _begin(self, incident: Incident, now_ms: int) -> _Open:
+        found = self._open[incident.number] = _Open(self._changed(incident), now_ms)
+        return found
+
+    def _timed(self, incident: Incident, phase: Phase, lasted_ms: int) -> Incident:
+        return self._changed(replace(incident, phases={**incident.phases, phase: lasted_ms}))
+
+    def _changed(self, incident: Incident) -> Incident:
+        """Keep the newest form of a record."""
+        self.last_change += 1
+        incident = replace(incident, change=self.last_change)
+        if incident.number not in self._records:
+            self._kept.append(incident.number)
+            if len(self._kept) > INCIDENTS_MOST:
+                oldest = self._kept.popleft()
+                del self._records[oldest]
+                self._open.pop(oldest, None)
+        self._records[incident.number] = incident
+        return incident
+
+    def _close(self, incident: Incident) -> None:
+        self._open.pop(incident.number, None)
+        self._closed(self._changed(replace(incident, is_open=False)))
+
+    def _note_quorum(self, job: str, quorum: Quorum) -> None:
+        self._quorums.pop(job, None)
+        self._quorums[job] = quorum
+        if len(self._quorums) > JOBS_MOST:
+            del self._quorums[next(iter(self._quorums))]
+
+    def _close_all(self, job: str) -> None:
+        """Close the incidents of a job that ends: its members commit no further step."""
+        for each in [each for each in self._open.values() if each.incident.job == job]:
+            self._close(each.incident)
+
+
+def _begun(
+    quorum: Quorum, previous: Quorum | None, *, is_explained: bool
+) -> Iterator[tuple[IncidentKind, tuple[str, ...]]]:
+    """Yield the incidents that a new quorum itself shows, each with the replicas that it is about.
+
+    Args:
+        quorum: the new one.
+        previous: the one before, or None.
+        is_explained: an earlier incident has led to it; failed rounds and missing members are its consequences.
+    """
+    before = set(previous.replica_ids) if previous is not None else set()
+    joined = tuple(sorted(set(quorum.replica_ids).difference(before)))
+    if joined:
+        yield IncidentKind.START if previous is None else IncidentKind.JOIN, joined
+    failed = tuple(member.replica_id for member in quorum.members if member.commit_failures)
+    if is_explained:
+        return
+    if failed:
+        yield IncidentKind.FAILED_ROUND, failed
+    elif not joined:
+        changed = before.symmetric_difference(quorum.replica_ids) or before
+        yield IncidentKind.CHANGE, tuple(sorted(changed))

@@ -1,0 +1,102 @@
+"""The incidents over HTTP: as a list, and as they happen (server-sent events).
+
+Law of this file: records to answers. A reader that is slow holds no memory here: it gets what has changed when it is
+ready for more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from aiohttp import web
+
+from tft_lighthouse.history import History, Incident
+from tft_lighthouse.view import SCHEMA_VERSION, incident_as_json
+
+READERS_MOST: Final = 64  # of the events
+KEEP_ALIVE_S: Final = 15.0
+LISTED_MOST: Final = 1_000
+
+
+@final
+class Incidents:
+    """The two routes of incidents.
+
+    Args:
+        history: the records.
+        extend: gives a connection the time of another request.
+    """
+
+    def __init__(self, history: History, *, extend: Callable[[asyncio.BaseTransport | None], None]) -> None:
+        self._history = history
+        self._extend = extend
+        self._readers: set[asyncio.Event] = set()
+
+    def changed(self) -> None:
+        """Wake the readers of events, because a record is new or has changed."""
+        for reader in self._readers:
+            reader.set()
+
+    async def listed(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the records, the oldest first.
+
+        The query may have `job`, `kind`, `after` (a number of a change) and `limit` (the newest so many).
+        """
+        after, limit = _number(request, "after", 0), _number(request, "limit", LISTED_MOST)
+        job, kind = request.query.get("job"), request.query.get("kind")
+        found = sorted(self._history.incidents(after), key=lambda each: each.number)
+        found = [each for each in found if job in (None, each.job) and kind in (None, each.kind.value)]
+        return web.json_response(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "last_change": self._history.last_change,
+                "incidents": [incident_as_json(each) for each in found[-limit:] if limit],
+            }
+        )
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Send each record when it is new and whenever it changes, until the reader goes.
+
+        A reader that names the last change that it knows (`Last-Event-ID`, or `after` in the query) gets all later
+        ones first. Another one gets all records.
+        """
+        known = _number(request, "after", 0)
+        last_id = request.headers.get("Last-Event-ID", "")
+        known = int(last_id) if last_id.isascii() and last_id.isdigit() else known
+        if known > self._history.last_change:
+            known = 0  # of an earlier life of this lighthouse
+        if len(self._readers) >= READERS_MOST:
+            raise web.HTTPServiceUnavailable(reason=f"{READERS_MOST} readers follow the events already")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+        await response.prepare(request)
+        reader = asyncio.Event()
+        self._readers.add(reader)
+        try:
+            while True:
+                reader.clear()
+                found = self._history.incidents(known)
+                known = self._history.last_change
+                self._extend(request.transport)
+                await response.write("".join(map(_event, found)).encode() or b": alive\n\n")
+                try:
+                    await asyncio.wait_for(reader.wait(), KEEP_ALIVE_S)
+                except asyncio.TimeoutError:
+                    continue
+        finally:
+            self._readers.discard(reader)
+
+
+def _event(incident: Incident) -> str:
+    data = json.dumps(incident_as_json(incident))  # one line: JSON escapes line ends
+    return f"id: {incident.change}\nevent: incident\ndata: {data}\n\n"
+
+
+def _number(request: web.Request, name: str, default: int) -> int:
+    """Return a number of the query. Raises: HTTPBadRequest: it is none."""
+    text: Any = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 19):
+        raise web.HTTPBadRequest(reason=f"{name} must be a whole number")
+    return int(text)

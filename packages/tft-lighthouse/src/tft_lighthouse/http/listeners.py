@@ -1,0 +1,64 @@
+"""The sockets of the HTTP port, bound before the lighthouse starts, so that a port in use is found at once.
+
+Law of this file: binding.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from contextlib import suppress
+from typing import Final
+
+from tft_coord import ConfigError
+from tft_coord.lighthouse import host_of, interface_of
+
+BACKLOG: Final = 128
+
+
+def listen(bind: str) -> tuple[socket.socket, ...]:
+    """Listen at all addresses that `host:port` means; port 0 takes one free port for all of them.
+
+    Returns: the listening sockets, at least one.
+    Raises: ConfigError: none can be bound, or the port is in use at one of them.
+    """
+    host, port = interface_of(bind), int(bind.rpartition(":")[2])
+    found: list[socket.socket] = []
+    try:
+        if not host:
+            return (_listen_everywhere(port),)
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        for family, _, _, _, place in dict.fromkeys(places):
+            address = (place[0], found[0].getsockname()[1] if found else port)
+            # "localhost" may name an address that this machine does not have, such as ::1 in a container.
+            with suppress(_NoSuchAddressError):
+                found.append(_listen_at(family, address))
+        if not found:
+            raise OSError(f"{host_of(bind)} is no address of this machine")
+    except OSError as error:
+        for each in found:
+            each.close()
+        raise ConfigError(
+            f"the lighthouse's HTTP port can't listen at {bind} ({error.strerror or error}); end the other process, "
+            "give another --http-bind, or --http-bind 0 for none"
+        ) from error
+    return tuple(found)
+
+
+class _NoSuchAddressError(Exception):
+    """This machine does not have the address."""
+
+
+def _listen_at(family: int, address: tuple[object, ...]) -> socket.socket:
+    try:
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise _NoSuchAddressError from error
+        raise
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("0.0.0.0", port), backlog=BACKLOG)

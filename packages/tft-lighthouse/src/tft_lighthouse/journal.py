@@ -1,0 +1,106 @@
+"""The journal of a lighthouse: its counters and its history, fed by the core's decisions and by time.
+
+Law of this file: who gives what to which; the records themselves are made in `history` and `counters`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Final, final
+
+from tft_coord import LossNotice
+from tft_coord.lighthouse import (
+    TORCHFT_JOB,
+    JobEnded,
+    LighthouseCore,
+    QuorumFormed,
+    ReplicaLeft,
+    ReplicaLost,
+    ReplicaState,
+    TorchftCore,
+    WaitNoticed,
+    effects,
+)
+from tft_lighthouse import log
+from tft_lighthouse.counters import Counters
+from tft_lighthouse.history import History, Incident
+
+LOOK_AT_HEALING_MS: Final = 1_000  # a look at thousands of replicas takes milliseconds
+NOTED: Final = frozenset({QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, WaitNoticed, effects.NotifyLoss})
+
+
+@final
+class Journal:
+    """The journal of one lighthouse. It runs on the lighthouse's loop only.
+
+    Args:
+        core, torchft: the cores.
+        now_ms: returns the time of a monotonic clock.
+        wall_ms: returns milliseconds since 1970.
+
+    Attributes:
+        counters: what has happened since the start.
+        history: the incidents.
+        on_change: called when a record is new or has changed.
+        on_closed: called with each incident that has ended.
+    """
+
+    def __init__(
+        self, core: LighthouseCore, torchft: TorchftCore, *, now_ms: Callable[[], int], wall_ms: Callable[[], int]
+    ) -> None:
+        self._core = core
+        self._torchft = torchft
+        self._now_ms = now_ms
+        self._wall_ms = wall_ms
+        self._healing: dict[str, Set[str]] = {}  # of the last look
+        self._next_look_ms = 0
+        self._last_notice: LossNotice | None = None
+        self.counters = Counters(core.job_of)
+        self.history = History(
+            job_of=core.job_of, step_of=self._step_of, healing_of=self._healing_of, closed=self._closed
+        )
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_closed: Callable[[Incident], None] = lambda _: None
+
+    def note(self, decision: object) -> None:
+        """Count and record a decision of the cores, before it is performed."""
+        if type(decision) not in NOTED:  # thousands of answers come at once
+            return
+        if isinstance(decision, effects.NotifyLoss):
+            if decision.notice is self._last_notice:  # all members get the same
+                return
+            self._last_notice = decision.notice
+        before = self.history.last_change
+        self.counters.count(decision)
+        self.history.note(decision, self._now_ms(), self._wall_ms())
+        if self.history.last_change != before:
+            self.on_change()
+
+    def tick(self) -> None:
+        """Find the incidents that have ended. Call it every quorum_tick_ms."""
+        if not self.history.is_any_open:
+            return
+        before = self.history.last_change
+        self.history.look(self._now_ms())
+        if self.history.last_change != before:
+            self.on_change()
+
+    def _closed(self, incident: Incident) -> None:
+        log.incident(incident)
+        self.on_closed(incident)
+
+    def _step_of(self, job: str) -> int | None:
+        step = self._core.newest_step(job)
+        if step is None and job == TORCHFT_JOB and self._torchft.previous is not None:
+            return max(member.step for member in self._torchft.previous.members)
+        return step
+
+    def _healing_of(self, job: str) -> Set[str]:
+        now_ms = self._now_ms()
+        if now_ms >= self._next_look_ms:
+            self._next_look_ms = now_ms + LOOK_AT_HEALING_MS
+            self._healing = {
+                each.name: {one.replica_id for one in each.replicas if one.state is ReplicaState.HEALING}
+                for each in self._core.status(now_ms)
+            }
+        return self._healing.get(job, frozenset())

@@ -1,0 +1,155 @@
+"""What an operator may see and ask for: the view, the drain and the kill of a replica.
+
+Law of this file: the cores' answers for a person; who may ask is decided at the ports.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import final
+
+from tft_coord import RefusedError
+from tft_coord.lighthouse import (
+    TORCHFT_JOB,
+    DescribedJob,
+    LighthouseConfig,
+    LighthouseCore,
+    LighthouseDescription,
+    Quorum,
+    TorchftCore,
+    effects,
+    events,
+    kill_group,
+)
+from tft_lighthouse.version import __version__
+from tft_lighthouse.view import LighthouseView, find_replica
+
+logger = logging.getLogger("tft_lighthouse")
+
+
+@final
+class Operations:
+    """The calls of an operator on one lighthouse. It runs on the lighthouse's loop only.
+
+    Args:
+        core, torchft: the cores.
+        config: limits and timeouts.
+        token: shared secret, or None.
+        send: sends an order to its stream.
+        now_ms: returns the time of a monotonic clock.
+        wall_ms: returns milliseconds since 1970.
+    """
+
+    def __init__(
+        self,
+        core: LighthouseCore,
+        torchft: TorchftCore,
+        config: LighthouseConfig,
+        *,
+        token: str | None,
+        send: Callable[[effects.AskToLeave | effects.TellNewest], None],
+        now_ms: Callable[[], int],
+        wall_ms: Callable[[], int],
+    ) -> None:
+        self._core = core
+        self._torchft = torchft
+        self._config = config
+        self._token = token
+        self._send = send
+        self._now_ms = now_ms
+        self._wall_ms = wall_ms
+
+    def view(self) -> LighthouseView:
+        """Return what an operator may see."""
+        now_ms, timeouts = self._now_ms(), self._config.timeouts
+        theirs = self._torchft.status(TORCHFT_JOB, now_ms)
+        return LighthouseView(
+            version=__version__,
+            started_ms=self._core.started_ms,
+            now_ms=self._wall_ms(),
+            cluster_id=self._core.cluster_id,
+            is_ready=self.is_ready,
+            min_replicas=self._config.min_replicas,
+            heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
+            join_timeout_ms=timeouts.join_timeout_ms,
+            stragglers=self._config.stragglers.describe(),
+            jobs=(*self._core.status(now_ms), *((theirs,) if theirs is not None else ())),
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether replicas should come here: no newer lighthouse of the cluster serves them."""
+        return not self._core.is_replaced
+
+    def drain(self, job: str | None, replica: str, *, reason: str, caller: str) -> str:
+        """Ask a replica to leave after its running step.
+
+        Args:
+            job: its job; None: any.
+            replica: as `find_replica` takes it.
+            reason: for the replica's log.
+            caller: the operator's address.
+        Returns: the id of the replica.
+        Raises: RefusedError: there is no such replica, or it can't be asked.
+        """
+        its_job, found = find_replica(self.view().jobs, replica, job)
+        self.ask_to_leave(events.DrainRequested(0, its_job.name, found.replica_id, reason), caller)
+        return found.replica_id
+
+    async def kill(self, job: str | None, replica: str, *, reason: str, caller: str) -> str:
+        """Ask the processes of a replica to end at once, as torchft's lighthouse does.
+
+        Args: as for `drain`.
+        Returns: the id of the replica.
+        Raises: RefusedError: there is no such replica, or it refuses. CoordinationError: it can't be reached.
+        """
+        its_job, found = find_replica(self.view().jobs, replica, job)
+        if not found.address:
+            raise RefusedError(f"the address of replica {found.replica_id} is not known yet; try again", code="unknown")
+        message = f"{reason or 'it is killed'} (asked by {caller})"
+        logger.warning("job %s: replica %s is asked to end: %s", its_job.name, found.replica_id, message)
+        await kill_group(found.address, message, token=self._token, timeouts=self._config.timeouts)
+        return found.replica_id
+
+    def ask_to_leave(self, drain: events.DrainRequested, caller: str) -> None:
+        """Ask a replica to leave, by the core's own rule for names. Raises: RefusedError: it can't be asked."""
+        reason = f"{drain.reason or 'it is drained'} (asked by {caller})"
+        for order in self._core.drain(replace(drain, reason=reason)):
+            if isinstance(order, effects.RefuseUnary):
+                torchft = self._torchft.any_alive(self._now_ms()) if drain.job == TORCHFT_JOB else None
+                more = f"; {torchft} is torchft's, which can't be asked to leave: end its process" if torchft else ""
+                raise RefusedError(order.message + more, code=order.refusal.value)
+            if isinstance(order, effects.AskToLeave):
+                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
+            self._send(order)
+
+    def description(self) -> LighthouseDescription:
+        """Return what the lighthouse says of itself to its clients."""
+        timeouts = self._config.timeouts
+        core, torchft = self._core, self._torchft
+        jobs = tuple(
+            _described(name, core.quorum(name), core.wait_sentence(name, self._now_ms()), core.warnings(name))
+            for name in core.jobs
+        )
+        lives = torchft.any_alive(self._now_ms()) is not None
+        return LighthouseDescription(
+            version=__version__,
+            started_ms=self._core.started_ms,
+            now_ms=self._wall_ms(),
+            cluster_id=self._core.cluster_id,
+            min_replicas=self._config.min_replicas,
+            join_timeout_ms=timeouts.join_timeout_ms,
+            heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
+            quorum_tick_ms=timeouts.quorum_tick_ms,
+            lost_state_timeout_ms=self._config.lost_state_ms,
+            stragglers=self._config.stragglers.describe(),
+            jobs=jobs,
+            torchft=_described(TORCHFT_JOB, torchft.previous, torchft.waiting_for) if lives else None,
+        )
+
+
+def _described(job: str, quorum: Quorum | None, waiting_for: str, warnings: tuple[str, ...] = ()) -> DescribedJob:
+    quorum_id, num_members = (quorum.key.quorum_id, len(quorum.members)) if quorum is not None else (0, 0)
+    return DescribedJob(job, quorum_id, num_members, waiting_for, warnings)

@@ -1,0 +1,103 @@
+"""A client of a lighthouse's HTTP port.
+
+Law of this file: one GET, and what is wrong in a sentence. It follows no redirect and uses no proxy, because the
+request carries the job's secret.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tft_coord.errors import ConfigError as CoordinationConfigError
+from tft_coord.security import read_token
+from tft_coord.transport.address import host_of, join_host_port, targets
+from tft_suite.drain import LIGHTHOUSE
+from tft_suite.errors import ConfigError
+
+SCHEMA_VERSION: Final = 1
+ANSWER_MOST_BYTES: Final = 64 * 1024 * 1024
+
+
+def http_addresses(environ: Mapping[str, str], *, lighthouse: str | None, http: str | None) -> tuple[str, ...]:
+    """Return the addresses of the lighthouses' HTTP ports, as `host:port`.
+
+    Args:
+        environ: names the lighthouse if neither argument is given.
+        lighthouse: addresses of gRPC ports; the HTTP port is the next one.
+        http: addresses of HTTP ports.
+    Raises: ConfigError: no address is known, or one is invalid.
+    """
+    text = http or lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
+    if not text:
+        raise ConfigError(f"no lighthouse is known; give --lighthouse or --http, or set {LIGHTHOUSE[0]}")
+    try:
+        found = targets(text)
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
+    if http:
+        return found
+    ports = [int(each.rpartition(":")[2]) + 1 for each in found]
+    if max(ports) > 65535:
+        raise ConfigError(f"{text} has no next port for HTTP; give --http")
+    return tuple(join_host_port(host_of(each), port) for each, port in zip(found, ports, strict=True))
+
+
+def fetch(addresses: Sequence[str], path: str, environ: Mapping[str, str], *, timeout_s: float) -> dict[str, Any]:
+    """Return the JSON at that path of the first lighthouse that answers.
+
+    Args:
+        addresses: of HTTP ports.
+        path: with the query.
+        environ: has the job's secret, if there is one.
+        timeout_s: for each address.
+    Raises: ConfigError: none answers, or the secret is missing or wrong; the message has a reason for each address.
+    """
+    try:
+        token = read_token(environ)
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
+    headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token is not None else {})
+    failures = []
+    for address in addresses:
+        try:
+            return _get(address, path, headers, timeout_s)
+        except ConfigError as error:
+            failures.append(str(error))
+    raise ConfigError("; ".join(failures))
+
+
+def _get(address: str, path: str, headers: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
+    connection = http.client.HTTPConnection(host_of(address), int(address.rpartition(":")[2]), timeout=timeout_s)
+    try:
+        connection.request("GET", path, headers=dict(headers))
+        answer = connection.getresponse()
+        body = answer.read(ANSWER_MOST_BYTES + 1)
+    except TimeoutError as error:
+        raise ConfigError(f"{address} did not answer within {timeout_s:g} s (--timeout)") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(
+            f"no HTTP answer from {address} ({error}); check that the lighthouse runs with --http-bind, or give --http"
+        ) from error
+    finally:
+        connection.close()
+    return _checked(address, answer.status, body)
+
+
+def _checked(address: str, status: int, body: bytes) -> dict[str, Any]:
+    if len(body) > ANSWER_MOST_BYTES:
+        raise ConfigError(f"the answer of {address} is longer than {ANSWER_MOST_BYTES} bytes")
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{address} is no lighthouse's HTTP port (status {status}, and no JSON); check the port")
+    if status != 200:
+        raise ConfigError(f"{address} answers with status {status}: {str(found.get('error', ''))[:500]}")
+    if found.get("schema_version") != SCHEMA_VERSION:
+        version = str(found.get("schema_version"))[:20]
+        raise ConfigError(f"{address} speaks schema version {version}; use the tft-suite of its version")
+    return found

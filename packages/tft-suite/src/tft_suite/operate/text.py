@@ -1,0 +1,114 @@
+"""The status and the incidents of a lighthouse as text for a terminal.
+
+Law of this file: JSON of schema version 1 to text. What comes from outside loses its control characters.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+from tft_coord.core.names import shorten
+
+COLUMNS: Final = ("rank", "replica", "state", "step", "phase", "own step", "heard", "address")
+INCIDENT_COLUMNS: Final = ("began (UTC)", "job", "kind", "lasted", "phases", "step", "members", "replicas", "reason")
+REPLICAS_SHOWN_MOST: Final = 3
+
+
+def status_text(status: dict[str, Any], job: str | None = None) -> str:
+    """Return the status of all jobs, or of one."""
+    lighthouse = status["lighthouse"]
+    up = _seconds(status["now_ms"] - lighthouse["started_ms"])
+    ready = "ready" if lighthouse["is_ready"] else "replaced by a newer lighthouse of its cluster"
+    lines = [f"lighthouse {_clean(lighthouse['version'])}, up {up}, {ready}"]
+    jobs = [each for each in status["jobs"] if job in (None, each["name"])]
+    for each in jobs:
+        lines += ["", *_job(each)]
+    if not jobs:
+        lines.append("no replica has connected yet" if job is None else f"no replica of job {job} is known")
+    return "\n".join(lines)
+
+
+def _job(job: dict[str, Any]) -> list[str]:
+    head = f"job {_clean(job['name'])}: {job['state']}, step {job['step']}"
+    if job["quorum"] is not None:
+        head += f", quorum {job['quorum']['id']} of {job['quorum']['num_members']}"
+        head += f", {_seconds(job['quorum']['age_ms'])} old"
+    lines = [head]
+    if job["quorum"] is not None and job["quorum"]["broken"]:
+        lines.append(f"  broken: {_clean(job['quorum']['broken'])}")
+    if job["waits"] is not None and job["state"] == "waiting":
+        lines.append(f"  waiting for {_seconds(job['waits']['lasted_ms'])}: {_clean(job['waits']['sentence'])}")
+    if job["ended"] is not None:
+        lines.append(f"  ended at step {job['ended']['step']}, finished by {_names(job['ended']['replica_ids'])}")
+    lines += [f"  warning: {_clean(warning)}" for warning in job["warnings"]]
+    rows = [_replica(each) for each in job["replicas"]]
+    lines += [f"  {line}" for line in _table(COLUMNS, rows)]
+    more = job["num_replicas"] - len(rows)
+    return lines + ([f"  and {more} more replicas"] if more > 0 else [])
+
+
+def _replica(replica: dict[str, Any]) -> tuple[str, ...]:
+    state = replica["state"].replace("_", " ")
+    if replica["reason"]:
+        state += f" {_seconds(replica['gone_ms'])} ago: {_clean(replica['reason'])}"
+    return (
+        "-" if replica["rank"] is None else str(replica["rank"]),
+        _clean(replica["replica_id"]),
+        state,
+        str(replica["step"]),
+        "-" if replica["phase"] is None else f"{replica['phase']} {_seconds(replica['phase_ms'])}",
+        "-" if replica["own_step_ms"] is None else f"{replica['own_step_ms']} ms",
+        "-" if replica["heard_ms"] is None else f"{_seconds(replica['heard_ms'])} ago",
+        _clean(replica["address"]) or "-",
+    )
+
+
+def incidents_text(incidents: Sequence[dict[str, Any]]) -> str:
+    """Return one line for each incident, the oldest first."""
+    if not incidents:
+        return "no incident is known; a lighthouse forgets them when it restarts"
+    return "\n".join(_table(INCIDENT_COLUMNS, [_incident(each) for each in incidents]))
+
+
+def _incident(incident: dict[str, Any]) -> tuple[str, ...]:
+    phases = ", ".join(f"{name} {_seconds(ms)}" for name, ms in incident["phases_ms"].items())
+    waited = f"; waited for: {_clean(incident['waited_for'])}" if incident["waited_for"] else ""
+    more = incident["num_replicas"] - min(len(incident["replica_ids"]), REPLICAS_SHOWN_MOST)
+    return (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(incident["began_ms"] / 1_000)),
+        _clean(incident["job"]),
+        incident["kind"].replace("_", " "),
+        "goes on" if incident["is_open"] else _seconds(incident["lasted_ms"]),
+        phases or "-",
+        str(incident["step"]),
+        f"{incident['members_before']} -> {incident['members_after']}" if incident["quorum_after"] else "-",
+        _names(incident["replica_ids"][:REPLICAS_SHOWN_MOST]) + (f" and {more} more" if more > 0 else ""),
+        _clean(incident["reason"]) + waited,
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines whose columns stand under one another; the last column may be long."""
+    every = [head, *rows]
+    widths = [max(len(row[column]) for row in every) for column in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in every]
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(map(_clean, names))
+
+
+def _clean(text: str) -> str:
+    """Return a text with short replica ids and without characters that would change the terminal."""
+    return "".join(each if each.isprintable() else "?" for each in shorten(text))
+
+
+def _seconds(milliseconds: int) -> str:
+    """Return a duration as a person reads it."""
+    seconds = max(0, milliseconds) / 1_000
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = int(seconds // 60), int(seconds // 3_600)
+    return f"{minutes} min" if hours < 1 else f"{hours} h {minutes % 60} min"
