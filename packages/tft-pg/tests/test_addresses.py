@@ -13,6 +13,7 @@ from tft_pg import ConfigureError, ProcessGroup, ProcessGroupGloo
 from tft_pg.backends import addresses, gloo
 from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_loopback
 from tft_pg.backends.gloo import _Published
+from tft_pg.backends.gloo_place import ListeningPlace
 from tft_pg.testing import Bench
 
 LOOK_UP = socket.getaddrinfo
@@ -122,7 +123,7 @@ def test_what_the_environment_says_counts_before_the_own_name(bench: Bench, monk
 
 def test_a_usable_own_name_is_left_to_torch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "own_name_is_loopback", lambda: False)
-    assert bench.configured(1)[0]._listens == gloo._Place()  # type: ignore[attr-defined]
+    assert bench.configured(1)[0]._listens == ListeningPlace()  # type: ignore[attr-defined]
 
 
 def test_a_machine_without_an_address_is_told_what_to_name(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

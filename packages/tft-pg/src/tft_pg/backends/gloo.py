@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, final
@@ -38,6 +38,7 @@ from tft_pg.backends.addresses import address_towards, loopback_of, own_name_is_
 from tft_pg.backends.attempt import EXAMINED_AFTER_S, Attempt
 from tft_pg.backends.by_allreduce import start_reduce_scatter
 from tft_pg.backends.examination import Examination, give_up, rank_names
+from tft_pg.backends.gloo_place import INTERFACES_ENV, ListeningPlace, interface_names
 from tft_pg.backends.gloo_table import lacks
 from tft_pg.backends.lifeline import Lifeline
 from tft_pg.backends.live import LiveGroup, keep_at_exit
@@ -51,7 +52,6 @@ from tft_pg.calls import NO_ANSWER, ProbeAddress, call_all
 from tft_pg.checks import fault_of, is_plain
 from tft_pg.errors import (
     CollectiveTimeoutError,
-    ConfigError,
     ConfigureError,
     OperationRefusedError,
     PeerDisconnectedError,
@@ -66,7 +66,6 @@ from tft_pg.sockets import Endpoint
 
 __all__ = ["ProcessGroupGloo", "all_threads", "classify", "is_reducing", "start_collective"]
 
-_INTERFACES_ENV = "GLOO_SOCKET_IFNAME"
 _Gloo: Any = dist.ProcessGroupGloo
 
 # Gloo's own timeout during the build. It must never expire first, because Gloo then leaves a dangling callback behind.
@@ -121,7 +120,7 @@ class ProcessGroupGloo(NativeProcessGroup):
         self._interface = interface
         self._hostname = hostname
         self._devices: tuple[object, ...] = ()
-        self._listens = _Place()
+        self._listens = ListeningPlace()
         self._listeners: frozenset[Endpoint] = frozenset()  # of the devices, known after a group was built on them
         self._own_name_is_loopback: bool | None = None
 
@@ -234,17 +233,19 @@ class ProcessGroupGloo(NativeProcessGroup):
         devices, self._devices = self._devices, ()
         return Inheritance(local=self._listeners, kept=devices)
 
-    def _place(self) -> _Place:
+    def _place(self) -> ListeningPlace:
         """Return where to listen. The listeners stay from one group to the next as long as the place is the same."""
         if self._interface:
-            return _Place(_names(self._interface, "interface"), advice="pass another interface to the group")
+            names = interface_names(self._interface, "interface")
+            return ListeningPlace(names, advice="pass another interface to the group")
         if self._hostname:
-            return _Place(hostname=self._hostname, advice="pass another hostname to the group")
-        if interfaces := os.environ.get(_INTERFACES_ENV, ""):
-            return _Place(_names(interfaces, _INTERFACES_ENV), advice=f"set {_INTERFACES_ENV} to another interface")
+            return ListeningPlace(hostname=self._hostname, advice="pass another hostname to the group")
+        if interfaces := os.environ.get(INTERFACES_ENV, ""):
+            names = interface_names(interfaces, INTERFACES_ENV)
+            return ListeningPlace(names, advice=f"set {INTERFACES_ENV} to another interface")
         assert self._store_client is not None
         host, port = self._store_client.host, self._store_client.port
-        return _Place(hostname=loopback_of(host) or self._route_address(host, port))
+        return ListeningPlace(hostname=loopback_of(host) or self._route_address(host, port))
 
     def _route_address(self, store_host: str, store_port: int) -> str:
         """Return where to listen if torch's choice, the address of this machine's own name, does not work; else ""."""
@@ -257,43 +258,7 @@ class ProcessGroupGloo(NativeProcessGroup):
             return address_towards(store_host, store_port)
         except OSError as error:
             raise ConfigureError(
-                f"this machine has no reachable address ({error}); set {_INTERFACES_ENV} to a network interface",
-                is_own=True,
-            ) from error
-
-
-def _names(interfaces: str, setting: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in interfaces.split(",") if name.strip())
-    if not names:
-        raise ConfigError(f"{setting} is {interfaces!r} and names no network interface; name one, for example 'eth0'")
-    return names
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A place to listen: on interfaces, at an address of this machine, or at torch's choice.
-
-    Args:
-        interfaces, hostname: the place; without either it is torch's choice.
-        advice: what to do if nothing can listen there.
-    """
-
-    interfaces: tuple[str, ...] = ()
-    hostname: str = ""
-    advice: str = field(default=f"set {_INTERFACES_ENV} to a network interface, or pass a hostname", compare=False)
-
-    def make_devices(self) -> tuple[object, ...]:
-        """Make the listeners, one for each interface. Raises: ConfigureError: nothing can listen there."""
-        try:
-            if self.interfaces:
-                return tuple(_Gloo.create_device(interface=name, lazy_init=False) for name in self.interfaces)
-            if self.hostname:
-                return (_Gloo.create_device(hostname=self.hostname, lazy_init=False),)
-            return (_Gloo.create_default_device(lazy_init=False),)
-        except RuntimeError as error:
-            place = ", ".join(self.interfaces) or self.hostname or "the address of this machine's own name"
-            raise ConfigureError(
-                f"Gloo can't listen on {place} ({str(error).splitlines()[0]}); {self.advice}",
+                f"this machine has no reachable address ({error}); set {INTERFACES_ENV} to a network interface",
                 is_own=True,
             ) from error
 
