@@ -59,14 +59,12 @@ class ChildProcess:
         pid: its process id.
         pidfd: a descriptor that names exactly this process.
         socket: to exchange messages with it.
-        mapped: the numbers of the shared segments that it has.
         closed: whether this process has closed the descriptors.
     """
 
     pid: int
     pidfd: int
     socket: socket.socket
-    mapped: set[int] = field(default_factory=set)
     closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
