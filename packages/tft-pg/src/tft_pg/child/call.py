@@ -54,6 +54,10 @@ def _nothing() -> None:
     return None
 
 
+def _none_dropped() -> list[int]:
+    return []
+
+
 @final
 @dataclass(frozen=True)
 class CallMemory:
@@ -64,8 +68,10 @@ class CallMemory:
         release: lets all go on that waits for the child on a device. Called when the child has failed or was told to
             end, and again when its process has ended.
         settings: of the child's group.
+        dropped: returns the numbers of the segments that the child is to unmap, each once.
     """
 
     take_back: Callable[[Call], None]
     release: Callable[[], None] = _nothing
     settings: Mapping[str, object] = field(default_factory=dict)
+    dropped: Callable[[], list[int]] = _none_dropped

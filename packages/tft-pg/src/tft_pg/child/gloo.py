@@ -98,7 +98,9 @@ class _SegmentSharing(TensorSharing):
         self._pool = Pool()
 
     def open(self) -> CallMemory:
-        return CallMemory(lambda call: self._give(call.segment))
+        self._pool.close()
+        pool = self._pool = Pool()
+        return CallMemory(lambda call: _give(pool, call.segment), dropped=pool.dropped)
 
     def fault(
         self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object], where: Where
@@ -119,7 +121,8 @@ class _SegmentSharing(TensorSharing):
         name = collective.name
         work = PendingWork(on_timeout=partial(link.late, name), limit=limit + REPORT)
         parts = _parts(name, packed.tensors) if self._in_parts else [packed.tensors]
-        segments = self._segments(parts, link.where, name)
+        pool = self._pool  # if it is a later child's, the link has ended
+        segments = _segments(pool, parts, link.where, name)
         outcome = _Outcome(work, results, len(parts))
         outputs = {id(tensor) for tensor in results} if len(parts) == 1 else None
         for number, (tensors, segment) in enumerate(zip(parts, segments, strict=True)):
@@ -130,35 +133,37 @@ class _SegmentSharing(TensorSharing):
                 link.call(call, command)
             except ProcessGroupError as error:
                 for each in segments[number:]:
-                    self._give(each)
+                    _give(pool, each)
                 if number == 0:
                     raise
                 outcome.fail(error)  # as the parts before have been
                 break
         return work
 
-    def _segments(self, parts: Sequence[Sequence[torch.Tensor]], where: Where, name: str) -> list[Segment | None]:
-        """Take a segment for each part. Raises: OperationRefusedError: there is no memory."""
-        found: list[Segment | None] = []
-        try:
-            for tensors in parts:
-                found.append(self._pool.take(max(places(tensors)[1], 1)) if tensors else None)  # they may be empty
-        except OSError as error:
-            for segment in found:
-                self._give(segment)
-            raise OperationRefusedError(
-                f"{name} was refused ({where}): there is no more shared memory for its tensors ({error}); free memory "
-                "or descriptors",
-                where=where,
-            ) from error
-        return found
-
-    def _give(self, segment: Segment | None) -> None:
-        if segment is not None:
-            self._pool.give(segment)
-
     def close(self) -> None:
         self._pool.close()
+
+
+def _segments(pool: Pool, parts: Sequence[Sequence[torch.Tensor]], where: Where, name: str) -> list[Segment | None]:
+    """Take a segment for each part. Raises: OperationRefusedError: there is no memory."""
+    found: list[Segment | None] = []
+    try:
+        for tensors in parts:
+            found.append(pool.take(max(places(tensors)[1], 1)) if tensors else None)  # they may be empty
+    except OSError as error:
+        for segment in found:
+            _give(pool, segment)
+        raise OperationRefusedError(
+            f"{name} was refused ({where}): there is no more shared memory for its tensors ({error}); free memory "
+            "or descriptors",
+            where=where,
+        ) from error
+    return found
+
+
+def _give(pool: Pool, segment: Segment | None) -> None:
+    if segment is not None:
+        pool.give(segment)
 
 
 def _parts(name: str, tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:

@@ -57,7 +57,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
     operations raise `CommunicatorFailedError` at once, and this process goes on to the next `configure`. The first such
     group of a process starts a helper process (the nursery), from which children are forked in milliseconds. `prepare`,
     which a Manager calls, waits for the helper's imports. Without that the first `configure` waits for them, for at
-    most 60 seconds beyond its timeout.
+    most 180 seconds beyond its timeout.
 
     Args:
         timeout: of each operation, and of `configure` unless it is given another, in seconds or as a timedelta.
@@ -103,7 +103,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
     # --- the life -----------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Wait for the imports of the helper process, for at most 60 seconds."""
+        """Wait for the imports of the helper process, for at most 180 seconds."""
         NURSERY.child(check=lambda: None).close()
 
     @checks_argument_order
@@ -167,7 +167,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
 
     def _build(self, attempt: _Attempt, where: Where, arguments: dict[str, object], limit: timedelta) -> None:
         memory = self._sharing.open()
-        link = Link(NURSERY.child(check=attempt.check), where, memory)
+        link = Link(NURSERY.child(check=attempt.check, limit=limit), where, memory)
         with self._lock:
             attempt.link = link
             stopped = attempt.stopped

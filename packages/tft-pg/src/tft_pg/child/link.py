@@ -93,7 +93,6 @@ class Link:
         """
         segment = call.segment
         with self._sending:
-            is_new = segment is not None and segment.number not in self._child.mapped
             packet = encode({**command, "call": self._next})
             with self._lock:
                 if self._ended is not None:
@@ -102,9 +101,13 @@ class Link:
                 self._next += 1
                 call.number, call.due_s = number, time.monotonic() + call.limit_s + _LATE_S
                 self._calls[number] = call
-            if segment is not None:
-                self._child.mapped.add(segment.number)
-            fault = self._send(packet, [segment.descriptor] if segment is not None and is_new else [])
+            dropped = self._memory.dropped()
+            fault = self._send(encode({"do": "unmap", "segments": dropped}), []) if dropped else ""
+            if segment is None or segment.descriptor < 0:
+                fault = fault or self._send(packet, [])
+            else:
+                fault = fault or self._send(packet, [segment.descriptor])
+                segment.close()
         if fault:
             self._broken(fault)
 

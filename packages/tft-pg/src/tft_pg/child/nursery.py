@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Final, final
 
 from tft_pg.child.messages import MESSAGE_BYTES_MAX, decode, encode
@@ -39,7 +40,12 @@ __all__ = ["NURSERY", "ChildProcess", "Nursery", "serve"]
 
 logger = logging.getLogger(__name__)
 
-_START_S: Final = 60.0
+_START_S: Final = 180.0
+_LIMIT: Final = timedelta(seconds=60)
+# After which a nursery that has answered before, and does not any more, is killed. Its children are killed with it, so
+# a short timeout of one group is no reason.
+_HUNG_S: Final = 10.0
+_REPORTS_S: Final = (5.0, 30.0, 90.0)
 _STEP_S: Final = 0.05
 _END_S: Final = 2.0
 _PR_SET_PDEATHSIG: Final = 1
@@ -59,14 +65,12 @@ class ChildProcess:
         pid: its process id.
         pidfd: a descriptor that names exactly this process.
         socket: to exchange messages with it.
-        mapped: the numbers of the shared segments that it has.
         closed: whether this process has closed the descriptors.
     """
 
     pid: int
     pidfd: int
     socket: socket.socket
-    mapped: set[int] = field(default_factory=set)
     closed: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -108,17 +112,24 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._requests = 0
+        self._has_answered = False
+        self._silent_s: float | None = None  # when the first request was sent that has no answer yet
         self._known = False
 
     def start(self) -> None:
-        """Start the nursery, without waiting for it. Harmless if it runs."""
-        with self._lock:
-            self._start()
+        """Start the nursery, without waiting for it or for a running request. Harmless if it runs."""
+        if self._lock.acquire(blocking=False):
+            try:
+                with suppress(OSError):  # a request tries again, and reports the error
+                    self._start()
+            finally:
+                self._lock.release()
 
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None and self._control is not None:
             return
         self._discard()
+        self._has_answered, self._silent_s = False, None
         if not self._known:
             self._known = True
             let_go_in_child(self)
@@ -137,27 +148,32 @@ class Nursery:
                 start_new_session=True,
             )
 
-    def child(self, *, check: Callable[[], None]) -> ChildProcess:
+    def child(self, *, check: Callable[[], None], limit: timedelta = _LIMIT) -> ChildProcess:
         """Return a new child, and wait for the nursery's interpreter if it has just been started.
+
+        A nursery that has answered before gets `limit` for its answer. If it has not answered any request for 10 s by
+        then, it is killed with all its children, and another is started for the next call.
 
         Args:
             check: raises if the wait is to end.
+            limit: of the wait. For the imports of a new nursery it is 180 s at least.
 
-        Raises: ConfigureError: no child could be made within 60 s. Any error of `check`.
+        Raises: ConfigureError: no child could be made in time, or at all. Any error of `check`.
         """
-        deadline_s = time.monotonic() + _START_S
+        wait = _Wait(self, check, limit.total_seconds())
         while not self._lock.acquire(timeout=_STEP_S):
-            check()
-            _check_time(deadline_s, "another configure of this process waits for its child")
+            if wait.is_over(self._has_answered):
+                raise wait.error("another configure of this process waits for its child")
         try:
             for attempt in range(2):
                 try:
                     self._start()
-                    return self._ask(check, deadline_s)
+                    return self._ask(wait)
                 except OSError as error:
-                    # The nursery may have died while nobody needed it.
-                    self._discard()
-                    if attempt:
+                    has_ended = isinstance(error, ConnectionError)
+                    if has_ended:
+                        self._discard()
+                    if not has_ended or attempt:  # it may have died while nobody needed it
                         raise ConfigureError(
                             f"no child process can be started for the group ({error}); see standard error for the "
                             "cause, and check the limits of memory, processes and descriptors",
@@ -167,25 +183,33 @@ class Nursery:
         finally:
             self._lock.release()
 
-    def _ask(self, check: Callable[[], None], deadline_s: float) -> ChildProcess:
-        assert self._control is not None
+    def _ask(self, wait: _Wait) -> ChildProcess:
+        """Request a child. Raises: ConnectionError: the nursery has ended. OSError, ConfigureError: no child."""
+        control, process = self._control, self._process
+        assert control is not None
+        assert process is not None
         self._requests += 1
         number = self._requests
         with forks_wait():
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
-                socket.send_fds(self._control, [encode({"request": number})], [theirs.fileno()])
+                socket.send_fds(control, [encode({"request": number})], [theirs.fileno()], socket.MSG_DONTWAIT)
+            self._silent_s = self._silent_s or time.monotonic()
             poll = select.poll()
-            poll.register(self._control, select.POLLIN)
+            poll.register(control, select.POLLIN)
             while True:
                 if not poll.poll(_STEP_S * 1000):
-                    check()
-                    _check_time(deadline_s, "the interpreter of the nursery did not start")
+                    if process.poll() is not None:  # a fork of this process may hold its socket open
+                        raise ConnectionResetError("the nursery ended")
+                    if wait.is_over(self._has_answered):
+                        self._replace_hung()
+                        raise wait.error(f"the helper process {process.pid} does not answer")
                     continue
-                packet, descriptors = _receive(self._control)
+                packet, descriptors = _receive(control)
                 if not packet:
                     raise ConnectionResetError("the nursery ended")
+                self._has_answered, self._silent_s = True, None
                 answer = decode(packet)
                 # An interrupted request is answered later. Its child ends, because nobody holds its socket.
                 if answer.get("request") != number:
@@ -193,11 +217,27 @@ class Nursery:
                         os.close(descriptor)
                     continue
                 if not descriptors:
-                    raise OSError(str(answer.get("error", "no child")))
+                    raise OSError(str(answer.get("error", "this process has no descriptor left")))
                 return ChildProcess(int(answer["pid"]), descriptors[0], mine)
         except BaseException:
             mine.close()
             raise
+
+    def _replace_hung(self) -> None:
+        """Kill a nursery that does not answer any more, and start another."""
+        process = self._process
+        if process is None or self._silent_s is None or time.monotonic() < self._silent_s + _HUNG_S:
+            return
+        logger.warning(
+            "killed the helper process %d and its children, because it did not answer for %.0f s; the groups in child "
+            "processes need a new configure",
+            process.pid,
+            time.monotonic() - self._silent_s,
+        )
+        process.kill()
+        self._discard()
+        with suppress(OSError):  # the next request tries again
+            self._start()
 
     def _discard(self) -> None:
         process, self._process = self._process, None
@@ -213,8 +253,15 @@ class Nursery:
 
     def end(self) -> None:
         """End the nursery and all its children. The next group starts another."""
-        with self._lock:
+        process = self._process
+        if not self._lock.acquire(timeout=_END_S):  # a request waits for it
+            if process is not None:
+                process.kill()
+            return
+        try:
             self._discard()
+        finally:
+            self._lock.release()
 
     @property
     def pid(self) -> int | None:
@@ -244,11 +291,46 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
     return packet, descriptors
 
 
-def _check_time(deadline_s: float, what: str) -> None:
-    if time.monotonic() >= deadline_s:
-        raise ConfigureError(
-            f"no child process for the group within {_START_S:g} s: {what}; see standard error for the cause, or use a "
-            "less loaded machine",
+@final
+class _Wait:
+    """One wait for a child. It logs what it waits for when it lasts.
+
+    Args:
+        nursery: to wait for.
+        check: raises if the wait is to end.
+        limit_s: of the wait, if the nursery has answered before.
+    """
+
+    def __init__(self, nursery: Nursery, check: Callable[[], None], limit_s: float) -> None:
+        self._nursery = nursery
+        self._check = check
+        self._limit_s = limit_s
+        self._begun_s = time.monotonic()
+        self._reports_s = list(_REPORTS_S)
+
+    def is_over(self, has_answered: bool) -> bool:
+        """Return whether the limit has passed. Raises: any error of `check`."""
+        self._check()
+        waited_s = time.monotonic() - self._begun_s
+        if not has_answered and self._reports_s and waited_s >= self._reports_s[0]:
+            del self._reports_s[0]
+            logger.warning(
+                "waiting for the helper process %s that imports torch, for %.0f s so far, at most %.0f s",
+                self._nursery.pid,
+                waited_s,
+                self._start_s,
+            )
+        return waited_s >= (self._limit_s if has_answered else self._start_s)
+
+    @property
+    def _start_s(self) -> float:
+        return max(self._limit_s, _START_S)
+
+    def error(self, what: str) -> ConfigureError:
+        """Return the error of a wait that is over."""
+        return ConfigureError(
+            f"no child process for the group within {time.monotonic() - self._begun_s:.0f} s: {what}; see standard "
+            "error for the cause, or use a less loaded machine",
             is_own=True,
         )
 
@@ -271,6 +353,9 @@ def serve(descriptor: int) -> None:
         if not packet:
             os._exit(0)
         number = decode(packet)["request"]
+        if not descriptors:
+            control.send(encode({"request": number, "error": "the helper process has no descriptor left"}))
+            continue
         theirs = socket.socket(fileno=descriptors[0])
         try:
             _fork(control, theirs, number, worker.serve)

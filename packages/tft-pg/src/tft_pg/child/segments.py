@@ -1,8 +1,9 @@
 """Shared memory for the tensors of running calls.
 
 A segment is an anonymous file (memfd) that two processes map. The files have no names, so the kernel frees them when
-both processes are gone, however they end. A segment belongs to one call at a time. It is used again only when the call
-has been answered or the child process is dead, because a running operation of the child may still write.
+both processes are gone, however they end. A segment belongs to one child, and to one call at a time. It is used again
+only when the call has been answered, because a running operation of the child may still write. A descriptor is needed
+only until the child has the file, so the number of running calls is not bounded by the descriptors.
 
 Law of this file: memory and descriptors; nothing here knows a message or a collective.
 """
@@ -13,8 +14,9 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -41,6 +43,15 @@ _SMALLEST: Final = 1 << 14
 _ALIGNMENT: Final = 64
 _HUGE_PAGE: Final = 1 << 21
 _FREE_BYTES_MAX: Final = 1 << 30
+_FREE_MAX: Final = 1024
+_DROPPED_MAX: Final = 1024  # in one message
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 @final
@@ -51,7 +62,7 @@ class Segment:
     Args:
         number: unique in its pool.
         size: in bytes.
-        descriptor: of the file, to be sent to a child.
+        descriptor: of the file, to be sent to the child; -1: the child has it.
         memory: all bytes, as a tensor.
     """
 
@@ -60,39 +71,58 @@ class Segment:
     descriptor: int
     memory: torch.Tensor
 
+    def close(self) -> None:
+        """Close the descriptor, once. The memory stays."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
 
 def map_segment(descriptor: int, size: int) -> torch.Tensor:
     """Map a shared file of this process or another. Raises: ValueError, OSError: it is not as large as `size`."""
     if not 0 < size <= SEGMENT_BYTES_MAX or os.fstat(descriptor).st_size < size:
         raise ValueError(f"a segment can't have {size} bytes")
-    mapped = mmap.mmap(descriptor, size)
+    # An object of Python's mmap would keep a copy of the descriptor.
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    mapped = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(mapped, _libc.munmap, address, size).atexit = False
     # A forked child of this process must not keep the memory, and never uses it.
-    mapped.madvise(mmap.MADV_DONTFORK)
+    _libc.madvise(address, size, mmap.MADV_DONTFORK)
     if size >= _HUGE_PAGE:
-        with suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
+        _libc.madvise(address, size, mmap.MADV_HUGEPAGE)  # fails on a kernel without huge pages
     return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 @final
 class Pool:
-    """The segments of one group. A free segment is used again by a call that needs about its size."""
+    """The segments of one child. A free segment is used again by a call that needs about its size.
+
+    The free segments are bounded in bytes and in number. The least recently used ones are dropped first.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: dict[int, list[Segment]] = {}
+        self._free: OrderedDict[int, Segment] = OrderedDict()  # the least recently used first
+        self._sizes: dict[int, list[int]] = {}  # the numbers of the free ones of each size, in the same order
+        self._free_bytes = 0
         self._all: dict[int, Segment] = {}
+        self._dropped: list[int] = []
         self._next = 0
         self._closed = False
         let_go_in_child(self)
 
     def take(self, size: int) -> Segment:
         """Return a segment of at least this size. Raises: OSError: there is no memory."""
-        size = max(_SMALLEST, 1 << (size - 1).bit_length())
+        step = max(_SMALLEST, 1 << max((size - 1).bit_length() - 3, 0))
+        size = -(-size // step) * step
         with self._lock:
-            free = self._free.get(size)
-            if free:
-                return free.pop()
+            numbers = self._sizes.get(size)
+            if numbers:
+                self._free_bytes -= size
+                return self._free.pop(numbers.pop())
             number = self._next
             self._next += 1
         descriptor = os.memfd_create("tft-pg", os.MFD_CLOEXEC)
@@ -109,34 +139,55 @@ class Pool:
     def give(self, segment: Segment) -> None:
         """Take a segment back whose call has ended in both processes."""
         with self._lock:
-            if segment.number not in self._all:
+            if segment.number not in self._all or segment.number in self._free:
                 return
-            held = sum(size * len(free) for size, free in self._free.items())
-            if not self._closed and held + segment.size <= _FREE_BYTES_MAX:
-                self._free.setdefault(segment.size, []).append(segment)
+            if self._closed or segment.size > _FREE_BYTES_MAX:
+                self._drop(segment)
                 return
-            del self._all[segment.number]
-        os.close(segment.descriptor)
+            self._free[segment.number] = segment
+            self._sizes.setdefault(segment.size, []).append(segment.number)
+            self._free_bytes += segment.size
+            while self._free_bytes > _FREE_BYTES_MAX or len(self._free) > _FREE_MAX:
+                _, oldest = self._free.popitem(last=False)
+                self._sizes[oldest.size].pop(0)
+                self._free_bytes -= oldest.size
+                self._drop(oldest)
+
+    def _drop(self, segment: Segment) -> None:
+        del self._all[segment.number]
+        if segment.descriptor < 0:
+            self._dropped.append(segment.number)
+        segment.close()
+
+    def dropped(self) -> list[int]:
+        """Return the numbers of segments that the child has and nobody uses any more. Each is returned once."""
+        if not self._dropped:
+            return []
+        with self._lock:
+            found, self._dropped = self._dropped[:_DROPPED_MAX], self._dropped[_DROPPED_MAX:]
+        return found
 
     def close(self) -> None:
         """Free the memory. A segment of a running call is freed when it is given back."""
         with self._lock:
             self._closed = True
-            free = [segment for each in self._free.values() for segment in each]
+            free = list(self._free.values())
             self._free.clear()
+            self._sizes.clear()
+            self._free_bytes = 0
             for segment in free:
-                del self._all[segment.number]
-        for segment in free:
-            os.close(segment.descriptor)
+                self._drop(segment)
 
     def forked(self) -> Inheritance:
         """Release the descriptors in a forked child."""
         self._lock = threading.Lock()
-        held, self._all, self._free, self._closed = list(self._all.values()), {}, {}, True
+        held, self._all, self._closed = list(self._all.values()), {}, True
+        self._free, self._sizes, self._free_bytes = OrderedDict(), {}, 0
+        descriptors = [each.descriptor for each in held]
+        for each in held:
+            each.descriptor = -1
         # The memory is not mapped in the child, so nothing may unmap its addresses there.
-        return Inheritance(
-            descriptors=[each.descriptor for each in held], kept=[each.memory.untyped_storage() for each in held]
-        )
+        return Inheritance(descriptors=descriptors, kept=[each.memory.untyped_storage() for each in held])
 
 
 def places(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:

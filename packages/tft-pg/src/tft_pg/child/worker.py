@@ -100,6 +100,9 @@ class _Worker:
                 self._run_on_device(self._memory, command, call)
             case "run":
                 self._run(command, call, descriptors)
+            case "unmap":
+                for number in command["segments"]:
+                    self._segments.pop(number, None)
             case "look":
                 self._look(call)
             case "word":
@@ -147,9 +150,15 @@ class _Worker:
         memory = None
         if command["segment"] is not None:
             number, size = command["segment"]
-            if descriptors:
-                self._segments[number] = map_segment(descriptors[0], size)
-            memory = self._segments[number]
+            try:
+                if descriptors:
+                    self._segments[number] = map_segment(descriptors[0], size)
+                memory = self._segments[number]
+            except (OSError, KeyError) as error:  # the other ranks wait for this one
+                raise CommunicatorFailedError(
+                    f"{command['name']} failed: the child process can't map the shared memory of the call ({error!r}); "
+                    "free memory or descriptors, and configure the group again"
+                ) from error
         tensors = []
         for offset, dtype, shape in command["tensors"]:
             assert memory is not None
