@@ -508,11 +508,38 @@ def test_an_address_is_checked_first(address: str) -> None:
         ({"token": "two words"}, "the shared secret must be 1 to 4096 printable ASCII characters"),
         ({"bind": "no.such.host.invalid"}, "can't listen on no.such.host.invalid"),
         ({"advertise_addr": "a/b"}, "advertise_addr is 'a/b'"),
+        ({"insecure": "0"}, "insecure is '0'; give True or False"),
+        ({"insecure": "no", "bind": "0.0.0.0"}, "insecure is 'no'; give True or False"),
+        ({"insecure": 1}, "insecure is 1; give True or False"),
+        ({"isolate": "no"}, "isolate is 'no'; give True or False"),
+        ({"bind": 5}, "bind is 5; give a name or an address as a string, or None"),
+        ({"advertise_addr": 7}, "advertise_addr is 7; give a name or an address as a string, or None"),
+        ({"token": 5}, "token is of type int; give the job's secret as a string, or None"),
+        ({"token": SECRET.encode()}, "token is of type bytes; give the job's secret as a string, or None"),
     ],
 )
 def test_a_wrong_setting_is_an_error_of_its_own_name(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Doubles(**settings)
+
+
+def test_a_secret_of_a_client_that_is_no_string_is_named() -> None:
+    with pytest.raises(ConfigError, match="token is of type int; give the job's secret as a string, or None"):
+        Doubles.new_session("http://localhost:1/new_session", token=5)  # type: ignore[arg-type]
+
+
+def test_a_server_that_was_not_constructed_says_so() -> None:
+    class Forgets(Doubles):
+        def __init__(self) -> None:
+            pass
+
+    server = Forgets()
+    sentence = r"Forgets serves nothing; call super\(\).__init__\(\) as the last line of Forgets.__init__"
+    for use in (server.address, server.num_sessions, server.shutdown):
+        with pytest.raises(ConfigError, match=sentence):
+            use()
+    with pytest.raises(ConfigError, match=sentence), server:
+        pytest.fail("it serves")
 
 
 def test_a_port_that_is_taken_is_named() -> None:

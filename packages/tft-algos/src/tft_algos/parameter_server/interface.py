@@ -15,9 +15,16 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
+from tft_algos.errors import ConfigError
 from tft_algos.parameter_server.client import requested_session
 from tft_algos.parameter_server.server import SessionServer
-from tft_algos.parameter_server.settings import ServerSettings, resolve_insecure, resolve_token, seconds_of
+from tft_algos.parameter_server.settings import (
+    ServerSettings,
+    checked_flag,
+    resolve_insecure,
+    resolve_token,
+    seconds_of,
+)
 from tft_pg import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 
 __all__ = ["ParameterServer"]
@@ -75,7 +82,7 @@ class ParameterServer(abc.ABC):
             ),
             token=resolve_token(token),
             insecure=resolve_insecure(insecure),
-            new_group=self._new_isolated_group if isolate else self.new_process_group,
+            new_group=self._new_isolated_group if checked_flag("isolate", isolate) else self.new_process_group,
             forward=self.forward,
         )
 
@@ -146,11 +153,11 @@ class ParameterServer(abc.ABC):
 
     def address(self) -> str:
         """Return the URL for `new_session`, such as `http://host:29600/new_session`."""
-        return self._session_server.address
+        return self._started().address
 
     def num_sessions(self) -> int:
         """Return the number of open sessions."""
-        return self._session_server.num_sessions
+        return self._started().num_sessions
 
     def shutdown(self) -> None:
         """Stop the server: close its ports, end all sessions, and wait for their threads.
@@ -158,7 +165,14 @@ class ParameterServer(abc.ABC):
         A client's operation then raises `PeerDisconnectedError`. A `forward` that does not end within 10 s is left
         alone, with a warning. A second call does nothing.
         """
-        self._session_server.shutdown()
+        self._started().shutdown()
+
+    def _started(self) -> SessionServer:
+        server: SessionServer | None = getattr(self, "_session_server", None)
+        if server is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} serves nothing; call super().__init__() as the last line of {name}.__init__")
+        return server
 
     def __enter__(self: _Self) -> _Self:
         return self
