@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tft_algos import (
     ConfigError,
@@ -217,6 +218,48 @@ def test_a_client_that_never_joins_loses_its_session_after_join_timeout() -> Non
         with session(server) as pg:
             assert double(pg, 1.0) == 2.0
             assert not [key for key in keys(server) if late["session_id"] in key]
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, session_id: str) -> list[str]:
+    """Return the warnings and errors of one session, none of which has a traceback."""
+    found = [each for each in caplog.records if each.levelname in ("WARNING", "ERROR") and session_id in each.message]
+    assert not [each for each in found if each.exc_info or each.levelname == "ERROR"]
+    return [each.message for each in found]
+
+
+def test_a_client_that_never_joins_is_one_warning_without_a_quorum(caplog: pytest.LogCaptureFixture) -> None:
+    with Doubles(join_timeout=timedelta(seconds=0.3)) as server:
+        session_id = json.loads(ask(server)[1])["session_id"][:8]
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        (sentence,) = warnings_of(caplog, session_id)
+        assert sentence.endswith("ended before it began: the client did not join in time")
+
+
+def test_a_client_whose_server_never_joins_is_told_to_open_another_session() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    opened = OpenedSession("0f3a", f"127.0.0.1:{store.port}/tft/session/0f3a")
+    with (
+        answering(http(opened.body())) as address,
+        pytest.raises(ConfigureError, match="opened a session, but its own side did not join in time; open") as info,
+    ):
+        Doubles.new_session(address, timeout=timedelta(seconds=1))
+    assert info.value.missing_ranks == (0,)
+    assert "quorum" not in str(info.value)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_client_that_pauses_for_too_long_is_one_warning(caplog: pytest.LogCaptureFixture, isolate: bool) -> None:
+    class Hurried(Doubles):
+        def forward(self, session_id: str, pg: ProcessGroup) -> None:
+            pg.set_timeout(timedelta(seconds=0.2))
+            opened.append(session_id[:8])
+            super().forward(session_id, pg)
+
+    opened: list[str] = []
+    with Hurried(isolate=isolate) as server, session(server):
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        (sentence,) = warnings_of(caplog, opened[0])
+        assert "ended, because the client was silent for longer than the group's timeout; give the group of" in sentence
 
 
 @contextmanager

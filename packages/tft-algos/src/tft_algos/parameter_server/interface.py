@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from tft_algos.errors import ConfigError
 from tft_algos.parameter_server.client import requested_session
+from tft_algos.parameter_server.joining import why_not_joined
 from tft_algos.parameter_server.server import SessionServer
 from tft_algos.parameter_server.settings import (
     ServerSettings,
@@ -25,7 +26,7 @@ from tft_algos.parameter_server.settings import (
     resolve_token,
     seconds_of,
 )
-from tft_pg import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
+from tft_pg import ConfigureError, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 
 __all__ = ["ParameterServer"]
 
@@ -146,6 +147,16 @@ class ParameterServer(abc.ABC):
             with requested_session(address, token=secret, timeout_s=left_s) as session:
                 left_s = max(_LEAST_S, deadline_s - time.monotonic())
                 group.configure(session.store_addr, 1, 2, timeout=timedelta(seconds=left_s))
+        except ConfigureError as error:
+            group.shutdown()
+            raise ConfigureError(
+                f"the parameter server at {address} opened a session, but {why_not_joined(error, 'its own side')}; "
+                "open another session",
+                where=error.where,
+                missing_ranks=error.missing_ranks,
+                unreached=error.unreached,
+                is_own=error.is_own,
+            ) from error
         except BaseException:
             group.shutdown()
             raise
