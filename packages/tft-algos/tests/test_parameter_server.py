@@ -444,6 +444,27 @@ def test_a_group_that_can_t_be_made_is_reported_to_the_client() -> None:
         wait_until(lambda: server.num_sessions() == 0, "the session ended")
 
 
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_method_that_returns_no_group_is_named_on_both_sides(caplog: pytest.LogCaptureFixture, isolate: bool) -> None:
+    class Forgets(Doubles):
+        @classmethod
+        def new_process_group(cls) -> ProcessGroup:
+            return None  # type: ignore[return-value]
+
+    sentence = "Forgets.new_process_group returned None; return a tft_pg.ProcessGroup, such as ProcessGroupGloo"
+    with Forgets(isolate=isolate) as server:
+        with pytest.raises(ConfigError, match=sentence):
+            Forgets.new_session(server.address())
+        assert server.num_sessions() == 0
+        with pytest.raises(SessionRefusedError, match=f"the server can't make a group: {sentence}") as info:
+            Doubles.new_session(server.address())
+        assert info.value.status == 500
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert record.exc_info is None
+    assert sentence in record.message
+
+
 def test_a_client_without_a_group_opens_no_session() -> None:
     class HasNone(Doubles):
         @classmethod

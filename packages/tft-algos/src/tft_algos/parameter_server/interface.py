@@ -83,7 +83,7 @@ class ParameterServer(abc.ABC):
             ),
             token=resolve_token(token),
             insecure=resolve_insecure(insecure),
-            new_group=self._new_isolated_group if checked_flag("isolate", isolate) else self.new_process_group,
+            new_group=self._new_isolated_group if checked_flag("isolate", isolate) else self._new_group,
             forward=self.forward,
         )
 
@@ -97,8 +97,18 @@ class ParameterServer(abc.ABC):
         another type is used as it is.
         """
 
+    @classmethod
+    def _new_group(cls) -> ProcessGroup:
+        group = cls.new_process_group()
+        if not isinstance(group, ProcessGroup):
+            raise ConfigError(
+                f"{cls.__name__}.new_process_group returned {repr(group)[:200]}; return a tft_pg.ProcessGroup, such "
+                "as ProcessGroupGloo()"
+            )
+        return group
+
     def _new_isolated_group(self) -> ProcessGroup:
-        group = self.new_process_group()
+        group = self._new_group()
         if not isinstance(group, ProcessGroupGloo):
             return group
         try:
@@ -133,7 +143,7 @@ class ParameterServer(abc.ABC):
         Returns: the group, in which this process is rank 1 and the server is rank 0. Call its `shutdown` to end the
             session.
         Raises:
-            ConfigError: an argument is invalid.
+            ConfigError: an argument is invalid, or `new_process_group` returns no `ProcessGroup`.
             UnreachableError: nothing answers at the address.
             RequestTimeoutError: the server did not answer in time.
             SessionRefusedError: the server opened no session; `ServerBusyError` if it has no room for one or stops.
@@ -141,7 +151,7 @@ class ParameterServer(abc.ABC):
         """
         deadline_s = time.monotonic() + seconds_of("timeout", timeout)
         secret = resolve_token(token)
-        group = cls.new_process_group()  # before the request, so that no session is opened if this fails
+        group = cls._new_group()  # before the request, so that no session is opened if this fails
         try:
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
             with requested_session(address, token=secret, timeout_s=left_s) as session:

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Final, final
 
-from tft_algos.errors import ServerBusyError
+from tft_algos.errors import ConfigError, ServerBusyError
 from tft_algos.parameter_server.joining import why_not_joined
 from tft_algos.parameter_server.routes import OpenedSession
 from tft_algos.parameter_server.session_store import SessionStore
@@ -187,6 +187,10 @@ class Sessions:
         self._remove_keys()
         try:
             group = self._new_group()
+        except ConfigError as error:
+            _log.error("%s can't begin: %s", session, error)
+            session.failure.set_result(f"the server can't make a group: {error}")
+            return
         except Exception as error:
             _log.exception("%s can't begin, because new_process_group failed; fix it", session)
             session.failure.set_result(f"new_process_group failed on the server ({type(error).__name__}); see its log")
