@@ -19,6 +19,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tft_algos import (
     ConfigError,
@@ -219,6 +220,48 @@ def test_a_client_that_never_joins_loses_its_session_after_join_timeout() -> Non
             assert not [key for key in keys(server) if late["session_id"] in key]
 
 
+def warnings_of(caplog: pytest.LogCaptureFixture, session_id: str) -> list[str]:
+    """Return the warnings and errors of one session, none of which has a traceback."""
+    found = [each for each in caplog.records if each.levelname in ("WARNING", "ERROR") and session_id in each.message]
+    assert not [each for each in found if each.exc_info or each.levelname == "ERROR"]
+    return [each.message for each in found]
+
+
+def test_a_client_that_never_joins_is_one_warning_without_a_quorum(caplog: pytest.LogCaptureFixture) -> None:
+    with Doubles(join_timeout=timedelta(seconds=0.3)) as server:
+        session_id = json.loads(ask(server)[1])["session_id"][:8]
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        (sentence,) = warnings_of(caplog, session_id)
+        assert sentence.endswith("ended before it began: the client did not join in time")
+
+
+def test_a_client_whose_server_never_joins_is_told_to_open_another_session() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    opened = OpenedSession("0f3a", f"127.0.0.1:{store.port}/tft/session/0f3a")
+    with (
+        answering(http(opened.body())) as address,
+        pytest.raises(ConfigureError, match="opened a session, but its own side did not join in time; open") as info,
+    ):
+        Doubles.new_session(address, timeout=timedelta(seconds=1))
+    assert info.value.missing_ranks == (0,)
+    assert "quorum" not in str(info.value)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_client_that_pauses_for_too_long_is_one_warning(caplog: pytest.LogCaptureFixture, isolate: bool) -> None:
+    class Hurried(Doubles):
+        def forward(self, session_id: str, pg: ProcessGroup) -> None:
+            pg.set_timeout(timedelta(seconds=0.2))
+            opened.append(session_id[:8])
+            super().forward(session_id, pg)
+
+    opened: list[str] = []
+    with Hurried(isolate=isolate) as server, session(server):
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        (sentence,) = warnings_of(caplog, opened[0])
+        assert "ended, because the client was silent for longer than the group's timeout; give the group of" in sentence
+
+
 @contextmanager
 def holding(server: ParameterServer) -> Iterator[tuple[socket.socket, OpenedSession]]:
     """Open a session as a client that has not joined yet, and holds its connection."""
@@ -401,6 +444,27 @@ def test_a_group_that_can_t_be_made_is_reported_to_the_client() -> None:
         wait_until(lambda: server.num_sessions() == 0, "the session ended")
 
 
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_method_that_returns_no_group_is_named_on_both_sides(caplog: pytest.LogCaptureFixture, isolate: bool) -> None:
+    class Forgets(Doubles):
+        @classmethod
+        def new_process_group(cls) -> ProcessGroup:
+            return None  # type: ignore[return-value]
+
+    sentence = "Forgets.new_process_group returned None; return a tft_pg.ProcessGroup, such as ProcessGroupGloo"
+    with Forgets(isolate=isolate) as server:
+        with pytest.raises(ConfigError, match=sentence):
+            Forgets.new_session(server.address())
+        assert server.num_sessions() == 0
+        with pytest.raises(SessionRefusedError, match=f"the server can't make a group: {sentence}") as info:
+            Doubles.new_session(server.address())
+        assert info.value.status == 500
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+    (record,) = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert record.exc_info is None
+    assert sentence in record.message
+
+
 def test_a_client_without_a_group_opens_no_session() -> None:
     class HasNone(Doubles):
         @classmethod
@@ -508,11 +572,38 @@ def test_an_address_is_checked_first(address: str) -> None:
         ({"token": "two words"}, "the shared secret must be 1 to 4096 printable ASCII characters"),
         ({"bind": "no.such.host.invalid"}, "can't listen on no.such.host.invalid"),
         ({"advertise_addr": "a/b"}, "advertise_addr is 'a/b'"),
+        ({"insecure": "0"}, "insecure is '0'; give True or False"),
+        ({"insecure": "no", "bind": "0.0.0.0"}, "insecure is 'no'; give True or False"),
+        ({"insecure": 1}, "insecure is 1; give True or False"),
+        ({"isolate": "no"}, "isolate is 'no'; give True or False"),
+        ({"bind": 5}, "bind is 5; give a name or an address as a string, or None"),
+        ({"advertise_addr": 7}, "advertise_addr is 7; give a name or an address as a string, or None"),
+        ({"token": 5}, "token is of type int; give the job's secret as a string, or None"),
+        ({"token": SECRET.encode()}, "token is of type bytes; give the job's secret as a string, or None"),
     ],
 )
 def test_a_wrong_setting_is_an_error_of_its_own_name(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Doubles(**settings)
+
+
+def test_a_secret_of_a_client_that_is_no_string_is_named() -> None:
+    with pytest.raises(ConfigError, match="token is of type int; give the job's secret as a string, or None"):
+        Doubles.new_session("http://localhost:1/new_session", token=5)  # type: ignore[arg-type]
+
+
+def test_a_server_that_was_not_constructed_says_so() -> None:
+    class Forgets(Doubles):
+        def __init__(self) -> None:
+            pass
+
+    server = Forgets()
+    sentence = r"Forgets serves nothing; call super\(\).__init__\(\) as the last line of Forgets.__init__"
+    for use in (server.address, server.num_sessions, server.shutdown):
+        with pytest.raises(ConfigError, match=sentence):
+            use()
+    with pytest.raises(ConfigError, match=sentence), server:
+        pytest.fail("it serves")
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -15,10 +15,18 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
+from tft_algos.errors import ConfigError
 from tft_algos.parameter_server.client import requested_session
+from tft_algos.parameter_server.joining import why_not_joined
 from tft_algos.parameter_server.server import SessionServer
-from tft_algos.parameter_server.settings import ServerSettings, resolve_insecure, resolve_token, seconds_of
-from tft_pg import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
+from tft_algos.parameter_server.settings import (
+    ServerSettings,
+    checked_flag,
+    resolve_insecure,
+    resolve_token,
+    seconds_of,
+)
+from tft_pg import ConfigureError, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 
 __all__ = ["ParameterServer"]
 
@@ -75,7 +83,7 @@ class ParameterServer(abc.ABC):
             ),
             token=resolve_token(token),
             insecure=resolve_insecure(insecure),
-            new_group=self._new_isolated_group if isolate else self.new_process_group,
+            new_group=self._new_isolated_group if checked_flag("isolate", isolate) else self._new_group,
             forward=self.forward,
         )
 
@@ -89,8 +97,18 @@ class ParameterServer(abc.ABC):
         another type is used as it is.
         """
 
+    @classmethod
+    def _new_group(cls) -> ProcessGroup:
+        group = cls.new_process_group()
+        if not isinstance(group, ProcessGroup):
+            raise ConfigError(
+                f"{cls.__name__}.new_process_group returned {repr(group)[:200]}; return a tft_pg.ProcessGroup, such "
+                "as ProcessGroupGloo()"
+            )
+        return group
+
     def _new_isolated_group(self) -> ProcessGroup:
-        group = self.new_process_group()
+        group = self._new_group()
         if not isinstance(group, ProcessGroupGloo):
             return group
         try:
@@ -125,7 +143,7 @@ class ParameterServer(abc.ABC):
         Returns: the group, in which this process is rank 1 and the server is rank 0. Call its `shutdown` to end the
             session.
         Raises:
-            ConfigError: an argument is invalid.
+            ConfigError: an argument is invalid, or `new_process_group` returns no `ProcessGroup`.
             UnreachableError: nothing answers at the address.
             RequestTimeoutError: the server did not answer in time.
             SessionRefusedError: the server opened no session; `ServerBusyError` if it has no room for one or stops.
@@ -133,7 +151,7 @@ class ParameterServer(abc.ABC):
         """
         deadline_s = time.monotonic() + seconds_of("timeout", timeout)
         secret = resolve_token(token)
-        group = cls.new_process_group()  # before the request, so that no session is opened if this fails
+        group = cls._new_group()  # before the request, so that no session is opened if this fails
         try:
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
             with requested_session(address, token=secret, timeout_s=left_s) as session:
@@ -145,6 +163,16 @@ class ParameterServer(abc.ABC):
                     world_size=2,
                     timeout=timedelta(seconds=left_s),
                 )
+        except ConfigureError as error:
+            group.shutdown()
+            raise ConfigureError(
+                f"the parameter server at {address} opened a session, but {why_not_joined(error, 'its own side')}; "
+                "open another session",
+                where=error.where,
+                missing_ranks=error.missing_ranks,
+                unreached=error.unreached,
+                is_own=error.is_own,
+            ) from error
         except BaseException:
             group.shutdown()
             raise
@@ -152,11 +180,11 @@ class ParameterServer(abc.ABC):
 
     def address(self) -> str:
         """Return the URL for `new_session`, such as `http://host:29600/new_session`."""
-        return self._session_server.address
+        return self._started().address
 
     def num_sessions(self) -> int:
         """Return the number of open sessions."""
-        return self._session_server.num_sessions
+        return self._started().num_sessions
 
     def shutdown(self) -> None:
         """Stop the server: close its ports, end all sessions, and wait for their threads.
@@ -164,7 +192,14 @@ class ParameterServer(abc.ABC):
         A client's operation then raises `PeerDisconnectedError`. A `forward` that does not end within 10 s is left
         alone, with a warning. A second call does nothing.
         """
-        self._session_server.shutdown()
+        self._started().shutdown()
+
+    def _started(self) -> SessionServer:
+        server: SessionServer | None = getattr(self, "_session_server", None)
+        if server is None:
+            name = type(self).__name__
+            raise ConfigError(f"{name} serves nothing; call super().__init__() as the last line of {name}.__init__")
+        return server
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -17,10 +17,17 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Final, final
 
-from tft_algos.errors import ServerBusyError
+from tft_algos.errors import ConfigError, ServerBusyError
+from tft_algos.parameter_server.joining import why_not_joined
 from tft_algos.parameter_server.routes import OpenedSession
 from tft_algos.parameter_server.session_store import SessionStore
-from tft_pg import CommunicatorFailedError, PeerDisconnectedError, ProcessGroup, ProcessGroupError
+from tft_pg import (
+    CollectiveTimeoutError,
+    CommunicatorFailedError,
+    PeerDisconnectedError,
+    ProcessGroup,
+    ProcessGroupError,
+)
 from tft_pg.threads import join_within
 
 __all__ = ["Session", "Sessions"]
@@ -180,6 +187,10 @@ class Sessions:
         self._remove_keys()
         try:
             group = self._new_group()
+        except ConfigError as error:
+            _log.error("%s can't begin: %s", session, error)
+            session.failure.set_result(f"the server can't make a group: {error}")
+            return
         except Exception as error:
             _log.exception("%s can't begin, because new_process_group failed; fix it", session)
             session.failure.set_result(f"new_process_group failed on the server ({type(error).__name__}); see its log")
@@ -201,7 +212,7 @@ class Sessions:
             if session.was_stopped():
                 _log.info("%s ended before it began, because the client disconnected or the server stops", session)
             else:
-                _log.warning("%s ended before it began: %s", session, error)
+                _log.warning("%s ended before it began: %s", session, why_not_joined(error, "the client"))
             return
         if session.was_stopped():
             return
@@ -210,19 +221,7 @@ class Sessions:
         try:
             self._forward(session.opened.session_id, group)
         except Exception as error:
-            if session.was_stopped():
-                _log.info("%s ended, because the server stops", session)
-            elif isinstance(error, PeerDisconnectedError):
-                _log.info("%s ended, because the client disconnected", session)
-            elif isinstance(error, CommunicatorFailedError):
-                _log.warning(
-                    "%s ended, because the library of its group failed. The client may have sent a message that is "
-                    "longer than the tensor that receives it: %s",
-                    session,
-                    error,
-                )
-            else:
-                _log.exception("%s ended by an error in forward", session)
+            _log_end(session, error)
         else:
             _log.info("%s ended", session)
 
@@ -239,3 +238,26 @@ class Sessions:
             _log.warning(
                 "the keys of sessions that are over can't be removed now (%s); the next session removes them", error
             )
+
+
+def _log_end(session: Session, error: Exception) -> None:
+    """Log why `forward` has raised."""
+    if session.was_stopped():
+        _log.info("%s ended, because the server stops", session)
+    elif isinstance(error, PeerDisconnectedError):
+        _log.info("%s ended, because the client disconnected", session)
+    elif isinstance(error, CollectiveTimeoutError):
+        _log.warning(
+            "%s ended, because the client was silent for longer than the group's timeout; give the group of "
+            "new_process_group a timeout above the longest pause of a client",
+            session,
+        )
+    elif isinstance(error, CommunicatorFailedError):
+        _log.warning(
+            "%s ended, because the library of its group failed. The client may have sent a message that is longer than "
+            "the tensor that receives it: %s",
+            session,
+            error,
+        )
+    else:
+        _log.error("%s ended by an error in forward", session, exc_info=error)

@@ -16,7 +16,7 @@ from tft_coord.security import check_token, read_insecure, read_token
 from tft_pg import ConfigError as GroupConfigError
 from tft_pg.settings import checked_timeout
 
-__all__ = ["ServerSettings", "resolve_insecure", "resolve_token", "seconds_of"]
+__all__ = ["ServerSettings", "checked_flag", "resolve_insecure", "resolve_token", "seconds_of"]
 
 _PORT_MAX = 65535
 
@@ -49,6 +49,16 @@ class ServerSettings:
         if type(self.max_sessions) is not int or self.max_sessions < 1:
             raise ConfigError(f"max_sessions is {self.max_sessions!r}; give a number above zero")
         seconds_of("join_timeout", self.join_timeout)
+        for name, host in (("bind", self.bind), ("advertise_addr", self.advertise_addr)):
+            if host is not None and type(host) is not str:
+                raise ConfigError(f"{name} is {host!r}; give a name or an address as a string, or None")
+
+
+def checked_flag(name: str, flag: bool) -> bool:
+    """Return the flag. Raises: ConfigError: it is not a bool."""
+    if type(flag) is not bool:
+        raise ConfigError(f"{name} is {flag!r}; give True or False")
+    return flag
 
 
 def seconds_of(name: str, timeout: timedelta) -> float:
@@ -64,6 +74,8 @@ def resolve_token(token: str | None, environ: Mapping[str, str] = os.environ) ->
 
     Raises: ConfigError: the secret is invalid, or can't be read.
     """
+    if token is not None and type(token) is not str:
+        raise ConfigError(f"token is of type {type(token).__name__}; give the job's secret as a string, or None")
     try:
         return check_token(token) if token is not None else read_token(environ)
     except CoordinationConfigError as error:
@@ -73,9 +85,9 @@ def resolve_token(token: str | None, environ: Mapping[str, str] = os.environ) ->
 def resolve_insecure(insecure: bool | None, environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether a server without a secret may serve other machines: the argument, else TFT_INSECURE.
 
-    Raises: ConfigError: TFT_INSECURE is neither 0 nor 1.
+    Raises: ConfigError: the argument is not a bool, or TFT_INSECURE is neither 0 nor 1.
     """
     try:
-        return insecure if insecure is not None else read_insecure(environ)
+        return checked_flag("insecure", insecure) if insecure is not None else read_insecure(environ)
     except CoordinationConfigError as error:
         raise ConfigError(str(error)) from error

@@ -155,7 +155,7 @@ def status(
         found = fetch(addresses, "/api/v1/status", os.environ, timeout_s=timeout)
         text = json.dumps(found) if as_json else status_text(found, job)
         if watch and not as_json and sys.stdout.isatty():
-            typer.clear()
+            typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty terminal
         typer.echo(text)
         if not watch:
             return 0

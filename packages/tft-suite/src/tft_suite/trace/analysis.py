@@ -279,7 +279,7 @@ def _stuck(group: GroupTraces, collectives: Sequence[_Entry], *, late_s: float) 
 def _deadlocks(waits: Sequence[_Wait]) -> tuple[list[Finding], list[_Wait]]:
     """Find processes that wait for each other in several groups. Returns: the deadlocks, and the other waits."""
     left = dict(enumerate(waits))
-    found = []
+    found: list[Finding] = []
     while len(found) < _CYCLES_MAX and (cycle := [left.pop(each) for each in _cycle(left)]):
         seconds = max(wait.seconds for wait in cycle)
         sides = (
