@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 import re
 import socketserver
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
