@@ -157,6 +157,35 @@ def test_several_tensors_travel_together(ranks_of: Callable[..., Ranks]) -> None
     assert empty.numel() == 0
 
 
+def test_complex_numbers_after_an_odd_number_of_others(ranks_of: Callable[..., Ranks]) -> None:
+    def run(rank: int, group: Any) -> list[torch.Tensor]:
+        tensors = [torch.full((3,), 5.0), torch.full((2,), complex(rank, 2.0), dtype=torch.complex64)]
+        allreduce_quantized(tensors, dist.ReduceOp.SUM, group, codec=Int8()).wait()
+        return tensors
+
+    real, complex_ones = ranks_of(2).run(run)[0]
+    assert torch.allclose(real, torch.full((3,), 10.0), atol=0.1)
+    assert torch.allclose(complex_ones, torch.full((2,), complex(1.0, 4.0), dtype=torch.complex64), atol=0.1)
+
+
+def options(kind: Any) -> dist.AllreduceOptions:
+    made = dist.AllreduceOptions()
+    made.reduceOp = kind
+    return made
+
+
+@pytest.mark.parametrize("name", ["AVG", "SUM"])
+@pytest.mark.parametrize("form", [lambda kind: kind, dist.ReduceOp, options], ids=["kind", "ReduceOp", "options"])
+def test_every_form_of_an_operation_is_known(ranks_of: Callable[..., Ranks], form: Any, name: str) -> None:
+    def run(rank: int, group: Any) -> torch.Tensor:
+        tensor = torch.full((3,), float(rank))
+        allreduce_quantized([tensor], form(getattr(dist.ReduceOp, name)), group).wait()
+        return tensor
+
+    expected = torch.full((3,), {"AVG": 0.5, "SUM": 1.0}[name])
+    assert torch.allclose(ranks_of(2).run(run)[1], expected, atol=0.01)
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=IDS)
 def test_reduce_scatter_rounds_once(ranks_of: Callable[..., Ranks], codec: Codec) -> None:
     given = [contributions(3, 3, 130)[rank] for rank in range(3)]
@@ -380,6 +409,8 @@ def test_what_cannot_work_is_refused() -> None:
     one = torch.ones(3)
     with pytest.raises(UnsupportedFeatureError, match=r"use ReduceOp\.SUM or ReduceOp\.AVG"):
         allreduce_quantized([one], dist.ReduceOp.MAX, group)
+    with pytest.raises(UnsupportedFeatureError, match=r"^RedOpType\.MAX of quantized numbers"):
+        allreduce_quantized([one], options(dist.ReduceOp.MAX), group)
     with pytest.raises(UnsupportedFeatureError, match="would be rounded"):
         allreduce_quantized([one.long()], dist.ReduceOp.SUM, group)
     with pytest.raises(UnsupportedFeatureError, match="has no alltoall_base"):

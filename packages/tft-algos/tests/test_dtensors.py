@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tft_algos import UnsupportedFeatureError
 from tft_algos.dtensors import dtensor_of, is_dtensor, shard_like
+from tft_algos.quantization.codecs import check_quantizable
 
 
 def test_importing_the_package_imports_only_what_every_replica_needs() -> None:
@@ -53,3 +55,11 @@ def test_a_tensor_is_cut_and_put_together_as_another() -> None:
             assert torch.equal(one.to_local(), part)
         assert made.to_local().data_ptr() == part.data_ptr()
         assert cut.to_local().untyped_storage().nbytes() == part.nbytes, "a part does not keep the whole in memory"
+
+
+@pytest.mark.usefixtures("group_of_two")
+def test_a_part_is_never_quantized_as_if_it_were_the_whole() -> None:
+    like = distribute_tensor(torch.zeros(5, 2), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+    with pytest.raises(UnsupportedFeatureError, match=r"give the part: tensor\.to_local\(\)"):
+        check_quantizable(like)
+    check_quantizable(like.to_local())

@@ -116,9 +116,10 @@ def check_group(group: object) -> None:
 
 def check_operation(reduce_op: object) -> None:
     """Check that a quantized reduction can run this operation. Raises: UnsupportedFeatureError: not SUM or AVG."""
-    if reduce_op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+    # torch's ReduceOp objects equal their kind, but the kind does not equal them: so the object stands on the left.
+    if not (reduce_op == dist.ReduceOp.SUM or reduce_op == dist.ReduceOp.AVG):
         raise UnsupportedFeatureError(
-            f"{reduce_op} of quantized numbers is not supported; use ReduceOp.SUM or ReduceOp.AVG, or reduce without "
+            f"{getattr(reduce_op, 'op', reduce_op)} of quantized numbers is not supported; use ReduceOp.SUM or ReduceOp.AVG, or reduce without "
             "quantization"
         )
 

@@ -18,6 +18,7 @@ from typing import Final, final
 
 import torch
 
+from tft_algos.dtensors import is_dtensor
 from tft_algos.errors import UnsupportedFeatureError
 
 SCALE_BYTES: Final = 4
@@ -272,8 +273,12 @@ class Int4(ScaledCodec):
 def check_quantizable(tensor: torch.Tensor) -> None:
     """Check that a tensor can be quantized.
 
-    Raises: UnsupportedFeatureError: it is not dense, has no memory, or holds whole numbers.
+    Raises: UnsupportedFeatureError: it is a DTensor, is not dense, has no memory, or holds whole numbers.
     """
+    if is_dtensor(tensor):
+        raise UnsupportedFeatureError(
+            "a DTensor can't be quantized, because each rank holds a part of it; give the part: tensor.to_local()"
+        )
     if tensor.layout is not torch.strided or tensor.is_meta:
         kind = "on the meta device" if tensor.is_meta else f"{tensor.layout}"
         raise UnsupportedFeatureError(f"a tensor that is {kind} can't be quantized; give a dense one with memory")
@@ -311,7 +316,9 @@ def write_back(values: torch.Tensor, tensors: list[torch.Tensor]) -> None:
             continue  # `values` are the memory of this tensor
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
             if tensor.is_complex():
-                tensor.copy_(torch.view_as_complex(part.view(*tensor.shape, 2)))
+                # A complex number begins at an even place.
+                even = part.clone() if part.storage_offset() % 2 else part
+                tensor.copy_(torch.view_as_complex(even.view(*tensor.shape, 2)))
             else:
                 tensor.copy_(part.view(tensor.shape))
 

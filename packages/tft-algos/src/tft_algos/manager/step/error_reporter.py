@@ -92,9 +92,8 @@ class ErrorReporter:
         self.records = EventLog(job_id=job_id, replica_id=replica_id, rank=rank)
         self._status = status
         self._loss = ""  # the last logged loss
-        self._broken: dict[
-            QuorumKey, bool
-        ] = {}  # the last quorums that a notice has broken; True: a member was lost, or left out
+        # The last quorums that a notice has broken. True: a member was lost, or left out.
+        self._broken: dict[QuorumKey, bool] = {}
         self._told: deque[QuorumKey] = deque(maxlen=_QUORUMS_KEPT)  # the last quorums whose end was logged
         self._group_is_lost = False
         self._plan: Plan | None = None  # the newest plan
