@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +18,21 @@ from typing import Any, Final
 import pytest
 import torch
 
-from tft_pg import ConfigureError, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupError
+from tft_pg import (
+    CommunicatorFailedError,
+    ConfigureError,
+    OperationRefusedError,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupError,
+)
+from tft_pg.child import gloo, segments
 from tft_pg.child import nursery as nurseries
-from tft_pg.child import segments
-from tft_pg.child.nursery import NURSERY, Nursery
+from tft_pg.child.call import Call, CallMemory
+from tft_pg.child.link import Link
+from tft_pg.child.nursery import NURSERY, ChildProcess, Nursery
 from tft_pg.child.segments import Pool
+from tft_pg.errors import Where
 from tft_pg.testing import Bench
 
 GUARD: Final = timedelta(seconds=20)
@@ -135,6 +145,80 @@ def test_a_segment_is_about_as_large_as_what_it_holds() -> None:
         pool.give(segment)
     assert segment.size == 16 * MEBIBYTE
     pool.close()
+
+
+def test_a_sparse_tensor_is_refused_and_takes_no_memory(bench: Bench) -> None:
+    group = bench.configured(1)[0]
+    reduce(group)
+    pool: Pool = group._sharing._pool  # type: ignore[attr-defined]
+    error = failure(lambda: group.allreduce([torch.eye(3).to_sparse()]))
+    assert isinstance(error, OperationRefusedError)
+    assert "pass a dense tensor" in str(error)
+    assert len(pool._all) == len(pool._free) == 1
+    assert group.errored() is None
+    reduce(group)
+
+
+def test_a_failed_copy_gives_its_memory_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = bench.configured(1)[0]
+    reduce(group)
+    pool: Pool = group._sharing._pool  # type: ignore[attr-defined]
+
+    def copy(*args: object) -> None:
+        raise RuntimeError("this can't be copied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gloo, "copy_in", copy)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="can't be copied"):
+                group.allreduce([torch.ones(3)])
+    assert len(pool._all) == len(pool._free) == 1
+    reduce(group)
+
+
+# --- a child that answers nonsense ----------------------------------------------------------------------------------
+
+
+def learn_patience(answer: Mapping[str, Any]) -> None:
+    ProcessGroupBabyGloo()._learn(answer)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"[" * 60_000,
+        b'{"call":Infinity}',
+        b'{"call":' + b"9" * 5000 + b"}",
+        b'{"call":0,"value":"x"}',
+        b'{"call":0,"error":{"kind":"ConfigError","text":"x","where":[1,2,3,4,5,6]}}',
+        b'{"call":0,"patience":{"a":1}}',
+    ],
+    ids=["deep", "infinite", "long number", "text", "where", "patience"],
+)
+def test_an_answer_that_is_none_fails_all_calls_and_ends_the_child(packet: bytes) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = Link(ChildProcess(process.pid, os.pidfd_open(process.pid), mine), Where(0, 1), CallMemory(lambda call: None))
+    errors: list[Exception] = []
+    failed = [threading.Event() for _ in range(2)]
+
+    def call(number: int) -> Call:
+        def fail(error: Exception) -> None:
+            errors.append(error)
+            failed[number].set()
+
+        return Call("allreduce", lambda answer: int(answer["value"]), fail, 1000.0, learn=learn_patience)
+
+    with theirs:
+        for number in range(2):
+            link.call(call(number), {"do": "run"})
+        theirs.send(packet)
+        assert all(each.wait(GUARD.total_seconds()) for each in failed)
+        assert process.wait(GUARD.total_seconds()) == -signal.SIGKILL
+        link.join()
+    assert [type(error) for error in errors] == [CommunicatorFailedError] * 2
+    assert isinstance(link.failed, CommunicatorFailedError)
+    assert mine.fileno() == -1
 
 
 # --- the nursery ----------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from tft_pg.child.group import ProcessGroupBaby
 from tft_pg.child.link import REPORT, Link
 from tft_pg.child.segments import Pool, Segment, copy_in, copy_out, places
 from tft_pg.child.sharing import TensorSharing
-from tft_pg.errors import ConfigError, OperationRefusedError, ProcessGroupError, Where
+from tft_pg.errors import ConfigError, OperationRefusedError, Where
 from tft_pg.ops import Collective
 from tft_pg.work import PendingWork
 
@@ -121,6 +121,12 @@ class _SegmentSharing(TensorSharing):
         name = collective.name
         work = PendingWork(on_timeout=partial(link.late, name), limit=limit + REPORT)
         parts = _parts(name, packed.tensors) if self._in_parts else [packed.tensors]
+        if any(tensor.layout is not torch.strided for tensor in packed.tensors):
+            raise OperationRefusedError(
+                f"{name} was refused ({link.where}): a child process takes no sparse tensors; pass a dense tensor, or "
+                "use ProcessGroupGloo",
+                where=link.where,
+            )
         pool = self._pool  # if it is a later child's, the link has ended
         segments = _segments(pool, parts, link.where, name)
         outcome = _Outcome(work, results, len(parts))
@@ -128,10 +134,10 @@ class _SegmentSharing(TensorSharing):
         for number, (tensors, segment) in enumerate(zip(parts, segments, strict=True)):
             call = Call(name, outcome.finish, outcome.fail, limit.total_seconds(), segment=segment)
             command: dict[str, object] = {"do": "run", "name": name, "args": packed.args, "kwargs": packed.kwargs}
-            command |= _copied(call, outcome, name, tensors, outputs)
             try:
+                command |= _copied(call, outcome, name, tensors, outputs)
                 link.call(call, command)
-            except ProcessGroupError as error:
+            except Exception as error:
                 for each in segments[number:]:
                     _give(pool, each)
                 if number == 0:

@@ -21,6 +21,7 @@ from typing import Any, Final, final
 import torch.distributed as dist
 
 from tft_pg import sockets
+from tft_pg.backends.patience import Patience
 from tft_pg.child.arguments import pack
 from tft_pg.child.link import Link
 from tft_pg.child.nursery import NURSERY
@@ -193,6 +194,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
     def _learn(self, answer: Mapping[str, Any]) -> None:
         patience = answer.get("patience")
         if isinstance(patience, dict):
+            Patience().restore(patience)  # raises if the next child could not use it
             self._patience = patience
 
     def _fail(self, attempt: _Attempt, error: BaseException) -> BaseException:
