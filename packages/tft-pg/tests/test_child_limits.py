@@ -10,19 +10,34 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+from torch._C._distributed_c10d import AllreduceOptions
 
-from tft_pg import ConfigureError, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupError
+from tft_pg import (
+    CommunicatorFailedError,
+    ConfigError,
+    ConfigureError,
+    OperationRefusedError,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupClosedError,
+    ProcessGroupError,
+    StoreUnreachableError,
+)
+from tft_pg.child import gloo, segments
 from tft_pg.child import nursery as nurseries
-from tft_pg.child import segments
-from tft_pg.child.nursery import NURSERY, Nursery
+from tft_pg.child.call import Call, CallMemory
+from tft_pg.child.link import Link
+from tft_pg.child.messages import MESSAGE_BYTES_MAX, decode, decode_error, encode_answer, encode_error
+from tft_pg.child.nursery import NURSERY, ChildProcess, Nursery
 from tft_pg.child.segments import Pool
+from tft_pg.errors import Where
 from tft_pg.testing import Bench
 
 GUARD: Final = timedelta(seconds=20)
@@ -135,6 +150,148 @@ def test_a_segment_is_about_as_large_as_what_it_holds() -> None:
         pool.give(segment)
     assert segment.size == 16 * MEBIBYTE
     pool.close()
+
+
+def test_a_sparse_tensor_is_refused_and_takes_no_memory(bench: Bench) -> None:
+    group = bench.configured(1)[0]
+    reduce(group)
+    pool: Pool = group._sharing._pool  # type: ignore[attr-defined]
+    error = failure(lambda: group.allreduce([torch.eye(3).to_sparse()]))
+    assert isinstance(error, OperationRefusedError)
+    assert "pass a dense tensor" in str(error)
+    assert len(pool._all) == len(pool._free) == 1
+    assert group.errored() is None
+    reduce(group)
+
+
+def test_a_failed_copy_gives_its_memory_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = bench.configured(1)[0]
+    reduce(group)
+    pool: Pool = group._sharing._pool  # type: ignore[attr-defined]
+
+    def copy(*args: object) -> None:
+        raise RuntimeError("this can't be copied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gloo, "copy_in", copy)
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="can't be copied"):
+                group.allreduce([torch.ones(3)])
+    assert len(pool._all) == len(pool._free) == 1
+    reduce(group)
+
+
+@pytest.mark.parametrize("way", ["grown", "freed"])
+def test_a_tensor_that_is_resized_during_the_call_is_not_written(bench: Bench, way: str) -> None:
+    groups = bench.configured(2)
+    tensor = torch.ones(8)
+    work = groups[0].allreduce([tensor])
+    if way == "grown":
+        tensor.resize_(1 << 20)
+    else:
+        tensor.untyped_storage().resize_(0)
+    groups[1].allreduce([torch.ones(8)]).wait()
+    error = failure(work.wait)
+    assert isinstance(error, OperationRefusedError)
+    assert "resized or freed" in str(error)
+    bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait())
+
+
+@pytest.mark.parametrize("timeout", [timedelta.max, timedelta(days=10**6)], ids=str)
+def test_the_longest_timeouts_are_no_error(bench: Bench, timeout: timedelta) -> None:
+    group = bench.make()
+    group.set_timeout(timeout)
+    bench.configure([group])
+    reduce(group)
+    options = AllreduceOptions()
+    options.timeout = timeout
+    group.allreduce([torch.ones(3)], options).wait()
+    assert group.exchange_word([1], round_number=0, timeout=timeout).wait() == (1,)
+
+
+def test_a_variable_that_the_trainer_has_removed_is_not_in_the_child(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NURSERY.end()
+    with monkeypatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+        NURSERY.child(check=lambda: None).close()  # whose imports take longer than a bench waits, on a loaded machine
+    groups = bench.configured(2)
+    bench.all(groups, lambda rank, group: group.allreduce([torch.ones(3)]).wait())
+
+
+def test_a_group_that_is_shut_down_has_no_store_and_no_handle(bench: Bench) -> None:
+    before, threads = descriptors_of("self"), len(os.listdir("/proc/self/task"))
+    groups = [ProcessGroupBabyGloo() for _ in range(3)]
+    for group in groups:
+        group.get_reconfigure_handle()
+    assert descriptors_of("self") > before
+    for group in groups:
+        group.shutdown()
+        assert isinstance(failure(group.get_reconfigure_handle), ProcessGroupClosedError)
+    until(lambda: descriptors_of("self") <= before, "descriptors are left")
+    until(lambda: len(os.listdir("/proc/self/task")) <= threads, "threads are left")
+
+
+# --- a child that answers nonsense ----------------------------------------------------------------------------------
+
+
+def learn_patience(answer: Mapping[str, Any]) -> None:
+    ProcessGroupBabyGloo()._learn(answer)
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"[" * 60_000,
+        b'{"call":Infinity}',
+        b'{"call":' + b"9" * 5000 + b"}",
+        b'{"call":0,"value":"x"}',
+        b'{"call":0,"error":{"kind":"ConfigError","text":"x","where":[1,2,3,4,5,6]}}',
+        b'{"call":0,"patience":{"a":1}}',
+    ],
+    ids=["deep", "infinite", "long number", "text", "where", "patience"],
+)
+def test_an_answer_that_is_none_fails_all_calls_and_ends_the_child(packet: bytes) -> None:
+    process = subprocess.Popen(["sleep", "1000"])
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = Link(ChildProcess(process.pid, os.pidfd_open(process.pid), mine), Where(0, 1), CallMemory(lambda call: None))
+    errors: list[Exception] = []
+    failed = [threading.Event() for _ in range(2)]
+
+    def call(number: int) -> Call:
+        def fail(error: Exception) -> None:
+            errors.append(error)
+            failed[number].set()
+
+        return Call("allreduce", lambda answer: int(answer["value"]), fail, 1000.0, learn=learn_patience)
+
+    with theirs:
+        for number in range(2):
+            link.call(call(number), {"do": "run"})
+        theirs.send(packet)
+        assert all(each.wait(GUARD.total_seconds()) for each in failed)
+        assert process.wait(GUARD.total_seconds()) == -signal.SIGKILL
+        link.join()
+    assert [type(error) for error in errors] == [CommunicatorFailedError] * 2
+    assert isinstance(link.failed, CommunicatorFailedError)
+    assert mine.fileno() == -1
+
+
+def test_an_error_too_long_for_a_message_loses_its_lists_only() -> None:
+    error = StoreUnreachableError("x" * 9000, where=Where(1, 9000), host="h", port=1, why="y" * 70_000)
+    listed = ConfigureError("configure failed", where=Where(1, 9000))
+    listed.missing_ranks = tuple(range(9000))
+    listed.unreached = dict.fromkeys(range(9000), "did not answer")
+    packet = encode_answer({"call": 7, "error": encode_error(listed), "latched": encode_error(error)})
+    assert len(packet) <= MESSAGE_BYTES_MAX
+    answer = decode(packet)
+    assert answer["call"] == 7
+    found = decode_error(answer["error"])
+    assert isinstance(found, ConfigureError)
+    assert (found.args, found.where, found.missing_ranks) == (listed.args, listed.where, ())
+    assert str(decode_error(answer["latched"])).startswith("xxx")
+    assert decode(encode_answer({"call": 7, "error": encode_error(ConfigError("short"))}))["error"]["text"] == "short"
 
 
 # --- the nursery ----------------------------------------------------------------------------------------------------

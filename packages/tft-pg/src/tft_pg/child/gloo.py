@@ -26,7 +26,7 @@ from tft_pg.child.group import ProcessGroupBaby
 from tft_pg.child.link import REPORT, Link
 from tft_pg.child.segments import Pool, Segment, copy_in, copy_out, places
 from tft_pg.child.sharing import TensorSharing
-from tft_pg.errors import ConfigError, OperationRefusedError, ProcessGroupError, Where
+from tft_pg.errors import ConfigError, OperationRefusedError, Where
 from tft_pg.ops import Collective
 from tft_pg.work import PendingWork
 
@@ -43,6 +43,8 @@ _FILLS_ALL: Final = frozenset(
 # These treat each element alike, so that a tensor may cross in parts. All ranks split it in the same way.
 _IN_PARTS: Final = frozenset({"allreduce", "broadcast"})
 _PART_BYTES: Final = 16 << 20
+
+_Memory = tuple[int, int, torch.Size]
 
 
 @final
@@ -121,17 +123,23 @@ class _SegmentSharing(TensorSharing):
         name = collective.name
         work = PendingWork(on_timeout=partial(link.late, name), limit=limit + REPORT)
         parts = _parts(name, packed.tensors) if self._in_parts else [packed.tensors]
+        if any(tensor.layout is not torch.strided for tensor in packed.tensors):
+            raise OperationRefusedError(
+                f"{name} was refused ({link.where}): a child process takes no sparse tensors; pass a dense tensor, or "
+                "use ProcessGroupGloo",
+                where=link.where,
+            )
         pool = self._pool  # if it is a later child's, the link has ended
         segments = _segments(pool, parts, link.where, name)
-        outcome = _Outcome(work, results, len(parts))
+        outcome = _Outcome(name, work, results, len(parts))
         outputs = {id(tensor) for tensor in results} if len(parts) == 1 else None
         for number, (tensors, segment) in enumerate(zip(parts, segments, strict=True)):
             call = Call(name, outcome.finish, outcome.fail, limit.total_seconds(), segment=segment)
             command: dict[str, object] = {"do": "run", "name": name, "args": packed.args, "kwargs": packed.kwargs}
-            command |= _copied(call, outcome, name, tensors, outputs)
             try:
+                command |= _copied(call, outcome, name, tensors, outputs)
                 link.call(call, command)
-            except ProcessGroupError as error:
+            except Exception as error:
                 for each in segments[number:]:
                     _give(pool, each)
                 if number == 0:
@@ -194,7 +202,7 @@ def _copied(
     for tensor, offset in zip(tensors, offsets, strict=True):
         is_output = outputs is None or id(tensor) in outputs
         if is_output:
-            back.append((tensor, offset))
+            back.append((tensor, offset, _memory_of(tensor)))
         if not (is_output and name in _FILLS_ALL):
             copy_in(segment.memory, offset, tensor)
         records.append([offset, dtype_name(tensor.dtype), list(tensor.shape)])
@@ -202,28 +210,41 @@ def _copied(
     return {"segment": [segment.number, segment.size], "tensors": records}
 
 
+def _memory_of(tensor: torch.Tensor) -> _Memory:
+    """Return the address and size of a tensor's memory, and the tensor's shape."""
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape
+
+
 @final
 class _Outcome:
     """The outcome of an operation, from those of its parts. Nothing is written after one has failed.
 
     Args:
+        name: of the operation.
         work: the caller's.
         results: of the operation.
         count: of the parts.
     """
 
-    def __init__(self, work: PendingWork, results: Sequence[torch.Tensor], count: int) -> None:
+    def __init__(self, name: str, work: PendingWork, results: Sequence[torch.Tensor], count: int) -> None:
+        self._name = name
         self._work = work
         self._results = list(results)
         self._left = count
         self._failed = False
         self._lock = threading.Lock()  # held during a copy
 
-    def write(self, segment: Segment, back: Sequence[tuple[torch.Tensor, int]]) -> None:
+    def write(self, segment: Segment, back: Sequence[tuple[torch.Tensor, int, _Memory]]) -> None:
         with self._lock:
-            if not self._failed:
-                for tensor, offset in back:
-                    copy_out(segment.memory, offset, tensor)
+            if self._failed:
+                return
+            for tensor, offset, memory in back:
+                if _memory_of(tensor) != memory:
+                    raise OperationRefusedError(
+                        f"{self._name} failed: a tensor of the call was resized or freed before the operation had "
+                        "ended; keep it as it is until wait returns"
+                    )
+                copy_out(segment.memory, offset, tensor)
 
     def finish(self, answer: Mapping[str, Any]) -> None:
         with self._lock:

@@ -21,8 +21,10 @@ from typing import Any, Final, final
 import torch.distributed as dist
 
 from tft_pg import sockets
+from tft_pg.backends.patience import Patience
 from tft_pg.child.arguments import pack
 from tft_pg.child.link import Link
+from tft_pg.child.messages import ENVIRONMENT
 from tft_pg.child.nursery import NURSERY
 from tft_pg.child.sharing import TensorSharing
 from tft_pg.errors import (
@@ -47,7 +49,7 @@ from tft_pg.word import LINGER, WordExchange, check_round, checked_values
 __all__ = ["ProcessGroupBaby"]
 
 _LOOK: Final = timedelta(seconds=5)
-_ENVIRONMENT: Final = ("GLOO_", "TORCH_", "NCCL_", "CUDA_")
+_LONGEST: Final = timedelta(days=36500)  # timedelta.max leaves no room for what is added to it
 
 
 class ProcessGroupBaby(PlacedProcessGroup):
@@ -73,7 +75,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
     ) -> None:
         super().__init__()
         seconds = timeout if isinstance(timeout, timedelta) else _seconds(timeout)
-        self._timeout = checked_timeout(seconds)
+        self._timeout = _bounded(seconds)
         if not sockets.supported() or not hasattr(os, "pidfd_open"):
             raise UnsupportedOperationError(f"{type(self).__name__} needs Linux 5.4 or later; use another group")
         self._kind = kind
@@ -127,7 +129,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
             raise ConfigError(
                 f"global_ranks has {len(global_ranks)} entries and world_size is {world_size}; pass one for each rank"
             )
-        limit = self._timeout if timeout is None else checked_timeout(timeout)
+        limit = self._timeout if timeout is None else _bounded(timeout)
         arguments = {
             "store_addr": format_store_addr(
                 address.host, address.port, f"{address.prefix}/{self._sharing.prefix}".strip("/")
@@ -139,7 +141,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
             "group_rank": group_rank,
             "group_world_size": group_world_size,
             "global_ranks": None if global_ranks is None else [int(each) for each in global_ranks],
-            "timeout_s": None if timeout is None else timeout.total_seconds(),
+            "timeout_s": None if timeout is None else limit.total_seconds(),
         }
         where = Where(rank, world_size, replica_id, quorum_id, group_rank)
         with self._configuring:
@@ -179,7 +181,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
             "settings": {**self._settings, **memory.settings},
             "timeout_s": self._timeout.total_seconds(),
             "patience": self._patience,
-            "environment": {name: value for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)},
+            "environment": {name: value for name, value in os.environ.items() if name.startswith(ENVIRONMENT)},
             "arguments": arguments,
         }
         link.ask("configure", command, limit, self._learn)
@@ -193,6 +195,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
     def _learn(self, answer: Mapping[str, Any]) -> None:
         patience = answer.get("patience")
         if isinstance(patience, dict):
+            Patience().restore(patience)  # raises if the next child could not use it
             self._patience = patience
 
     def _fail(self, attempt: _Attempt, error: BaseException) -> BaseException:
@@ -238,6 +241,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
             attempt, link, self._link = self._attempt, self._link, None
             self._error = why
             starting = None if attempt is None else attempt.stop(why)
+        self._handle.close()
         for each in (link, starting):
             if each is not None:
                 each.end(why)
@@ -268,10 +272,10 @@ class ProcessGroupBaby(PlacedProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         with self._lock:
-            self._timeout = checked_timeout(timeout)
+            limit = self._timeout = _bounded(timeout)
             link = self._link
         if link is not None:
-            link.tell({"do": "set_timeout", "timeout_s": timeout.total_seconds()})
+            link.tell({"do": "set_timeout", "timeout_s": limit.total_seconds()})
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -287,7 +291,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
             raise OperationRefusedError(
                 f"{collective.name} was refused ({self._where}): {fault}; fix the call", where=self._where
             )
-        limit = max(self._timeout, packed.timeout)
+        limit = min(max(self._timeout, packed.timeout), _LONGEST)
         return self._sharing.start(link, collective, packed, collective.results(args, kwargs), limit)
 
     def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
@@ -296,7 +300,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
             raise self._unusable("exchange_word")
         values = checked_values(words)
         check_round(round_number, self._last_round)
-        limit = checked_timeout(timeout)
+        limit = _bounded(timeout)
         if link.failed is not None and link.has_ended:
             raise link.ended_error("exchange_word")
         link.tell({"do": "word", "words": values, "round": round_number, "timeout_s": limit.total_seconds()})
@@ -307,7 +311,7 @@ class ProcessGroupBaby(PlacedProcessGroup):
         link = self._link
         if link is None or link.failed is not None:
             return True
-        limit = checked_timeout(timeout)
+        limit = _bounded(timeout)
         found: list[bool] = []
         try:
             command = {"do": "linger", "timeout_s": limit.total_seconds()}
@@ -365,6 +369,11 @@ class _Exchange(WordExchange):
         if isinstance(self._outcome, ProcessGroupError):
             raise copy.copy(self._outcome)
         return self._outcome
+
+
+def _bounded(timeout: timedelta) -> timedelta:
+    """Return the timeout, or a century if it is longer. Raises: ConfigError: it is not above zero."""
+    return min(checked_timeout(timeout), _LONGEST)
 
 
 def _seconds(timeout: object) -> timedelta:

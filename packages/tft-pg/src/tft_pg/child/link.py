@@ -284,8 +284,8 @@ class Link:
             error = decode_error(answer["error"]) if "error" in answer else None
             latched = decode_error(answer["latched"]) if answer.get("latched") else None
             number = int(answer["call"])
-        except (ValueError, TypeError, KeyError) as fault:
-            self._broken(f"it sent something that is no answer ({fault})")
+        except Exception as fault:  # whatever a broken process sends, also RecursionError and OverflowError
+            self._broken(f"it sent something that is no answer ({fault!r})")
             return
         if number == SEVERED:
             self._severed.set()
@@ -303,17 +303,26 @@ class Link:
             if call is None:
                 return
             if error is None and call.write is not None:
-                call.write()
+                try:
+                    call.write()
+                except Exception as fault:
+                    error = fault
         self._memory.take_back(call)
         if isinstance(latched, ProcessGroupError) and not isinstance(latched, OperationRefusedError):
             self.latch(latched)
         if isinstance(error, CommunicatorFailedError):
             self.latch(error)
-        if call.learn is not None:
-            call.learn(answer)
-        if error is None:
-            call.finish(answer)
-        else:
+        try:
+            if call.learn is not None:
+                call.learn(answer)
+            if error is None:
+                call.finish(answer)
+        except Exception as fault:
+            why = f"it sent an answer to {call.operation} that can't be used ({fault!r})"
+            call.fail(self._failure(why))
+            self._broken(why)
+            return
+        if error is not None:
             call.fail(error)
 
     def _broken(self, why: str) -> None:

@@ -15,7 +15,17 @@ from typing import Any, Final
 from tft_pg import errors
 from tft_pg.errors import OperationRefusedError, ProcessGroupError, StoreAddressError, Where
 
-__all__ = ["DESCRIPTORS_MAX", "MESSAGE_BYTES_MAX", "SEVERED", "decode", "decode_error", "encode", "encode_error"]
+__all__ = [
+    "DESCRIPTORS_MAX",
+    "ENVIRONMENT",
+    "MESSAGE_BYTES_MAX",
+    "SEVERED",
+    "decode",
+    "decode_error",
+    "encode",
+    "encode_answer",
+    "encode_error",
+]
 
 MESSAGE_BYTES_MAX: Final = 1 << 16
 """The largest message. A socket's default buffer holds several of them."""
@@ -25,6 +35,12 @@ DESCRIPTORS_MAX: Final = 1
 
 SEVERED: Final = -1
 """The number in the answer of a child that has ended its operations because it was told to."""
+
+ENVIRONMENT: Final = ("GLOO_", "TORCH_", "NCCL_", "CUDA_")
+"""The variables that begin with one of these are passed on at each `configure`."""
+
+_SHORT: Final = 512
+_ERRORS: Final = ("error", "latched")
 
 _KINDS: Final[dict[str, type[Exception]]] = {
     **{
@@ -47,6 +63,24 @@ def encode(message: Mapping[str, object]) -> bytes:
             "the most; pass fewer tensors in one call"
         )
     return packet
+
+
+def encode_answer(answer: Mapping[str, object]) -> bytes:
+    """Return the packet of a child's answer. If its errors are too long for one, their texts are cut short.
+
+    Their lists of ranks are left out then, because a list that is not complete would mislead.
+    """
+    try:
+        return encode(answer)
+    except OperationRefusedError:
+        return encode({name: _shortened(value) if name in _ERRORS else value for name, value in answer.items()})
+
+
+def _shortened(record: object) -> object:
+    if not isinstance(record, dict):
+        return record
+    kept = {name: value for name, value in record.items() if name not in ("missing_ranks", "unreached")}
+    return {name: value[:_SHORT] if isinstance(value, str) else value for name, value in kept.items()}
 
 
 def decode(packet: bytes) -> dict[str, Any]:

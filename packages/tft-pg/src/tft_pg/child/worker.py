@@ -25,7 +25,15 @@ from tft_pg.backends.native import NativeProcessGroup
 from tft_pg.backends.nccl import ProcessGroupNCCL
 from tft_pg.child.arguments import dtype_of, unpack
 from tft_pg.child.device import MappedMemory
-from tft_pg.child.messages import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX, SEVERED, decode, encode, encode_error
+from tft_pg.child.messages import (
+    DESCRIPTORS_MAX,
+    ENVIRONMENT,
+    MESSAGE_BYTES_MAX,
+    SEVERED,
+    decode,
+    encode_answer,
+    encode_error,
+)
 from tft_pg.child.segments import map_segment, strided_view, view
 from tft_pg.errors import CommunicatorFailedError, ConfigError
 from tft_pg.ops import collective
@@ -127,7 +135,10 @@ class _Worker:
         return self._group
 
     def _configure(self, command: dict[str, Any], call: int) -> None:
-        os.environ.update(command["environment"])
+        environment = command["environment"]
+        for name in [each for each in os.environ if each.startswith(ENVIRONMENT) and each not in environment]:
+            del os.environ[name]  # the trainer has removed it since the nursery started
+        os.environ.update(environment)
         make = KINDS[command["kind"]]
         group, memory = make(timedelta(seconds=command["timeout_s"]), **command["settings"])
         self._group, self._memory = group, memory
@@ -248,7 +259,7 @@ class _Worker:
 
     def _send(self, answer: dict[str, object]) -> None:
         with suppress(OSError):  # the trainer has ended, which the main thread notices
-            self._connection.send(encode(answer))
+            self._connection.send(encode_answer(answer))
 
     def _end(self) -> None:
         """End the operations in the way that is kind to the peers, then the process."""
