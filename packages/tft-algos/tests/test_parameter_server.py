@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from urllib.error import HTTPError
@@ -29,6 +30,8 @@ from tft_algos import (
     SessionRefusedError,
     UnreachableError,
 )
+from tft_algos.parameter_server import session_store
+from tft_algos.parameter_server.joining import join
 from tft_algos.parameter_server.routes import ANSWER_BYTES_MAX, OpenedSession, parse_address, parse_answer
 from tft_pg import (
     ConfigureError,
@@ -42,6 +45,7 @@ from tft_pg import (
 from tft_pg.child.nursery import NURSERY
 
 SECRET = "made-by-openssl-rand"
+KEY = "5e" * 32
 WAIT_S = 60.0
 HOUR = timedelta(hours=1)
 
@@ -237,7 +241,7 @@ def test_a_client_that_never_joins_is_one_warning_without_a_quorum(caplog: pytes
 
 def test_a_client_whose_server_never_joins_is_told_to_open_another_session() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    opened = OpenedSession("0f3a", f"127.0.0.1:{store.port}/tft/session/0f3a")
+    opened = OpenedSession("0f3a", f"127.0.0.1:{store.port}/tft/session/0f3a", KEY)
     with (
         answering(http(opened.body())) as address,
         pytest.raises(ConfigureError, match="opened a session, but its own side did not join in time; open") as info,
@@ -291,11 +295,100 @@ def test_a_client_holds_its_connection_until_both_sides_have_joined() -> None:
         with pytest.raises(BlockingIOError):
             sock.recv(1)
         pg = Doubles.new_process_group()
-        pg.configure(opened.store_addr, 1, 2, timeout=timedelta(seconds=WAIT_S))
+        assert join(pg, opened, 1, timedelta(seconds=WAIT_S))
         sock.settimeout(WAIT_S)
         assert sock.recv(1) == b""
         assert double(pg, 1.0) == 2.0
         pg.shutdown()
+
+
+class Served(Doubles):
+    """A server that records which sessions were served."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.served: list[str] = []
+        super().__init__(**settings)
+
+    def forward(self, session_id: str, pg: ProcessGroup) -> None:
+        self.served.append(session_id)
+        super().forward(session_id, pg)
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_stranger_in_the_client_s_place_is_not_served(caplog: pytest.LogCaptureFixture, isolate: bool) -> None:
+    with Served(join_timeout=HOUR, isolate=isolate) as server, holding(server) as (_, opened):
+        pg = Doubles.new_process_group()
+        # The key of another session: the stranger knows all that is in the store.
+        assert not join(pg, replace(opened, key=KEY), 1, timedelta(seconds=WAIT_S))
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        pg.shutdown()
+        assert server.served == []
+        (sentence,) = warnings_of(caplog, opened.session_id[:8])
+        assert "because the process that joined does not know the session's key; check who reaches port" in sentence
+        with session(server) as pg:
+            assert double(pg, 1.0) == 2.0
+        assert len(server.served) == 1
+
+
+def test_a_stranger_that_proves_nothing_is_not_served(caplog: pytest.LogCaptureFixture) -> None:
+    with Served(join_timeout=HOUR) as server, holding(server) as (_, opened):
+        pg = Doubles.new_process_group()
+        pg.configure(opened.store_addr, 1, 2, timeout=timedelta(seconds=WAIT_S))
+        pg.shutdown()
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        assert server.served == []
+        (sentence,) = warnings_of(caplog, opened.session_id[:8])
+        assert "rank 1 has joined, but sent no proof of the session's key" in sentence
+
+
+def test_a_client_refuses_a_stranger_in_the_server_s_place() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    opened = OpenedSession("0f3a", f"127.0.0.1:{store.port}/tft/session/0f3a", KEY)
+    stranger = Doubles.new_process_group()
+    with answering(http(opened.body())) as address, ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(join, stranger, replace(opened, key=KEY[::-1]), 0, timedelta(seconds=WAIT_S))
+        with pytest.raises(SessionRefusedError, match="does not know the session's key; check who reaches"):
+            Doubles.new_session(address)
+        assert not joined.result(WAIT_S)
+    stranger.shutdown()
+
+
+def test_the_key_of_a_session_is_not_in_the_store() -> None:
+    with Doubles() as server, holding(server) as (_, opened):
+        pg = Doubles.new_process_group()
+        assert join(pg, opened, 1, timedelta(seconds=WAIT_S))
+        store = server._session_server._store._store
+        assert store is not None
+        assert [key for key in keys(server) if opened.session_id in key]
+        for key in keys(server):
+            assert opened.key not in key
+            assert opened.key.encode() not in store.get(key)
+            assert bytes.fromhex(opened.key) not in store.get(key)
+        pg.shutdown()
+
+
+def test_keys_of_strangers_are_removed_and_too_many_refuse_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_store, "_KEYS_MAX", 10)
+    monkeypatch.setattr(session_store, "_REMOVED_MAX", 100)
+    with Doubles(max_sessions=1) as server, session(server) as pg:
+        own = keys(server)
+        assert 0 < len(own) <= session_store._KEYS_OF_SESSION_MAX
+        assert double(pg, 0.0) == 0.0
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        stranger = TCPStore("127.0.0.1", server._session_server._store.port, is_master=False, wait_for_workers=False)
+        for number in range(450):
+            stranger.set(f"tft/session/{number}/k" if number % 2 else f"k{number}", "v")
+        # Each of these removes 100 keys before it is refused, and 100 at its end.
+        with pytest.raises(ServerBusyError, match="has 350 keys, more than 110, which sessions did not write; close"):
+            Doubles.new_session(server.address())
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        assert len(keys(server)) == 250
+        with pytest.raises(ServerBusyError, match="has 150 keys"):
+            Doubles.new_session(server.address())
+        wait_until(lambda: server.num_sessions() == 0, "the session ended")
+        with session(server) as pg:
+            assert double(pg, 1.0) == 2.0
+            assert len(keys(server)) == len(own)
 
 
 def test_a_message_that_is_too_long_ends_its_session_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -615,8 +708,12 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_an_answer_survives_the_way() -> None:
-    opened = OpenedSession("0f3a", "[::1]:29500/tft/session/0f3a")
+    opened = OpenedSession("0f3a", "[::1]:29500/tft/session/0f3a", KEY)
     assert parse_answer(opened.body()) == opened
+    assert KEY not in repr(opened)
+    without = OpenedSession("0f3a", opened.store_addr, "")
+    with pytest.raises(ValueError, match="its key is missing or invalid; client and server need the same version"):
+        parse_answer(without.body())
 
 
 def test_a_server_without_its_two_methods_is_no_server() -> None:

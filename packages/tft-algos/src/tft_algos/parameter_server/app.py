@@ -100,7 +100,8 @@ class App:
             raise web.HTTPServiceUnavailable(text=str(error)) from None
         failure = await self._failure(session)
         if failure:
-            raise web.HTTPInternalServerError(text=failure)
+            is_busy = session.failure_status == 503
+            raise (web.HTTPServiceUnavailable if is_busy else web.HTTPInternalServerError)(text=failure)
         if HOLDS_HEADER in request.headers:
             return await self._answer_until_joined(request, session)
         response = web.Response(body=session.opened.body(), content_type="application/json")

@@ -15,9 +15,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
-from tft_algos.errors import ConfigError
+from tft_algos.errors import ConfigError, SessionRefusedError
 from tft_algos.parameter_server.client import requested_session
-from tft_algos.parameter_server.joining import why_not_joined
+from tft_algos.parameter_server.joining import join, why_not_joined
 from tft_algos.parameter_server.server import SessionServer
 from tft_algos.parameter_server.settings import (
     ServerSettings,
@@ -125,8 +125,9 @@ class ParameterServer(abc.ABC):
         both pass: they end the session, and are no errors.
 
         Args:
-            session_id: of the session. Its holder can take the client's place, so do not log it.
-            pg: the group, in which this process is rank 0 and the client is rank 1.
+            session_id: of the session.
+            pg: the group, in which this process is rank 0 and the client is rank 1. A group of devices has exchanged
+                the words of rounds 0 and 1 already.
         """
 
     @classmethod
@@ -146,7 +147,8 @@ class ParameterServer(abc.ABC):
             ConfigError: an argument is invalid, or `new_process_group` returns no `ProcessGroup`.
             UnreachableError: nothing answers at the address.
             RequestTimeoutError: the server did not answer in time.
-            SessionRefusedError: the server opened no session; `ServerBusyError` if it has no room for one or stops.
+            SessionRefusedError: the server opened no session; `ServerBusyError` if it has no room for one or stops. Or
+                the process that joined is not the server.
             ConfigureError: the session is open, but its group was not built in time.
         """
         deadline_s = time.monotonic() + seconds_of("timeout", timeout)
@@ -156,13 +158,12 @@ class ParameterServer(abc.ABC):
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
             with requested_session(address, token=secret, timeout_s=left_s) as session:
                 left_s = max(_LEAST_S, deadline_s - time.monotonic())
-                group.configure(
-                    store_addr=session.store_addr,
-                    replica_id="",
-                    rank=1,
-                    world_size=2,
-                    timeout=timedelta(seconds=left_s),
-                )
+                if not join(group, session, 1, timedelta(seconds=left_s)):
+                    raise SessionRefusedError(
+                        f"the parameter server at {address} opened a session, but the process that joined in its place "
+                        "does not know the session's key; check who reaches the port of its store",
+                        status=200,
+                    )
         except ConfigureError as error:
             group.shutdown()
             raise ConfigureError(

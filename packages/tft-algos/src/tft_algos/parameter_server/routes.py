@@ -1,8 +1,9 @@
 """The HTTP interface between a client and a parameter server, for both sides.
 
-``GET /new_session`` with ``authorization: Bearer <secret>`` opens a session. The answer is JSON with two fields:
-``session_id``, and ``store_addr``, which is the ``host:port/prefix`` at which both sides configure their groups. The
-server is rank 0 and the client is rank 1 of 2.
+``GET /new_session`` with ``authorization: Bearer <secret>`` opens a session. The answer is JSON with three fields:
+``session_id``, ``key``, and ``store_addr``, which is the ``host:port/prefix`` at which both sides configure their
+groups. The server is rank 0 and the client is rank 1 of 2. Over the group, each side then proves that it knows the key,
+see `joining`. The key is sent nowhere else.
 
 The answers:
 
@@ -11,7 +12,7 @@ The answers:
 401   the secret is missing or wrong
 404   the path is not ``/new_session``
 500   the server can't make a process group
-503   the server has as many sessions as it allows, or stops
+503   the server has as many sessions as it allows, its store is too full, or it stops
 ====  ==============================================================================
 
 Every answer except 200 has one sentence of text as its body.
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from tft_algos.errors import ConfigError
@@ -48,14 +49,17 @@ class OpenedSession:
     Args:
         session_id: of the session.
         store_addr: `host:port/prefix` for both groups.
+        key: known to the two sides only, 64 hexadecimal digits.
     """
 
     session_id: str
     store_addr: str
+    key: str = field(repr=False)
 
     def body(self) -> bytes:
         """Return the body of the answer."""
-        return json.dumps({"session_id": self.session_id, "store_addr": self.store_addr}).encode("ascii")
+        fields = {"session_id": self.session_id, "store_addr": self.store_addr, "key": self.key}
+        return json.dumps(fields).encode("ascii")
 
 
 def parse_answer(body: bytes) -> OpenedSession:
@@ -74,7 +78,10 @@ def parse_answer(body: bytes) -> OpenedSession:
         raise ValueError("its session_id is missing or invalid")
     if type(store_addr) is not str or not 0 < len(store_addr) <= _STORE_ADDR_CHARS_MAX:
         raise ValueError("its store_addr is missing or invalid")
-    return OpenedSession(session_id, store_addr)
+    key = fields.get("key")
+    if type(key) is not str or not re.fullmatch(r"[0-9a-f]{64}", key):
+        raise ValueError("its key is missing or invalid; client and server need the same version of tft_algos")
+    return OpenedSession(session_id, store_addr, key)
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -65,7 +65,9 @@ class SessionServer:
         try:
             url = _url(listener, settings.advertise_addr)
             # The store listens where the port does, and so serves no machine that the port does not serve.
-            self._store = SessionStore(_listen_at(listener, settings.store_port), parse_url(url)[0])
+            self._store = SessionStore(
+                _listen_at(listener, settings.store_port), parse_url(url)[0], sessions_max=settings.max_sessions
+            )
         except BaseException:
             listener.close()
             raise

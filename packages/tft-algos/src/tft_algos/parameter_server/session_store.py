@@ -1,7 +1,8 @@
 """The store at which the two sides of each session meet, and the removal of a session's keys.
 
 Each session has a prefix of its own, which contains its random id. A client that gives up late may write keys after the
-session has ended. So each removal looks at all keys, and removes those of every session that is over.
+session has ended, and everybody who reaches the port may write others. So each removal looks at all keys, and removes
+those that belong to no open session, up to a number. Above another number of keys, the server opens no session.
 
 Law of this file: one store that this process hosts, and the keys in it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import islice
 from typing import Final, final
 
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
@@ -22,6 +24,9 @@ from tft_pg.forks import Inheritance, let_go_in_child
 __all__ = ["SessionStore"]
 
 _PREFIX: Final = "tft/session"
+_KEYS_MAX: Final = 10_000
+_KEYS_OF_SESSION_MAX: Final = 100  # more than a group of two uses
+_REMOVED_MAX: Final = 5000  # in one removal, which takes less than a second
 _TIMEOUT: Final = timedelta(seconds=30)  # of this process's own requests to the store
 
 
@@ -32,11 +37,12 @@ class SessionStore:
     Args:
         listener: bound and listening; belongs to the store from now on.
         host: the name or address by which clients reach this machine.
+        sessions_max: the number of sessions at one time.
 
     Raises: ConfigError: this process can't connect to its own store.
     """
 
-    def __init__(self, listener: socket.socket, host: str) -> None:
+    def __init__(self, listener: socket.socket, host: str, *, sessions_max: int) -> None:
         own, port = listener.getsockname()[:2]
         own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(own, own)
         try:
@@ -56,14 +62,31 @@ class SessionStore:
             ) from error
         self._host = host
         self._port = port
+        self._keys_max = _KEYS_MAX + _KEYS_OF_SESSION_MAX * sessions_max
         let_go_in_child(self)
 
     def address_of(self, session_id: str) -> str:
         """Return `host:port/prefix` of a session."""
         return format_store_addr(self._host, self._port, f"{_PREFIX}/{session_id}")
 
+    @property
+    def port(self) -> int:
+        """Return the store's port."""
+        return self._port
+
+    def too_full(self) -> str:
+        """Return why no session can be opened, or "". Raises: RuntimeError: the store does not answer."""
+        store = self._store
+        number = 0 if store is None else store.num_keys()
+        if number <= self._keys_max:
+            return ""
+        return (
+            f"the store at port {self._port} has {number} keys, more than {self._keys_max}, which sessions did not "
+            "write; close the port to strangers, and ask again: each request removes keys"
+        )
+
     def remove_keys(self, is_open: Callable[[str], bool]) -> None:
-        """Remove the keys of all sessions that are over.
+        """Remove keys of no open session, at most `_REMOVED_MAX`. The next call goes on.
 
         Args:
             is_open: returns whether the session of that id is open. A session must be open before its client learns the
@@ -74,10 +97,8 @@ class SessionStore:
         store = self._store
         if store is None:
             return
-        for key in store.list_keys():
-            prefix, _, rest = key.lstrip("/").partition(f"{_PREFIX}/")
-            if not prefix and rest and not is_open(rest.partition("/")[0]):
-                store.delete_key(key)
+        for key in islice((each for each in store.list_keys() if not _is_used(each, is_open)), _REMOVED_MAX):
+            store.delete_key(key)
 
     def close(self) -> None:
         """Close the store's port and its connections. All keys are gone then."""
@@ -88,3 +109,8 @@ class SessionStore:
         store, self._store = self._store, None
         # The destructor of a store waits for its thread, which the child does not have.
         return Inheritance() if store is None else Inheritance(ports=[self._port], kept=[store])
+
+
+def _is_used(key: str, is_open: Callable[[str], bool]) -> bool:
+    before, _, rest = key.lstrip("/").partition(f"{_PREFIX}/")
+    return not before and is_open(rest.partition("/")[0])

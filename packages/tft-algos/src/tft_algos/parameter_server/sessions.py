@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Final, final
 
 from tft_algos.errors import ConfigError, ServerBusyError
-from tft_algos.parameter_server.joining import why_not_joined
+from tft_algos.parameter_server.joining import join, why_not_joined
 from tft_algos.parameter_server.routes import OpenedSession
 from tft_algos.parameter_server.session_store import SessionStore
 from tft_pg import (
@@ -51,6 +51,7 @@ class Session:
         self.client = client
         # Why the session can't begin, or "" as soon as its group exists.
         self.failure: Future[str] = Future()
+        self.failure_status = 500
         # Done as soon as both sides have joined, or the session can't begin.
         self.joined: Future[None] = Future()
         self.is_over = False
@@ -59,7 +60,6 @@ class Session:
         self._is_stopped = False
 
     def __str__(self) -> str:
-        # Only the start of the id: the whole id lets its holder take the client's place.
         return f"session {self.opened.session_id[:8]} of {self.client}"
 
     def was_stopped(self) -> bool:
@@ -126,7 +126,8 @@ class Sessions:
         Raises: ServerBusyError: there are as many sessions as allowed, or the server stops.
         """
         session_id = secrets.token_hex(16)
-        session = Session(OpenedSession(session_id, self._store.address_of(session_id)), client)
+        opened = OpenedSession(session_id, self._store.address_of(session_id), secrets.token_hex(32))
+        session = Session(opened, client)
         thread = threading.Thread(
             target=self._run, args=(session,), name=f"{THREAD_NAME}-{session_id[:8]}", daemon=True
         )
@@ -185,36 +186,14 @@ class Sessions:
 
     def _serve(self, session: Session) -> None:
         self._remove_keys()
-        try:
-            group = self._new_group()
-        except ConfigError as error:
-            _log.error("%s can't begin: %s", session, error)
-            session.failure.set_result(f"the server can't make a group: {error}")
+        too_full = self._why_too_full()
+        if too_full:
+            _log.warning("%s can't begin: %s", session, too_full)
+            session.failure_status = 503
+            session.failure.set_result(too_full)
             return
-        except Exception as error:
-            _log.exception("%s can't begin, because new_process_group failed; fix it", session)
-            session.failure.set_result(f"new_process_group failed on the server ({type(error).__name__}); see its log")
-            return
-        session.give(group)
-        if session.was_stopped():
-            session.failure.set_result("the server stops; ask another one")
-            return
-        session.failure.set_result("")
-        try:
-            group.configure(
-                store_addr=session.opened.store_addr,
-                replica_id="",
-                rank=0,
-                world_size=2,
-                timeout=self._join_timeout,
-            )
-        except ProcessGroupError as error:
-            if session.was_stopped():
-                _log.info("%s ended before it began, because the client disconnected or the server stops", session)
-            else:
-                _log.warning("%s ended before it began: %s", session, why_not_joined(error, "the client"))
-            return
-        if session.was_stopped():
+        group = self._make_group(session)
+        if group is None or not self._join(session, group):
             return
         session.joined.set_result(None)
         _log.info("%s began", session)
@@ -224,6 +203,53 @@ class Sessions:
             _log_end(session, error)
         else:
             _log.info("%s ended", session)
+
+    def _why_too_full(self) -> str:
+        try:
+            return self._store.too_full()
+        except RuntimeError as error:
+            return f"the store of the sessions does not answer ({error}); ask again later"
+
+    def _make_group(self, session: Session) -> ProcessGroup | None:
+        """Set the session's `failure`. Returns: its group. None: the session can't begin."""
+        try:
+            group = self._new_group()
+        except ConfigError as error:
+            _log.error("%s can't begin: %s", session, error)
+            session.failure.set_result(f"the server can't make a group: {error}")
+            return None
+        except Exception as error:
+            _log.exception("%s can't begin, because new_process_group failed; fix it", session)
+            session.failure.set_result(f"new_process_group failed on the server ({type(error).__name__}); see its log")
+            return None
+        session.give(group)
+        if session.was_stopped():
+            session.failure.set_result("the server stops; ask another one")
+            return None
+        session.failure.set_result("")
+        return group
+
+    def _join(self, session: Session, group: ProcessGroup) -> bool:
+        """Return whether the client has joined, and `forward` may begin."""
+        try:
+            has_proved = join(group, session.opened, 0, self._join_timeout)
+        except ProcessGroupError as error:
+            if session.was_stopped():
+                _log.info("%s ended before it began, because the client disconnected or the server stops", session)
+            else:
+                _log.warning("%s ended before it began: %s", session, why_not_joined(error, "the client"))
+            return False
+        except Exception:
+            _log.exception("%s ended before it began by an error in configure", session)
+            return False
+        if not has_proved:
+            _log.warning(
+                "%s ended before it began, because the process that joined does not know the session's key; check who "
+                "reaches port %d, the store's",
+                session,
+                self._store.port,
+            )
+        return has_proved and not session.was_stopped()
 
     def _end(self, session: Session) -> None:
         session.is_over = True
