@@ -357,7 +357,7 @@ def _store_of(handle: object, rank: int) -> str:
     """Return the store address in the handle of a rank. Raises: ConfigError: it is not a handle of this package."""
     try:
         if not isinstance(handle, str):
-            raise TypeError(f"it is a {type(handle).__name__}")
+            raise TypeError(f"its type is {type(handle).__name__}")
         if len(handle) > HANDLE_BYTES_MAX:
             raise ValueError("it is too long")
         found = json.loads(handle)
