@@ -33,12 +33,12 @@ class PGTransport(CheckpointTransport[T]):
         self,
         pg: Any,
         timeout: timedelta,
-        device: torch.device,
+        device: torch.device | str,
         state_dict: Callable[[], Any] | None = None,
     ) -> None:
         self._timeout = timeout
         self._state_dict = state_dict
-        self._transport: tft_ckpt.PGTransport[Any] = tft_ckpt.PGTransport(pg, timeout, device)
+        self._transport: tft_ckpt.PGTransport[Any] = tft_ckpt.PGTransport(pg, timeout, torch.device(device))
 
     def for_manager(self) -> tft_ckpt.CheckpointTransport[Any] | None:
         """Return tft's transport for a Manager. None: a subclass has methods of its own, which must be called."""
