@@ -146,9 +146,10 @@ def test_wrong_arguments_are_assertion_errors_and_value_errors(manager: Any) -> 
             LocalSGD(manager, model, optimizer, sync_every=0)
         with pytest.raises(kind, match="outer optimizers"):
             DiLoCo(manager, [model], optimizer, [outer, outer], sync_every=2)
+        both = nn.ModuleList([model, nn.Linear(2, 2)])
+        of_both = torch.optim.SGD(both.parameters(), lr=0.5)
         with pytest.raises(kind, match="don't divide"):
-            both = nn.ModuleList([model, nn.Linear(2, 2)])
-            DiLoCo(manager, [*both], optimizer, torch.optim.SGD(both.parameters(), lr=0.5), sync_every=3)
+            DiLoCo(manager, [*both], optimizer, of_both, sync_every=3)
         with pytest.raises(kind, match="fragment_update_alpha"):
             DiLoCo(manager, [model], optimizer, outer, sync_every=2, fragment_update_alpha=2.0)
     with pytest.raises(AssertionError, match="closure"):

@@ -51,7 +51,9 @@ def test_collectives_take_torchfts_names() -> None:
     group.reduce_scatter(output_tensors=[out], input_tensors=[[one]], opts=options.ReduceScatterOptions())
     assert torch.equal(out, one)
     out.zero_()
-    group.reduce_scatter_tensor_coalesced(output_tensors=[out], input_tensors=[one], opts=options.ReduceScatterOptions())
+    group.reduce_scatter_tensor_coalesced(
+        output_tensors=[out], input_tensors=[one], opts=options.ReduceScatterOptions()
+    )
     assert torch.equal(out, one)
     group.allreduce(tensors=[out], opts=ReduceOp.SUM).wait()
     group.allreduce_coalesced(tensors=[out], opts=options.AllreduceCoalescedOptions())

@@ -13,7 +13,7 @@ import socket
 from datetime import timedelta
 from typing import Final
 
-from tft_coord.lighthouse import read_insecure, read_token
+from tft_coord.security import read_insecure, read_token
 
 SIXTY_SECONDS: Final = timedelta(seconds=60)
 """The default of torchft's time-outs. An argument that is this very object was not given."""

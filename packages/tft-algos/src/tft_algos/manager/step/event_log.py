@@ -15,7 +15,8 @@ Every record has these attributes:
 Each logger adds its own:
 - `tft_quorums`, when a step's plan has arrived and its group is built or could not be built: `replica_world_size`:
   members. `num_participants`: members whose gradients count. `heal`: this group heals. `recover_dst_replica_ranks`: the
-  groups that heal from this one first. `reconfigured`: the process group was built again. `duration_s`: seconds since the request for the quorum.
+  groups that heal from this one first. `reconfigured`: the process group was built again. `duration_s`: seconds since
+  the request for the quorum.
 - `tft_commits`, at a verdict: `commit_result`: whether the optimizer steps. `num_participants`.
 - `tft_errors`, at an error: `error`: its text. `error_type`: the name of its class. `counts`: the step fails because of
   it. Otherwise the error came after its step.
