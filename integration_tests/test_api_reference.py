@@ -32,8 +32,8 @@ EXTENSION: Final = load_extension()
 def test_every_exported_name_is_on_the_page_of_its_package(package: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{package}.md").read_text(encoding="utf-8")
     modules = [importlib.import_module(name) for name in EXTENSION.MARKER.findall(page)]
-    module = {"tft-torchft": "torchft"}.get(package, package.replace("-", "_"))
-    assert module in [each.__name__ for each in modules]
+    own = {"tft-torchft": "torchft"}.get(package, package.replace("-", "_"))
+    assert own in [module.__name__ for module in modules]
     for module in modules:
         text = EXTENSION.reference(module)
         listed = set(re.findall(r"^\| {py:obj}`(\w+) <", text, re.MULTILINE))

@@ -79,6 +79,11 @@ def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
     [
         ({"versions": {**GOOD.versions, "tft-pg": ""}}, ["tft-pg is not installed", "install"], True),
         ({"versions": {**GOOD.versions, "tft-pg": "0.2.0"}}, ["tft-pg 0.2.0", "one release"], True),
+        (
+            {"versions": {**GOOD.versions, "tft-torchft": "0.1.0", "torchft-nightly": "2026.10.26"}},
+            ["tft-torchft 0.1.0 and torchft-nightly 2026.10.26", "uninstall"],
+            True,
+        ),
         ({"versions": {**GOOD.versions, "torch": "2.9.1"}}, ["torch 2.9.1", "install a newer"], True),
         ({"versions": {**GOOD.versions, "torch": ""}}, ["torch is not installed"], True),
         ({"setting_error": "RANK is 'x'; give a whole number"}, ["refuse to start", "RANK is 'x'"], True),

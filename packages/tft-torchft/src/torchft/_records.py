@@ -51,7 +51,7 @@ class RecordWriter:
         self._min_replica_size = min_replica_size
 
     def write(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Write a record of tft. See `StepControl.follow_records`."""
+        """Write a record of tft. See `tft_algos.manager.strategy.follow_records`."""
         who = {name: facts[name] for name in ("replica_id", "rank", "quorum_id", "step")}
         extra = {"job_id": _job_id(), **who}
         if event == "quorum":

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import tft_algos
 from tft_algos import ConfigError, TooManyFailuresError, WorldSizeMode
+from tft_algos.manager.strategy import follow_records
 from torchft._errors import OrderError, asserted
 from torchft._managed_work import _ManagedWork
 from torchft._records import COMMITS, ERRORS, QUORUMS, RecordWriter
@@ -208,7 +209,7 @@ class Manager(_UserState):
             quorum_retries=None if os.environ.get(QUORUM_RETRIES_ENV) else quorum_retries,
         )
         self.quorum_logger, self.commits_logger, self.errors_logger = QUORUMS, COMMITS, ERRORS
-        self._ours.strategy.follow_records(RecordWriter(self._ours, min_replica_size).write)
+        follow_records(self._ours.strategy, RecordWriter(self._ours, min_replica_size).write)
 
     def __getattr__(self, name: str) -> Any:
         """Return what tft's Manager has in addition: strategy, status, left, leave, replica_id and others."""

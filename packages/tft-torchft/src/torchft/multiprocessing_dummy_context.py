@@ -20,7 +20,7 @@ class DummyContext:
 
     Process = staticmethod(dummy.Process)
     Pipe = staticmethod(dummy.Pipe)
-    Queue = staticmethod(dummy.Queue)
+    Queue: Any = staticmethod(dummy.Queue)
     Event = staticmethod(dummy.Event)
     Lock = staticmethod(dummy.Lock)
     RLock = staticmethod(dummy.RLock)

@@ -115,15 +115,6 @@ class StepControl:
         """
         self._parts.fingerprint.add(USER + name if isinstance(name, str) else name, value)
 
-    def follow_records(self, listener: RecordListener) -> None:
-        """Set a function that receives the Manager's records for machines, for example to write them in another form.
-
-        Args:
-            listener: called with "quorum", "commit" or "error", and the attributes of the record as in
-                `tft_algos.manager.step.event_log`. Any thread of the Manager calls it, so it must return at once.
-        """
-        self._parts.shared.reports.records.listener = listener
-
     # --- the step that was begun last ---------------------------------------------------------------------------------
 
     @property
@@ -271,3 +262,14 @@ class StepControl:
         """
         self._step.tell(on.StateTorn())
         self._parts.shared.reports.torn(error)
+
+
+def follow_records(strategy: StepControl, listener: RecordListener) -> None:
+    """Set a function that receives a Manager's records for machines, for example to write them in another form.
+
+    Args:
+        strategy: of the Manager.
+        listener: called with "quorum", "commit" or "error", and the attributes of the record as in
+            `tft_algos.manager.step.event_log`. Any thread of the Manager calls it, so it must return at once.
+    """
+    strategy._parts.shared.reports.records.listener = listener

@@ -42,7 +42,8 @@ class Facts:
     """The facts that were found.
 
     Args:
-        versions: installed version by distribution. "": not installed.
+        versions: installed version by distribution. "": not installed. Of those that install the module torchft, only
+            what is installed.
         setting_error: why the environment's settings can't work, in one sentence. "": they can.
         hostname: the name by which other machines would reach this one.
         hostname_is_loopback: on every machine, that name means the machine itself.

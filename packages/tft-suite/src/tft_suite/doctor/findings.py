@@ -16,6 +16,7 @@ from typing import Final, final
 from tft_suite.doctor.facts import Facts, LighthouseFacts
 
 PACKAGES: Final = ("tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos", "tft-suite")
+INSTALL_TORCHFT: Final = ("tft-torchft", "torchft", "torchft-nightly")  # each installs the module torchft
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 KNOWN_VARIABLES: Final = (
     "TFT_LIGHTHOUSE",
@@ -71,6 +72,12 @@ def _of_versions(facts: Facts) -> Iterator[Finding]:
     if len(releases) > 1:
         mixed = ", ".join(f"{name} {facts.versions[name]}" for name in PACKAGES if facts.versions.get(name))
         yield Finding(f"packages of different releases are installed ({mixed}); install one release of all of them")
+    same_module = [f"{name} {facts.versions[name]}" for name in INSTALL_TORCHFT if facts.versions.get(name)]
+    if len(same_module) > 1:
+        yield Finding(
+            f"{' and '.join(same_module)} are installed and have files of one module, torchft, so either of them is "
+            "broken; uninstall all of them, and install the one that you want again"
+        )
     torch = facts.versions.get("torch", "")
     if not torch:
         yield Finding("torch is not installed; install it for your accelerator")

@@ -28,7 +28,7 @@ from tft_coord.security import read_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import target
 from tft_suite.doctor.facts import Facts, LighthouseFacts
-from tft_suite.doctor.findings import INTERFACE_VARIABLES, PACKAGES
+from tft_suite.doctor.findings import INSTALL_TORCHFT, INTERFACE_VARIABLES, PACKAGES
 from tft_suite.drain import LIGHTHOUSE, message_for_cli
 
 SECRET: Final = "TFT_TOKEN"
@@ -58,7 +58,7 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
         timeouts = resolved.timeouts
     named = list(dict.fromkeys(address.strip() for address in addresses.split(",") if _is_address(address)))
     return Facts(
-        versions={name: _version(name) for name in (*PACKAGES, *DEPENDENCIES)},
+        versions=_versions(),
         setting_error=setting_error,
         hostname=hostname,
         hostname_is_loopback=is_loopback(hostname),
@@ -88,6 +88,11 @@ def _is_address(address: str) -> bool:
         return bool(target(address.strip()))
     except CoordinationConfigError:
         return False  # the settings' own error reports this
+
+
+def _versions() -> dict[str, str]:
+    found = {name: _version(name) for name in (*PACKAGES, *DEPENDENCIES)}
+    return found | {name: version for name in INSTALL_TORCHFT if (version := _version(name))}
 
 
 def _version(name: str) -> str:

@@ -49,7 +49,7 @@ class EventLog:
     Attributes:
         last_error: the newest error, `type: text`. "": no error. An exception is not stored, because it would keep the
             memory of its stack frames.
-        listener: receives every record too, see `StepControl.follow_records`. None: there is no listener.
+        listener: receives every record too, see `tft_algos.manager.strategy.follow_records`. None: there is none.
     """
 
     def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
