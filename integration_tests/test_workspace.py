@@ -161,7 +161,12 @@ def test_siblings_are_declared_by_range_and_only_those_below(package: str) -> No
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_import_is_declared_and_every_dependency_imported(package: str) -> None:
     project = project_of(package)
-    distribution = {"grpc": "grpcio", "google": "protobuf", "sklearn": "scikit-learn"}
+    distribution = {
+        "grpc": "grpcio",
+        "google": "protobuf",
+        "opentelemetry": "opentelemetry-api",
+        "sklearn": "scikit-learn",
+    }
     imported = {
         module.split(".")[0]
         for file in (ROOT / "packages" / package / "src").rglob("*.py")

@@ -85,6 +85,24 @@ def test_half_of_the_healthy_is_too_few() -> None:
     assert table.core.waiting_for == "1 of 2 healthy replicas have asked"
 
 
+def test_a_member_with_handles_and_one_without_never_share_a_quorum() -> None:
+    for first, second in (((), ("handle",)), (("handle",), ())):
+        table = Table()
+        table.beat("a", "b")
+        assert table.ask("a", reconfigure_handles=first) == []
+        (refused,) = table.ask("b", reconfigure_handles=second)
+        assert isinstance(refused, effects.RefuseUnary)
+        assert "replica b builds its process groups as torchft 0." in refused.message
+        assert "and replica a of the same job" in refused.message
+        assert "install one release of torchft" in refused.message
+        table.now_ms = 1_000
+        assert ids(table.tick()) == ("a",)
+        table.beat("a", "b")
+        assert len(table.ask("b", reconfigure_handles=second)) == 1  # a is in the last quorum, and lives
+        table.now_ms = 7_000
+        assert ids(table.ask("b", reconfigure_handles=second)) == ("b",)  # a is silent
+
+
 def test_the_fast_path_asks_for_no_min_replicas() -> None:
     table = Table(min_replicas=2)
     assert table.ask("a") == []

@@ -3,6 +3,10 @@
 torchft's managers beat ten times a second with unary calls, and ask with a unary call that waits. There are no
 sessions, no lineage and no pushed losses. A member is alive while its beats are younger than heartbeat_timeout.
 
+torchft 0.3 builds its process groups from handles that its members send, and 0.2 from a store. A quorum of both can't
+build a group, and torchft asks again for ever. So a member that has handles refuses a later one that has none, and the
+reverse, while one of its form is alive.
+
 Law of this file: torchft's rules to the letter (wire.md section 12), where they do no harm: a disconnected caller is no
 member, dead members are forgotten, and no quorum is empty.
 """
@@ -35,6 +39,7 @@ class TorchftCore:
         self._config = config
         self._last_id = started_ms
         self._beats: dict[str, int] = {}
+        self._refused_ms: dict[str, int] = {}  # when a member of the other form asked last; its beats do not count
         self._last_ms: int | None = None
         self._last_pause: tuple[int, int] | None = None  # start and end of this process's last pause
         self._waiting: dict[int, _Waiting] = {}
@@ -81,23 +86,49 @@ class TorchftCore:
     def handle(self, event: events.UnaryEvent, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
         """Handle one event; return the effects, in order."""
         match event:
+            case events.HeartbeatReceived() if event.replica_id in self._refused_ms:
+                return []  # the others would wait for it
             case events.HeartbeatReceived():
                 self._beats[event.replica_id] = now_ms
                 return []
             case events.UnaryRequestWithdrawn():
                 self._waiting.pop(event.call, None)
                 return []
+            case events.UnaryQuorumRequested() if (other := self._of_other_form(event.member, now_ms)) is not None:
+                self._refused_ms[event.member.replica_id] = now_ms
+                self._beats.pop(event.member.replica_id, None)
+                return [effects.RefuseUnary(event.call, Refusal.DIFFERS, _mixed(event.member, other))]
             case events.UnaryQuorumRequested():
+                self._refused_ms.pop(event.member.replica_id, None)
                 self._beats[event.member.replica_id] = now_ms
                 self._waiting[event.call] = _Waiting(event.member, now_ms)
                 self._missing_requests = 0 if event.member.shrink_only else self._missing_requests - 1
                 return self.tick(now_ms, wall_ms) if self._missing_requests <= 0 else []
+
+    def _of_other_form(self, member: Member, now_ms: int) -> Member | None:
+        """Return a living member whose process groups are built in the other form, or None."""
+        oldest_ms = now_ms - self._config.timeouts.heartbeat_timeout_ms
+        known = [entry.member for entry in self._waiting.values()]
+        if self.previous is not None:
+            known += self.previous.members
+        return next(
+            (
+                other
+                for other in known
+                if _has_handles(other) is not _has_handles(member)
+                and other.replica_id != member.replica_id
+                and self._beats.get(other.replica_id, oldest_ms) > oldest_ms
+            ),
+            None,
+        )
 
     def tick(self, now_ms: int, wall_ms: int) -> list[effects.UnaryEffect]:
         """Handle the passage of time; form a quorum when the rule says so."""
         timeouts = self._config.timeouts
         for replica_id in [name for name, at in self._beats.items() if now_ms - at >= timeouts.forget_after_ms]:
             del self._beats[replica_id]
+        for replica_id in [name for name, at in self._refused_ms.items() if now_ms - at >= timeouts.forget_after_ms]:
+            del self._refused_ms[replica_id]
         healthy = {name for name, at in self._beats.items() if now_ms - at < timeouts.heartbeat_timeout_ms}
         waiting: dict[str, _Waiting] = {}
         for entry in self._waiting.values():  # a replica's newest call counts
@@ -172,3 +203,15 @@ class TorchftCore:
         }
         self.waiting_for = "no replica has asked"
         return out
+
+
+def _has_handles(member: Member) -> bool:
+    return any(member.reconfigure_handles)
+
+
+def _mixed(refused: Member, other: Member) -> str:
+    theirs, own = ("0.2", "0.3") if _has_handles(refused) else ("0.3", "0.2")
+    return (
+        f"replica {refused.replica_id} builds its process groups as torchft {own} does, and replica "
+        f"{other.replica_id} of the same job as torchft {theirs}; install one release of torchft on all replicas"
+    )
