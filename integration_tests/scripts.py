@@ -117,13 +117,14 @@ class Shells:
             script.kill()
         self._stores.clear()  # the stores listen
 
-    def start(self, replica: int, words: Sequence[str], ranks: int = 1) -> list[Script]:
-        """Start a replica group of that many processes, with the environment that torchrun gives them."""
+    def start(self, replica: int, words: Sequence[str], ranks: int = 1, *, by_torchrun: bool = False) -> list[Script]:
+        """Start a replica group of that many processes. Several, or with `by_torchrun` also one, have the environment
+        that torchrun gives them."""
         own = {**self._environment, "REPLICA_GROUP_ID": str(replica)}
-        if ranks > 1:
+        if by_torchrun := by_torchrun or ranks > 1:
             self._stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
         started = [
-            Script(self._spawn, self._script, words, own | (self._launched(rank, ranks) if ranks > 1 else {}))
+            Script(self._spawn, self._script, words, own | (self._launched(rank, ranks) if by_torchrun else {}))
             for rank in range(ranks)
         ]
         self._scripts += started

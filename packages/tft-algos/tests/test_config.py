@@ -101,6 +101,14 @@ def test_time_out_variables_take_fractions_and_reach_all_that_they_name() -> Non
     assert not resolve().timeout_is_explicit
 
 
+def test_the_divergence_check_of_an_unedited_script_is_set_by_a_variable() -> None:
+    environ = {**LIGHTHOUSE, "TFT_CHECK_STATE_EVERY": "50"}
+    assert [resolve().check_state_every, resolve(environ).check_state_every] == [0, 50]
+    assert resolve(environ, check_state_every=0).check_state_every == 0
+    with pytest.raises(ConfigError, match="TFT_CHECK_STATE_EVERY is 'often'; give a whole number, 0 to "):
+        resolve({**LIGHTHOUSE, "TFT_CHECK_STATE_EVERY": "often"})
+
+
 def test_timeouts_in_one_value_beat_the_environment_and_give_way_to_single_ones() -> None:
     config = resolve(
         {**LIGHTHOUSE, "TORCHFT_TIMEOUT_SEC": "5"},

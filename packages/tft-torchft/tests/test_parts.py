@@ -38,6 +38,8 @@ def test_submodules_are_reachable_and_an_import_starts_nothing() -> None:
             "import torchft",
             "assert not logging.getLogger().handlers and not logging.getLogger('torchft_quorums').handlers",
             "assert not [each for each in threading.enumerate() if each is not threading.main_thread()]",
+            "assert not {'torch', 'tft_algos'} & set(sys.modules)",
+            "assert torchft.Manager is torchft.manager.Manager",
             "assert not {'grpc', 'torchx', 'opentelemetry', 'tft_lighthouse'} & set(sys.modules)",
             "assert torchft.local_sgd.DiLoCo and torchft.checkpointing.HTTPTransport and torchft.coordination.Quorum",
             "assert set(torchft.__all__) <= set(dir(torchft))",

@@ -90,7 +90,7 @@ class ManagerConfig:
             1. For LocalSGD and DiLoCo. Default False.
         max_retries: maximum number of failed steps in a row. None: no limit.
         check_state_every: compare the registered state between the replicas after this many committed steps, the same
-            on every replica. Default 0: never.
+            on every replica. Env TFT_CHECK_STATE_EVERY. Default 0: never.
         on_divergence: what a replica does if its state differs from the state of most replicas. "heal", or "stop":
             raise StateDivergedError.
         quorum_retries: torchft's number of attempts of a quorum. Env TORCHFT_QUORUM_RETRIES. Default 0. For any value,
@@ -133,7 +133,7 @@ class ManagerConfig:
     init_sync: bool = True
     rank0_synchronization_only: bool | None = None
     max_retries: int | None = None
-    check_state_every: int = 0
+    check_state_every: int | None = None
     on_divergence: Literal["heal", "stop"] = "heal"
     quorum_retries: int | None = None
     fingerprint: Mapping[str, str] | None = None
@@ -144,7 +144,6 @@ class ManagerConfig:
 
     def __post_init__(self) -> None:
         self._check_whole("min_replica_size", 1)
-        self._check_whole("check_state_every", 0)
         if self.on_divergence not in ("heal", "stop"):
             raise ConfigError(f'on_divergence is {self.on_divergence!r}; give "heal" or "stop"')
         for name in (
@@ -168,8 +167,8 @@ class ManagerConfig:
             raise ConfigError(f"insecure is {self.insecure!r}; give True or False")
         if not isinstance(self.world_size_mode, WorldSizeMode):
             raise ConfigError(f"world_size_mode is {self.world_size_mode!r}; give a WorldSizeMode")
-        for name, least in (("rank", 0), ("world_size", 0), ("max_retries", 0), ("quorum_retries", 0)):
-            self._check_whole(name, least)
+        for name in ("rank", "world_size", "max_retries", "quorum_retries", "check_state_every"):
+            self._check_whole(name, 0)
         for name in ("port", "store_port"):
             self._check_whole(name, 0)
             if (getattr(self, name) or 0) > MAX_PORT:
@@ -412,7 +411,6 @@ def from_environment(
                 _check_this_machine("the lighthouse's host (lighthouse_addr, or TFT_LIGHTHOUSE)", host_of(address))
         own_host = _this_machine
     timeouts, timeout_is_explicit = _timeouts(config, environ)
-    retries = config.quorum_retries
     job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB
     if "/" in job or not job.isprintable() or not job.strip():
         raise ConfigError(f"TFT_JOB_ID is {job!r}; give a printable name without a slash")
@@ -429,7 +427,7 @@ def from_environment(
         store_port=store_port,
         lighthouse_addr=lighthouse,
         replica_id=config.replica_id or None,
-        port=config.port if config.port is not None else _whole(environ, "TORCHFT_MANAGER_PORT", 0, most=MAX_PORT) or 0,
+        port=_whole_or_0(config.port, environ, "TORCHFT_MANAGER_PORT", most=MAX_PORT),
         hostname=config.hostname or own_host(),
         heartbeat_interval=config.heartbeat_interval,
         checkpoint_transport=config.checkpoint_transport,
@@ -438,9 +436,9 @@ def from_environment(
             config.rank0_synchronization_only, environ, "TFT_RANK0_SYNCHRONIZATION_ONLY"
         ),
         max_retries=config.max_retries,
-        check_state_every=config.check_state_every,
+        check_state_every=_whole_or_0(config.check_state_every, environ, "TFT_CHECK_STATE_EVERY"),
         on_divergence=config.on_divergence,
-        quorum_retries=retries if retries is not None else _whole(environ, "TORCHFT_QUORUM_RETRIES", 0) or 0,
+        quorum_retries=_whole_or_0(config.quorum_retries, environ, "TORCHFT_QUORUM_RETRIES"),
         fingerprint=dict(config.fingerprint or {}),
         on_straggler=config.on_straggler,
         job=job,
@@ -536,6 +534,10 @@ def _whole(
     if not (text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and least <= int(text) <= most):
         raise ConfigError(f"{variable} is {text[:64]!r}; give a whole number, {least} to {most}")
     return int(text)
+
+
+def _whole_or_0(value: int | None, environ: Mapping[str, str], variable: str, *, most: int = MAX_WHOLE) -> int:
+    return value if value is not None else _whole(environ, variable, 0, most=most) or 0
 
 
 def _yes_or_no(value: bool | None, environ: Mapping[str, str], variable: str) -> bool:

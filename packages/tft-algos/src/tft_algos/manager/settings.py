@@ -40,7 +40,7 @@ class ManagerSettings(TypedDict, total=False):
     init_sync: bool
     rank0_synchronization_only: bool | None
     max_retries: int | None
-    check_state_every: int
+    check_state_every: int | None
     on_divergence: Literal["heal", "stop"]
     quorum_retries: int | None
     fingerprint: Mapping[str, str] | None

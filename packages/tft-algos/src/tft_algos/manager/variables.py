@@ -16,6 +16,7 @@ _log = logging.getLogger("tft_algos.manager")
 
 KNOWN: Final = frozenset(
     {
+        "TFT_CHECK_STATE_EVERY",
         "TFT_HEARTBEAT_TIMEOUT_SEC",
         "TFT_INSECURE",
         "TFT_JOB_ID",
