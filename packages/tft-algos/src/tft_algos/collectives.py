@@ -119,8 +119,8 @@ def check_operation(reduce_op: object) -> None:
     # torch's ReduceOp objects equal their kind, but the kind does not equal them: so the object stands on the left.
     if not (reduce_op == dist.ReduceOp.SUM or reduce_op == dist.ReduceOp.AVG):
         raise UnsupportedFeatureError(
-            f"{getattr(reduce_op, 'op', reduce_op)} of quantized numbers is not supported; use ReduceOp.SUM or ReduceOp.AVG, or reduce without "
-            "quantization"
+            f"{getattr(reduce_op, 'op', reduce_op)} of quantized numbers is not supported; use ReduceOp.SUM or "
+            "ReduceOp.AVG, or reduce without quantization"
         )
 
 
