@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -147,6 +148,17 @@ def test_a_newcomer_heals_until_its_beat_says_that_it_has() -> None:
     assert job.states == {"a": "training", "b": "training", "c": "healing"}
     job.beat("c", 7, Phase.OUTSIDE)
     assert job.states["c"] == "training"
+
+
+def test_left_out_and_kept_out_read_differently() -> None:
+    job = Job()
+    job.trains("a", "b")
+    for name in "cd":
+        job.hello(name)
+    (known,) = job.core._jobs.values()
+    known.stragglers.left_out = frozenset({"a", "c"})
+    known._exclusions = replace(known._exclusions, out=frozenset({"d"}))
+    assert job.states == {"a": "training", "b": "training", "c": "left_out", "d": "kept_out"}
 
 
 def test_a_member_that_another_one_names_after_a_restart_is_unheard() -> None:

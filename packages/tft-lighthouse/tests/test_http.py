@@ -594,12 +594,13 @@ def test_a_wrong_http_bind_is_one_sentence(http_bind: str, says: str) -> None:
         LighthouseServer("127.0.0.1:0", http_bind=http_bind)
 
 
-def test_after_shutdown_the_port_is_free_and_an_open_connection_ends() -> None:
+@pytest.mark.parametrize("path", [b"/healthz", b"/api/v1/events"])
+def test_after_shutdown_the_port_is_free_and_an_open_connection_ends(path: bytes) -> None:
     with LighthouseServer("127.0.0.1:0", http_bind="[::]:0") as lighthouse:
         assert lighthouse.http_address.startswith("http://localhost:"), "without a secret this machine alone is served"
         place = place_of(lighthouse)
         client = socket.create_connection(("127.0.0.1", place[1]))
-        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.sendall(b"GET " + path + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 200")
     with client:
         assert is_closed(client)

@@ -722,7 +722,7 @@ class Job:
             self.previous,
             formed_ms=self._key_formed_ms,
             broken=self._broken,
-            left_out=self.stragglers.left_out.union(self._exclusions.out),
+            excluded=(self.stragglers.left_out, self._exclusions.out),
             wait=self.wait(now_ms),
             ended=self._end.ended,
             warnings=warnings,

@@ -25,7 +25,8 @@ class ReplicaState(enum.Enum):
     HEALING = "healing"  # it is a member, and receives the live state
     WAITING = "waiting"  # it has asked for the next quorum
     JOINING = "joining"  # it is connected, in no quorum, and has not asked
-    LEFT_OUT = "left_out"  # it is connected, and kept out as a straggler or because others can't reach it
+    LEFT_OUT = "left_out"  # it is connected, and in no quorum as a straggler
+    KEPT_OUT = "kept_out"  # it is connected, and in no quorum because others can't reach it
     UNHEARD = "unheard"  # another replica has named it, and it has not connected since this lighthouse started
     LOST = "lost"
     LEFT = "left"  # it left the job, for example because it was drained
@@ -125,7 +126,7 @@ def job_status(
     *,
     formed_ms: int,
     broken: str | None,
-    left_out: Collection[str],
+    excluded: tuple[Collection[str], Collection[str]],
     wait: JobWait | None,
     ended: Ended | None,
     warnings: tuple[str, ...],
@@ -139,7 +140,7 @@ def job_status(
         quorum: the newest, or None.
         formed_ms: when the id of that quorum rose.
         broken: why the quorum can't be used any more.
-        left_out: ids of the replicas that are kept out of quorums.
+        excluded: ids of the replicas that are left out as stragglers, and of those that others can't reach.
         wait: which replicas wait for which.
         ended: the end of the job.
         warnings: what is wrong now.
@@ -147,10 +148,7 @@ def job_status(
     """
     members = quorum.members if quorum is not None else ()
     places = {member.replica_id: (rank, member) for rank, member in enumerate(members)}
-    found = [
-        _replica_status(each, places.get(each.replica_id), is_left_out=each.replica_id in left_out, now_ms=now_ms)
-        for each in replicas
-    ]
+    found = [_replica_status(each, places.get(each.replica_id), excluded, now_ms) for each in replicas]
     found.sort(key=lambda each: (each.rank is None, each.rank or 0, each.replica_id))
     lives = any(each.rank is not None and not each.reason for each in found)
     lasted_ms = now_ms - wait.since_ms if wait is not None else 0
@@ -187,7 +185,10 @@ def job_state(quorum: Quorum | None, *, lives: bool, ended: bool, waits: bool) -
 
 
 def _replica_status(
-    replica: Replica, place: tuple[int, Member] | None, *, is_left_out: bool, now_ms: int
+    replica: Replica,
+    place: tuple[int, Member] | None,
+    excluded: tuple[Collection[str], Collection[str]],
+    now_ms: int,
 ) -> ReplicaStatus:
     rank, member = place if place is not None else (None, None)
     progress, said_ms = replica.where if replica.where is not None else (None, 0)
@@ -195,7 +196,7 @@ def _replica_status(
     steps = [each.step for each in (member, asked, progress) if each is not None]
     return ReplicaStatus(
         replica_id=replica.replica_id,
-        state=_replica_state(replica, is_member=member is not None, is_left_out=is_left_out),
+        state=_replica_state(replica, excluded, is_member=member is not None),
         rank=rank,
         address=replica.address,
         pid=replica.pid,
@@ -211,15 +212,18 @@ def _replica_status(
     )
 
 
-def _replica_state(replica: Replica, *, is_member: bool, is_left_out: bool) -> ReplicaState:
+def _replica_state(
+    replica: Replica, excluded: tuple[Collection[str], Collection[str]], *, is_member: bool
+) -> ReplicaState:
     if replica.left is not None:
         return ReplicaState.FINISHED if replica.finished else ReplicaState.LEFT
     if replica.lost is not None:
         return ReplicaState.LOST
     if replica.presumed:
         return ReplicaState.UNHEARD
-    if is_left_out and not is_member:
-        return ReplicaState.LEFT_OUT
+    for names, state in zip(excluded, (ReplicaState.LEFT_OUT, ReplicaState.KEPT_OUT), strict=True):
+        if not is_member and replica.replica_id in names:
+            return state
     if replica.healing_since_ms is not None and not replica.has_healed:
         return ReplicaState.HEALING
     if replica.request is not None:
