@@ -58,7 +58,7 @@ class TeeLogExporter(LogRecordExporter):
     def shutdown(self) -> None:
         """End all exporters."""
         for exporter in self._exporters:
-            exporter.shutdown()  # type: ignore[no-untyped-call]  # OpenTelemetry leaves it untyped
+            exporter.shutdown()
 
 
 @final
