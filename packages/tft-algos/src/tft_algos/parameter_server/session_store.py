@@ -61,7 +61,7 @@ class SessionStore:
                 "addresses, or choose another bind"
             ) from error
         self._host = host
-        self._port = port
+        self._port = int(port)
         self._keys_max = _KEYS_MAX + _KEYS_OF_SESSION_MAX * sessions_max
         let_go_in_child(self)
 
