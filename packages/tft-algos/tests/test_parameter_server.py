@@ -330,6 +330,19 @@ def test_a_stranger_in_the_client_s_place_is_not_served(caplog: pytest.LogCaptur
         assert len(server.served) == 1
 
 
+def test_a_client_whose_place_is_taken_is_told_to_open_another_session() -> None:
+    with Doubles(join_timeout=HOUR) as server, holding(server) as (_, opened):
+        pg = Doubles.new_process_group()
+        assert join(pg, opened, 1, timedelta(seconds=WAIT_S))
+        with answering(http(opened.body())) as address, pytest.raises(ConfigureError) as info:
+            Doubles.new_session(address)
+        assert str(info.value).endswith(
+            "opened a session, but the store prefix is already used by rank 1; open another session"
+        )
+        assert double(pg, 1.0) == 2.0
+        pg.shutdown()
+
+
 def test_a_stranger_that_proves_nothing_is_not_served(caplog: pytest.LogCaptureFixture) -> None:
     with Served(join_timeout=HOUR) as server, holding(server) as (_, opened):
         pg = Doubles.new_process_group()
