@@ -1,6 +1,6 @@
 """A trainer with torchtitan's calls of torchft: one of two groups is killed and restarted.
 
-torchtitan itself is too large for this suite. The page about the migration says how it is run, and what came out.
+torchtitan itself is too large for this suite. `docs/migration.md` says how it was run, and what came out.
 """
 
 from __future__ import annotations
