@@ -148,6 +148,11 @@ def test_status_and_incidents_of_a_real_lighthouse(
         assert exit_code_of(["status", "--http", address, "--watch", "--json"]) == 130
         shown_twice = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [each["schema_version"] for each in shown_twice] == [1, 1]
+        rounds.clear()
+        monkeypatch.setattr(main.sys.stdout, "isatty", lambda: True)
+        assert exit_code_of(["status", "--http", address, "--watch"]) == 130
+        pictures = capsys.readouterr().out.split("\x1b[2J\x1b[H")
+        assert [picture.startswith("lighthouse ") for picture in pictures] == [False, True, True]
         monkeypatch.setenv("TFT_TOKEN", "another")
         assert exit_code_of(["status", "--http", address]) == 2
         said = capsys.readouterr().err
