@@ -28,6 +28,7 @@ DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "ri
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TFT_TOKEN", "TFT_TOKEN_FILE")
 
 WATCH_EVERY_S = 1.0
+CLEAR = "\x1b[2J\x1b[H"  # the terminal, before the next picture
 
 app = typer.Typer(
     help="Fault-tolerant PyTorch training.", add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False
@@ -154,9 +155,8 @@ def status(
     while True:
         found = fetch(addresses, "/api/v1/status", os.environ, timeout_s=timeout)
         text = json.dumps(found) if as_json else status_text(found, job)
-        if watch and not as_json and sys.stdout.isatty():
-            typer.echo("\x1b[2J\x1b[H", nl=False)  # an empty terminal
-        typer.echo(text)
+        clears = watch and not as_json and sys.stdout.isatty()
+        typer.echo(f"{CLEAR}{text}" if clears else text)
         if not watch:
             return 0
         time.sleep(WATCH_EVERY_S)
