@@ -26,8 +26,9 @@ from tft_pg.child.group import ProcessGroupBaby
 from tft_pg.child.link import REPORT, Link
 from tft_pg.child.segments import Pool, Segment, copy_in, copy_out, places
 from tft_pg.child.sharing import TensorSharing
-from tft_pg.errors import ConfigError, OperationRefusedError, Where
+from tft_pg.errors import OperationRefusedError, Where
 from tft_pg.ops import Collective
+from tft_pg.settings import check_listening
 from tft_pg.work import PendingWork
 
 __all__ = ["ProcessGroupBabyGloo"]
@@ -69,8 +70,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
         hostname: str | None = None,
         in_parts: bool = True,
     ) -> None:
-        if interface and hostname:
-            raise ConfigError(f"name an interface ({interface}) or a hostname ({hostname}), not both")
+        check_listening(interface=interface, hostname=hostname)
         settings: dict[str, object] = {"interface": interface, "hostname": hostname}
         super().__init__(timeout, kind="gloo", sharing=_SegmentSharing(in_parts=in_parts), settings=settings)
 

@@ -42,7 +42,7 @@ from tft_pg.errors import (
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.ops import Collective
 from tft_pg.placed import PlacedProcessGroup
-from tft_pg.settings import checked_timeout, checks_argument_order, refuses_errored_false
+from tft_pg.settings import check_place, checked_timeout, checks_argument_order, refuses_errored_false
 from tft_pg.store import format_store_addr, parse_store_addr
 from tft_pg.word import LINGER, WordExchange, check_round, checked_values
 
@@ -123,12 +123,15 @@ class ProcessGroupBaby(PlacedProcessGroup):
         timeout: timedelta | None = None,
     ) -> None:
         address = parse_store_addr(store_addr)
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(f"rank is {rank} and world_size is {world_size}; pass a rank from 0 to world_size - 1")
-        if global_ranks is not None and len(global_ranks) != world_size:
-            raise ConfigError(
-                f"global_ranks has {len(global_ranks)} entries and world_size is {world_size}; pass one for each rank"
-            )
+        check_place(
+            rank,
+            world_size,
+            replica_id=replica_id,
+            quorum_id=quorum_id,
+            group_rank=group_rank,
+            group_world_size=group_world_size,
+            global_ranks=global_ranks,
+        )
         limit = self._timeout if timeout is None else _bounded(timeout)
         arguments = {
             "store_addr": format_store_addr(
@@ -378,6 +381,8 @@ def _bounded(timeout: timedelta) -> timedelta:
 
 def _seconds(timeout: object) -> timedelta:
     try:
+        if isinstance(timeout, bool):
+            raise TypeError("a bool is no number of seconds")
         return timedelta(seconds=timeout)  # type: ignore[arg-type]
     except (TypeError, OverflowError, ValueError) as error:
         raise ConfigError(f"the timeout is {timeout!r} ({error}); pass seconds or a timedelta") from None

@@ -16,6 +16,7 @@ from tft_pg.child.cuda_memory import CudaMemory, check_driver
 from tft_pg.child.device import DeviceMemory
 from tft_pg.child.group import ProcessGroupBaby
 from tft_pg.ops import Collective
+from tft_pg.settings import check_listening
 
 __all__ = ["ProcessGroupBabyNCCL"]
 
@@ -50,6 +51,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         hostname: str | None = None,
         make_memory: Callable[[], DeviceMemory] | None = None,
     ) -> None:
+        check_listening(hostname=hostname)
         chosen = checked_device(device, NCCL)
         if make_memory is None:
             library = TorchLibrary(NCCL)
