@@ -33,7 +33,8 @@ class OptimizerWrapper(tft_algos.Optimizer):  # type: ignore[misc]  # final for 
         if closure is not None:
             with asserted(tft_algos.UsageError):
                 return super().step(closure)
-        if isinstance(self.manager, ManagerView):
+        manager: Any = self.manager
+        if isinstance(manager, ManagerView):
             self._has_stepped = False  # such an object votes anew in each step
         return super().step()
 
