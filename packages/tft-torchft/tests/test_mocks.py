@@ -43,6 +43,9 @@ def test_an_optimizer_begins_and_ends_a_step_of_a_mock(manager: Any, commits: bo
         assert manager.start_quorum.call_count == attempt
         assert manager.should_commit.call_count == attempt
     assert torch.equal(before, model.weight) is not commits
+    optimizer.step()  # a mock is asked again, as in torchft
+    assert manager.should_commit.call_count == 3
+    assert manager.start_quorum.call_count == 2
 
 
 def test_ddp_averages_with_a_function_in_place_of_a_method(manager: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -230,6 +232,11 @@ def test_a_fake_fails_the_next_allreduce_and_a_swallowing_wrapper_hides_it() -> 
     assert group.error() is None
     group.report_error(RuntimeError("mine"))
     assert str(group.error()) == "mine"
+    # A word of a Manager is never a dummy, because the words tell the other ranks of errors.
+    assert group.exchange_word([5], round_number=1, timeout=timedelta(seconds=5)).wait() == (5,)
+    group.abort()
+    with pytest.raises(tft_pg.AbortedError):
+        group.exchange_word([5], round_number=2, timeout=timedelta(seconds=5)).wait()
 
 
 def test_a_reconfigure_needs_ordered_handles() -> None:
@@ -244,6 +251,15 @@ def test_a_reconfigure_needs_ordered_handles() -> None:
     group.shutdown()
 
 
-def test_a_group_without_a_pipe_dumps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_is_asked_for_through_the_pipe_of_the_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", raising=False)
     assert not trigger_nccl_fr_trace_through_pipe(0)
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(tmp_path / "rank_"))
+    monkeypatch.setattr("torchft.process_group._DUMP_S", 0)
+    assert not trigger_nccl_fr_trace_through_pipe(3), "there is no such pipe"
+    os.mkfifo(tmp_path / "rank_3.pipe")
+    assert not trigger_nccl_fr_trace_through_pipe(3), "nobody reads it"
+    reader = os.open(tmp_path / "rank_3.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert trigger_nccl_fr_trace_through_pipe(3)
+    assert os.read(reader, 10) == b"1\n"
+    os.close(reader)

@@ -42,7 +42,7 @@ class TeeLogExporter(LogRecordExporter):
     """
 
     def __init__(self, exporters: Sequence[LogRecordExporter]) -> None:
-        self._exporters = exporters
+        self._exporters: Sequence[Any] = exporters  # some releases have no annotations
 
     def export(self, batch: Any) -> LogRecordExportResult:
         """Give a batch to all exporters. Returns: success, because logging must not stop a training."""

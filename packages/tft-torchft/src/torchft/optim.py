@@ -8,7 +8,7 @@ import torch
 
 import tft_algos
 from torchft._errors import asserted
-from torchft._surface import for_strategies
+from torchft._surface import ManagerView, for_strategies
 
 __all__ = ["OptimizerWrapper"]
 
@@ -33,6 +33,9 @@ class OptimizerWrapper(tft_algos.Optimizer):  # type: ignore[misc]  # final for 
         if closure is not None:
             with asserted(tft_algos.UsageError):
                 return super().step(closure)
+        manager: Any = self.manager
+        if isinstance(manager, ManagerView):
+            self._has_stepped = False  # such an object votes anew in each step
         return super().step()
 
     def __repr__(self) -> str:

@@ -85,12 +85,18 @@ def by_position(
 
 
 def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
-    """Ask NCCL's flight recorder for a dump through its pipe, and wait a minute. Return whether there is a pipe."""
+    """Ask NCCL's flight recorder for a dump through its pipe, and wait a minute. Return whether it reads one."""
     prefix = os.environ.get(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, "")
     if not prefix:
         return False
-    with open(f"{prefix}{rank}.pipe", "w", encoding="ascii") as pipe:
-        pipe.write("1\n")
+    try:
+        pipe = os.open(f"{prefix}{rank}.pipe", os.O_WRONLY | os.O_NONBLOCK)  # without a reader, a pipe blocks otherwise
+    except OSError:
+        return False
+    try:
+        os.write(pipe, b"1\n")
+    finally:
+        os.close(pipe)
     time.sleep(_DUMP_S)
     return True
 
@@ -558,15 +564,15 @@ class ProcessGroupDummy(_OwnGroup):
         return "torchft-dummy"
 
 
-class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
-    """A group whose collectives turn into finished dummies after an error, until the next `configure`.
+class _OurWrapper(ProcessGroupWrapper):
+    """A group over a wrapper of tft_pg, around the user's group.
 
     Args:
-        pg: the wrapped group.
+        wrapper: of tft_pg.
     """
 
-    def __init__(self, pg: ProcessGroup) -> None:
-        super().__init__(pg=tft_pg.ErrorSwallowingProcessGroupWrapper(pg))
+    def __init__(self, wrapper: tft_pg.WrappingProcessGroup) -> None:
+        super().__init__(pg=wrapper)
 
     @property
     def parent(self) -> Any:
@@ -576,6 +582,24 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
         args, rest = by_position(collective, args, kwargs)
         return tft_pg.forward(self._pg, collective, args, rest)
+
+    def exchange_word(self, words: Sequence[int], *, round_number: int, timeout: timedelta) -> WordExchange:
+        exchange: WordExchange = self._pg.exchange_word(words, round_number=round_number, timeout=timeout)
+        return exchange
+
+    def linger(self, timeout: timedelta = LINGER) -> bool:
+        return bool(self._pg.linger(timeout))
+
+
+class ErrorSwallowingProcessGroupWrapper(_OurWrapper):
+    """A group whose collectives turn into finished dummies after an error, until the next `configure`.
+
+    Args:
+        pg: the wrapped group.
+    """
+
+    def __init__(self, pg: ProcessGroup) -> None:
+        super().__init__(tft_pg.ErrorSwallowingProcessGroupWrapper(pg))
 
     def report_error(self, e: Exception) -> None:
         """Treat the group as failed from now on."""
@@ -587,7 +611,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         return error
 
 
-class FakeProcessGroupWrapper(ProcessGroupWrapper):
+class FakeProcessGroupWrapper(_OurWrapper):
     """A group that fails on demand, for tests.
 
     Args:
@@ -595,16 +619,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
     """
 
     def __init__(self, pg: ProcessGroup) -> None:
-        super().__init__(pg=tft_pg.FakeProcessGroupWrapper(pg))
-
-    @property
-    def parent(self) -> Any:
-        """Return the wrapped group."""
-        return self._pg.parent
-
-    def _run(self, collective: Collective, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dist.Work:
-        args, rest = by_position(collective, args, kwargs)
-        return tft_pg.forward(self._pg, collective, args, rest)
+        super().__init__(tft_pg.FakeProcessGroupWrapper(pg))
 
     def report_future_error(self, e: Exception) -> None:
         """Fail the next allreduce with this error."""

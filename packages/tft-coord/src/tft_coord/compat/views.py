@@ -23,7 +23,16 @@ class Timestamp:
 
 @dataclass(frozen=True, slots=True)
 class QuorumMember:
-    """One replica group in a quorum. `data` is the user's, or None."""
+    """One replica group in a quorum.
+
+    Args:
+        replica_id: of the group.
+        address, store_address: of its manager server, and of its store.
+        step: its committed steps.
+        world_size: number of its ranks.
+        shrink_only: it wants no new members.
+        data: the user's, or None.
+    """
 
     replica_id: str
     address: str
@@ -36,7 +45,13 @@ class QuorumMember:
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """The lighthouse's answer: members sorted by replica id."""
+    """The lighthouse's answer.
+
+    Args:
+        quorum_id: rises with every change of the members.
+        participants: sorted by replica id.
+        created: when it formed.
+    """
 
     quorum_id: int
     participants: list[QuorumMember]
