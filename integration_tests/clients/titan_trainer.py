@@ -96,7 +96,7 @@ class Optimizers(torch.optim.Optimizer):
             optimizer.load_state_dict(state_dict[str(number)])
         self.cache_state()
 
-    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]  # as torchtitan has it
+    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         if self._is_per_step:
             self._is_per_step = False
             self._through_manager.step(*args, **kwargs)
