@@ -144,7 +144,7 @@ def quorum_formed(formed: QuorumFormed) -> None:
 
 def replica_lost(lost: ReplicaLost) -> None:
     """Log a lost replica with the reason."""
-    logger.warning(
+    logger.info(
         "lost replica %s of job %s: %s",
         lost.replica_id,
         lost.job,
