@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 import torchft
 
-PACE_S: Final = 0.02
+PACE_S: Final = 0.05
 
 
 class Manager:
