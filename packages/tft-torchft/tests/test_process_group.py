@@ -240,15 +240,16 @@ def test_a_fake_fails_the_next_allreduce_and_a_swallowing_wrapper_hides_it() -> 
 
 
 def test_a_reconfigure_needs_ordered_handles() -> None:
-    group = ProcessGroupDummy(0, 1)
+    group, other = ProcessGroupDummy(0, 1), ProcessGroupDummy(0, 1)
     own = group.get_reconfigure_handle()
     group.reconfigure(ReconfigureOptions(uuid=1, handles=[own]))
     assert group.reconfigure_count == 1
     with pytest.raises(ValueError, match="list"):
         group.reconfigure(ReconfigureOptions(uuid=1, handles={own}))
     with pytest.raises(ValueError, match="not among"):
-        group.reconfigure(ReconfigureOptions(uuid=1, handles=["another"]))
-    group.shutdown()
+        group.reconfigure(ReconfigureOptions(uuid=1, handles=[other.get_reconfigure_handle()]))
+    for each in (group, other):
+        each.shutdown()
 
 
 def test_a_dump_is_asked_for_through_the_pipe_of_the_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
