@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Final, NoReturn
@@ -55,6 +55,11 @@ TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR: Final = "TORCH_NCCL_DEBUG_INFO_PIPE_FIL
 TORCHFT_TRIGGER_FR_ON_ABORT: Final = "TORCHFT_TRIGGER_FR_ON_ABORT"
 _DUMP_S: Final = 60
 
+_BABIES: Final[Mapping[str, Callable[[timedelta], tft_pg.ProcessGroup]]] = {
+    "Gloo": tft_pg.ProcessGroupBabyGloo,
+    "NCCL": tft_pg.ProcessGroupBabyNCCL,
+    "XCCL": tft_pg.ProcessGroupBabyXCCL,
+}
 # The names of the arguments in torchft, in order. Torch's own names differ, so a call goes on by position.
 _OUT_IN: Final = ("output_tensors", "input_tensors", "opts")
 _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -470,12 +475,7 @@ class ProcessGroupBaby(_OwnGroup):
     def _new_group(self) -> tft_pg.ProcessGroup:
         if not self._kind:
             raise NotImplementedError("not implemented")
-        made = getattr(tft_pg, f"ProcessGroupBaby{self._kind}", None)
-        if made is None:
-            raise tft_pg.UnsupportedOperationError(
-                f"this release of tft-pg has no ProcessGroupBaby{self._kind}; use ProcessGroup{self._kind}"
-            )
-        group: tft_pg.ProcessGroup = made(self._timeout)
+        group = _BABIES[self._kind](self._timeout)
         self._is_closed = False
         return group
 

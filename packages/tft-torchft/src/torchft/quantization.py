@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     try:
         scale = import_module("triton.language").float32
     except ImportError as error:
-        raise ImportError(f"{name} is a type of Triton; install tft-torchft[triton]") from error
+        raise ImportError(f"{name} is a type of Triton; install triton") from error
     return scale if name == "SCALE_TL_DTYPE" else scale.primitive_bitwidth // 8
 
 
