@@ -1,7 +1,8 @@
-"""DTensors through transports that a program calls itself: they arrive as DTensors, as in torchft."""
+"""Transports that a program calls itself: DTensors arrive as DTensors, and errors as urllib's, as in torchft."""
 
 from __future__ import annotations
 
+import urllib.error
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -77,6 +78,17 @@ def test_a_part_of_another_mesh_stays_a_part(rank_1_of_2: None) -> None:
 
 def test_without_a_default_group_a_part_stays_a_part() -> None:
     assert isinstance(as_dtensors([part((1,), (0,))])[0], LocalShard)
+
+
+def test_another_step_is_refused_with_both_numbers() -> None:
+    transport: HTTPTransport[Any] = HTTPTransport(LIMIT, 0)
+    try:
+        for step in (1234, 2345):
+            transport.send_checkpoint([], step, {"step": step}, LIMIT)
+        with pytest.raises(urllib.error.HTTPError, match=r"Error 400.*serving 2345 but got step=1234"):
+            transport.recv_checkpoint(0, transport.metadata(), 1234, LIMIT)
+    finally:
+        transport.shutdown()
 
 
 def test_the_streams_are_torchs_own() -> None:
