@@ -83,8 +83,9 @@ class HTTPTransport(CheckpointTransport[T]):
             up (also a TimeoutError then).
         """
         with as_urllib(metadata):
-            state = self._transport.recv_checkpoint(src_rank, metadata, step, limit_of(timeout, self._timeout))
-        return as_dtensors(state)
+            received = self._transport.recv_checkpoint(src_rank, metadata, step, limit_of(timeout, self._timeout))
+        state: T = as_dtensors(received)
+        return state
 
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving, and close the port. A second call does nothing."""

@@ -67,7 +67,8 @@ class PGTransport(CheckpointTransport[T]):
         """
         into = None if self._state_dict is None else self._state_dict()
         limit = limit_of(timeout, self._timeout)
-        return as_dtensors(self._transport.recv_checkpoint(src_rank, metadata, step, limit, into=into))
+        state: T = as_dtensors(self._transport.recv_checkpoint(src_rank, metadata, step, limit, into=into))
+        return state
 
     def shutdown(self, wait: bool = True) -> None:
         """End running transfers. The group stays."""
