@@ -76,7 +76,7 @@ def train(number: int, last: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     os.environ["TORCHFT_LIGHTHOUSE"] = sys.argv[1]  # after the import
     thread = threading.Thread(target=train, args=(int(sys.argv[2]), Path(sys.argv[3])), name="train")
     thread.start()
