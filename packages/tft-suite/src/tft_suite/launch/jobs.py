@@ -7,7 +7,6 @@ launcher.
 from __future__ import annotations
 
 import http.client
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,8 +62,8 @@ def ask_to_drain(http_address: str, replica: Replica, reason: str, environ: Mapp
     token = read_token(environ)
     headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
     path = f"/replica/{quote(replica.replica_id, safe='')}/drain?job={quote(replica.job)}&reason={quote(reason)}"
-    host, _, port = http_address.rpartition(":")
-    connection = http.client.HTTPConnection(host_of(http_address) if host else host, int(port), timeout=TIMEOUT_S)
+    port = int(http_address.rpartition(":")[2])
+    connection = http.client.HTTPConnection(host_of(http_address), port, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, headers=headers)
         return connection.getresponse().status == 200
@@ -125,12 +124,3 @@ class Watcher:
                 continue  # the lighthouse restarts; the replicas themselves report what is wrong
             except (KeyError, TypeError, ValueError):
                 continue  # another server answers there
-
-
-def process_runs_here(pid: int) -> bool:
-    """Return whether this host has such a process of this user."""
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return pid > 0

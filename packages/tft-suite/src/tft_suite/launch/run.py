@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, final
 
+from tft_coord.core.names import shorten
 from tft_suite.drain import LIGHTHOUSE
 from tft_suite.launch.core import (
     DrainGroup,
@@ -135,6 +136,7 @@ class Launch:
         self._lighthouse = lighthouse
         self._ports = ports
         self._attempts: dict[int, int] = {}
+        self._seen: dict[int, str] = {}  # the ids under which the groups are in the job
         self._code: int | None = None
         replicas = range(settings.first, settings.first + settings.replicas)
         self._core = LaunchCore(replicas, settings.nproc, settings.restarts, socket.gethostname())
@@ -153,6 +155,7 @@ class Launch:
                 note = service.look(self._processes, self._settings.restarts, time.monotonic())
                 if note is not None:
                     self._view.note(note, is_bad=True)
+            self._note_members()
             self._view.show(self._core.groups, self._watcher.replicas, time.monotonic())
         return self._code
 
@@ -188,6 +191,12 @@ class Launch:
             self._view.note(f"its last output, from {log}:")
             for line in tail(log):
                 self._view.note(f"    {line}")
+
+    def _note_members(self) -> None:
+        for group, replica in self._watcher.replicas.items():
+            if self._seen.get(group) != replica.replica_id:
+                self._seen[group] = replica.replica_id
+                self._view.note(f"replica {group} has joined job {replica.job} as {shorten(replica.replica_id)}")
 
     def _start(self, replica: int, attempt: int) -> str | None:
         """Start all ranks of a group. Return why this failed, or None."""
