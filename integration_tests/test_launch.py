@@ -46,6 +46,7 @@ with Manager(ProcessGroupGloo(), min_replica_size=1, replica_id=f"replica_{repli
         time.sleep(0.02)
         if optimizer.step() and manager.num_participants() == replicas:
             steps["together"] += 1
+            print("together", flush=True)
             if replica == replicas - 1 and is_first and steps["together"] == 5 and os.environ["RANK"] == str(nproc - 1):
                 os.kill(os.getpid(), signal.SIGKILL)
             if steps["together"] == 40:
@@ -141,12 +142,47 @@ def test_a_signal_drains_the_replicas_through_the_lighthouse(launch: Launch, tmp
     wait_for(r"launching replica 1", launcher)
     for _ in range(2):
         wait_for(r"has joined job default as replica_\d:\w+", launcher)
+    for replica in range(2):
+        until(launcher, run_of(tmp_path) / f"replica-{replica}-attempt-1-rank-0.log", "together")
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=LOOK_S)
     assert launcher.returncode == 128 + signal.SIGTERM, output
     assert output.count("ended with exit code 0") == 2, output
     logs = [path.read_text(encoding="utf-8") for path in run_of(tmp_path).glob("replica-*.log")]
     assert all("the launcher ends" in text for text in logs), logs
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.in_parts
+def test_chaos_breaks_replicas_that_the_launcher_brings_back(launch: Launch, tmp_path: Path) -> None:
+    name = script(tmp_path, TRAINS.replace("replica == replicas - 1", "False").replace("== 40", "< 0"))
+    launcher = launch([*TFT, "launch", "--replicas", "2", *QUICK, "--", name], cwd=tmp_path)
+    address = wait_for(r"its page is (http://\S+)", launcher).group(1)
+    for replica in range(2):
+        log = run_of(tmp_path) / f"replica-{replica}-attempt-1-rank-0.log"
+        until(launcher, log, "together")
+    options = [
+        "--http",
+        address,
+        "--rate",
+        "60",
+        "--duration",
+        "20",
+        "--baseline",
+        "5",
+        "--lasts",
+        "0.5",
+        "--seed",
+        "3",
+    ]
+    chaos = launch([*TFT, "chaos", *options], cwd=tmp_path)
+    output, _ = chaos.communicate(timeout=100)
+    assert chaos.returncode == 0, output
+    assert re.search(r"(kill|stop|slow) replica_\d:\w+ \(pid \d+\) at step [1-9]", output), output
+    assert re.search(r"goodput \d+\.\d %; with faults: [1-9]\d* steps", output), output
+    killed = re.findall(r"kill (replica_\d):", output)
+    for each in killed[:1]:
+        wait_for(rf"launching replica {each[-1]} \(attempt 2\)", launcher)
 
 
 @pytest.mark.timeout(120)

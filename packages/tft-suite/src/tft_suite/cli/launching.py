@@ -24,7 +24,8 @@ def launch(
         int | None, typer.Option(help="Replica groups of the whole job. Default: those up to this host's last.")
     ] = None,
     lighthouse: Annotated[
-        str, typer.Option(help="Address of a running lighthouse. Default: the environment's, else a new one is started.")
+        str,
+        typer.Option(help="Address of a running lighthouse. Default: the environment's, else a new one is started."),
     ] = "",
     bind: Annotated[
         str, typer.Option(help="HOST:PORT of the new lighthouse. Default: a free port of this machine alone.")
@@ -34,7 +35,9 @@ def launch(
         "tft-logs"
     ),
     max_restarts: Annotated[int, typer.Option(help="Restarts of a group in a row, before it is given up.")] = 10,
-    backoff: Annotated[float, typer.Option(help="Seconds before a restart. Each further one in a row doubles them.")] = 1,
+    backoff: Annotated[
+        float, typer.Option(help="Seconds before a restart. Each further one in a row doubles them.")
+    ] = 1,
     backoff_most: Annotated[float, typer.Option(help="The most seconds before a restart.")] = 60,
     good_after: Annotated[float, typer.Option(help="Seconds after which a group's failures count from 0 again.")] = 300,
     grace: Annotated[float, typer.Option(help="Seconds that processes get to end before they are killed.")] = 30,
@@ -68,3 +71,45 @@ def launch(
         restarts=policy,
     )
     return run_launch(settings, os.environ)
+
+
+def chaos(
+    lighthouse: Annotated[
+        str | None, typer.Option(help="Address, or several separated by commas. Default: the environment's.")
+    ] = None,
+    http: Annotated[
+        str | None,
+        typer.Option(help="Address of the lighthouse's HTTP port. Default: the port after the lighthouse's."),
+    ] = None,
+    job: Annotated[str | None, typer.Option(help='The job. Default: the environment\'s, else "default".')] = None,
+    kinds: Annotated[str, typer.Option(help="Faults to draw from, separated by commas.")] = "kill,stop,slow",
+    rate: Annotated[float, typer.Option(help="Faults in a minute, on average.")] = 6,
+    duration: Annotated[float, typer.Option(help="Seconds with faults.")] = 60,
+    baseline: Annotated[float, typer.Option(help="Seconds before the first fault, to measure the rate of steps.")] = 10,
+    lasts: Annotated[float, typer.Option(help="Seconds that a stop or a slowness lasts.")] = 5,
+    slowness: Annotated[float, typer.Option(help="Part of the time that a slow process stands still.")] = 0.5,
+    spare: Annotated[int, typer.Option(help="Replicas on this host that train undisturbed at any time.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed of the faults.")] = 0,
+) -> int:
+    """Kill, stop and slow replicas of a running job at random, and print the goodput.
+
+    It breaks only processes on this host, and only rank 0 of each replica. Use it on a job that may be disturbed.
+    """
+    from tft_suite.drain import DEFAULT_JOB, JOB
+    from tft_suite.launch.chaos import Chaos
+    from tft_suite.launch.faults import ChaosSettings, kinds_of
+    from tft_suite.operate.client import http_addresses
+
+    settings = ChaosSettings(
+        kinds=kinds_of(kinds),
+        rate=rate,
+        duration_s=duration,
+        baseline_s=baseline,
+        lasts_s=lasts,
+        slowness=slowness,
+        spare=spare,
+        seed=seed,
+    )
+    addresses = http_addresses(os.environ, lighthouse=lighthouse, http=http)
+    job = job or os.environ.get(JOB) or DEFAULT_JOB
+    return Chaos(settings, addresses, os.environ, job, typer.echo).run()

@@ -222,6 +222,7 @@ def trace(
 
 
 app.command(context_settings=launching.COMMAND_SETTINGS)(launching.launch)
+app.command()(launching.chaos)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
