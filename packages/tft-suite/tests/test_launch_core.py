@@ -131,6 +131,13 @@ def test_a_signal_drains_and_the_second_one_kills() -> None:
     assert orders(core.handle(RankEnded(1, 1, 0, -9), 4)) == [Finish(130)]
 
 
+def test_two_signals_at_almost_the_same_time_are_one_request() -> None:
+    core = core_of()
+    assert orders(core.handle(StopAsked(signal.SIGTERM), 1)) == [DrainGroup(0)]
+    assert core.handle(StopAsked(signal.SIGTERM), 1.9) == []
+    assert orders(core.handle(StopAsked(signal.SIGTERM), 2)) == [KillRanks(0)]
+
+
 def test_a_drained_group_is_not_restarted_and_not_done() -> None:
     core = core_of()
     core.handle(StopAsked(signal.SIGTERM), 1)

@@ -142,6 +142,7 @@ class Group:
     running: set[int] = field(default_factory=set)
 
 
+_ONE_REQUEST_S = 1.0  # a cluster manager may signal a launcher directly and through its parent
 _OVER = (GroupState.DONE, GroupState.DRAINED, GroupState.FAILED)
 
 
@@ -162,6 +163,7 @@ class LaunchCore:
         self._policy = policy
         self._host = host
         self._stop_signal: int | None = None
+        self._stop_s = 0.0
         self._is_over = False
 
     @property
@@ -241,7 +243,9 @@ class LaunchCore:
     def _stop(self, number: int, now_s: float) -> list[Action]:
         is_first = self._stop_signal is None
         if is_first:
-            self._stop_signal = number
+            self._stop_signal, self._stop_s = number, now_s
+        elif now_s - self._stop_s < _ONE_REQUEST_S:
+            return []
         name = describe(-number)
         what = "draining all replicas; a second signal kills them" if is_first else "killing all replicas"
         actions: list[Action] = [Note(f"received {name}: {what}")]
