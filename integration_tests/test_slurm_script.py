@@ -25,7 +25,7 @@ from integration_tests.test_launch import TFT, TRAINS
 from tft_lighthouse import LighthouseServer
 
 SCRIPT: Final = ROOT / "examples" / "slurm" / "replicas.sh"
-TIMEOUT_S: Final = 150.0
+TIMEOUT_S: Final = 300.0
 
 
 class Slurm:
@@ -141,7 +141,7 @@ def test_without_an_array_or_a_lighthouse_the_script_says_so(launch: Launch, tmp
     assert missing in output
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.in_parts
 def test_a_killed_group_comes_back_and_all_end_with_one_digest(
     launch: Launch, tmp_path: Path, lighthouse: LighthouseServer
@@ -182,8 +182,8 @@ def kill_launcher(train: str, *, first: str) -> None:
             words = process.cmdline()
         except psutil.Error:
             continue
-        if words[:1] == [sys.executable] and "launch" in words and train in words:
-            if words[words.index("--first") + 1] == first:
-                process.kill()
-                return
+        is_launcher = words[:1] == [sys.executable] and "launch" in words and train in words
+        if is_launcher and words[words.index("--first") + 1] == first:
+            process.kill()
+            return
     raise AssertionError(f"there is no launcher of replica {first}")

@@ -1,7 +1,7 @@
 """The stores of the replica groups on this host, as torchrun hosts one for each group.
 
-It runs as `python -m tft_suite.launch.stores HOST PORT ...`, with one port for each group. 0 takes a free one. It prints
-the ports in one line when all stores answer, and ends with its standard input.
+It runs as `python -m tft_suite.launch.stores HOST PORT ...`, with one port for each group. 0 takes a free one. It
+prints the ports in one line when all stores answer, and ends with its standard input.
 
 Law of this file: torch's stores, and nothing of a job.
 """
