@@ -15,6 +15,7 @@ import pytest
 
 from integration_tests.conftest import Kill, Launch
 from integration_tests.scripts import wait_for
+from tft_suite.launch.services import is_ready
 
 TFT: Final = [sys.executable, "-c", "from tft_suite.cli.main import main; main()"]
 QUICK: Final = ["--backoff", "0.1", "--logs", "logs"]
@@ -115,6 +116,27 @@ def test_kill_9_of_the_launcher_leaves_no_process(launch: Launch, kill: Kill, tm
     kill(launcher.pid)
     _, left = psutil.wait_procs(processes, timeout=LOOK_S)
     assert not left
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.in_parts
+def test_a_killed_lighthouse_is_restarted_at_its_address(launch: Launch, kill: Kill, tmp_path: Path) -> None:
+    name = script(tmp_path, WAITS)
+    launcher = launch([*TFT, "launch", "--replicas", "1", *QUICK, "--", name], cwd=tmp_path)
+    page = wait_for(r"its page is (http://\S+)", launcher).group(1)
+    wait_for(r"launching replica 0", launcher)
+    (lighthouse,) = (
+        each for each in psutil.Process(launcher.pid).children() if "tft_lighthouse" in " ".join(each.cmdline())
+    )
+    kill(lighthouse.pid)
+    wait_for(r"the lighthouse ended with SIGKILL, and is restarted in 0.1 s", launcher)
+    wait_for(r"restarted the lighthouse", launcher)
+    while not is_ready(page.removeprefix("http://"), {}):
+        assert launcher.poll() is None
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=LOOK_S)
+    assert launcher.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.timeout(240)

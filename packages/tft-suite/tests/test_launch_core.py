@@ -66,7 +66,7 @@ def test_the_pause_doubles_up_to_the_most_and_then_the_group_is_given_up() -> No
         pauses.append(core.groups[0].until_s - now_s)
         assert orders(core.handle(TimePassed(), core.groups[0].until_s - 0.01)) == []
         now_s = core.groups[0].until_s
-        assert orders(core.handle(TimePassed(), now_s)) == [StartGroup(0, attempt + 1)]
+        assert orders(core.handle(TimePassed(), now_s)) == [KillRanks(0), StartGroup(0, attempt + 1)]
     assert pauses == [1, 2, 3]
     last = core.handle(RankEnded(0, 4, 0, 1), now_s)
     assert orders(last) == [KillRanks(0), Finish(1)]
@@ -80,7 +80,7 @@ def test_after_a_good_while_failures_count_from_0_again() -> None:
         core.handle(RankEnded(0, attempt, 0, -9), now_s)
         assert core.groups[0].until_s == now_s + 1
         now_s += 1
-        assert orders(core.handle(TimePassed(), now_s)) == [StartGroup(0, attempt + 1)]
+        assert orders(core.handle(TimePassed(), now_s)) == [KillRanks(0), StartGroup(0, attempt + 1)]
 
 
 def test_exit_code_3_is_never_restarted_and_the_others_go_on() -> None:
@@ -97,8 +97,8 @@ def test_a_failed_rank_ends_its_whole_group_which_starts_again_when_all_have_end
     assert orders(core.handle(RankEnded(0, 1, 1, -9), 1)) == [EndRanks(0)]
     assert orders(core.handle(RankEnded(0, 1, 0, -15), 2)) == []
     assert orders(core.handle(TimePassed(), 8)) == []
-    assert orders(core.handle(RankEnded(0, 1, 2, -15), 8)) == [KillRanks(0)]
-    assert orders(core.handle(TimePassed(), 9)) == [StartGroup(0, 2)]
+    assert orders(core.handle(RankEnded(0, 1, 2, -15), 8)) == []
+    assert orders(core.handle(TimePassed(), 9)) == [KillRanks(0), StartGroup(0, 2)]
 
 
 def test_any_rank_of_a_group_may_say_never() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +24,7 @@ from tft_suite.launch.jobs import Replica, living
 from tft_suite.launch.processes import clean, make_logs, rank_command, rank_environment, tail
 from tft_suite.launch.rank import code_of_error, code_of_exit
 from tft_suite.launch.settings import LaunchSettings
-from tft_suite.launch.view import table
+from tft_suite.launch.view import View, table
 
 
 def exit_after(error: Exception, code: object) -> SystemExit:
@@ -180,6 +182,34 @@ def test_the_table_shows_each_group_and_what_the_lighthouse_knows_of_it() -> Non
         "1 waiting 2 - in 5 s",
         "2 done 1 - -",
     ]
+
+
+def test_on_a_terminal_the_table_is_drawn_again_below_the_notes() -> None:
+    out = io.StringIO()
+    view = View(out, is_live=True)
+    groups = [Group(0, GroupState.RUNNING, attempt=1, started_s=10)]
+    view.show(groups, {}, 20)
+    view.show(groups, {}, 20.1)  # too soon
+    first = out.getvalue()
+    assert first.count("replica  state") == 1
+    view.note("\x1b[2Jhostile", is_bad=True)
+    noted = out.getvalue().removeprefix(first)
+    assert noted.startswith("\x1b[2F\x1b[J")  # removes the two lines of the table
+    assert "?[2Jhostile" in noted
+    view.show(groups, {}, 20.2)
+    view.close()
+    assert out.getvalue().endswith("\x1b[2F\x1b[J")
+
+
+def test_elsewhere_there_are_only_lines_and_a_reader_that_has_gone_ends_nothing() -> None:
+    out = io.StringIO()
+    view = View(out, is_live=False)
+    view.show([Group(0)], {}, 20)
+    view.note("a note")
+    view.close()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d a note\n", out.getvalue())
+    out.close()
+    view.note("nobody reads this")
 
 
 def test_only_living_replicas_of_a_status_count() -> None:

@@ -217,6 +217,8 @@ class LaunchCore:
         return actions
 
     def _group_ended(self, group: Group, now_s: float) -> list[Action]:
+        if group.state is GroupState.ENDING and group.code != NEVER:
+            return self._restart_later(group, now_s)
         # What the ranks have started may outlive them, and hold their devices.
         actions: list[Action] = [] if group.is_killed else [KillRanks(group.replica)]
         if group.state is GroupState.RUNNING:
@@ -225,20 +227,21 @@ class LaunchCore:
         if group.state is GroupState.DRAINING:
             group.state = GroupState.DRAINED if group.code == DONE else GroupState.FAILED
             return [*actions, Note(f"replica {group.replica} ended with {describe(group.code)}")]
-        if group.code == NEVER:
-            group.state = GroupState.FAILED
-            text = f"replica {group.replica} is not restarted: exit code {NEVER} says that a restart can't help"
-            return [*actions, Note(text, is_bad=True)]
+        group.state = GroupState.FAILED
+        text = f"replica {group.replica} is not restarted: exit code {NEVER} says that a restart can't help"
+        return [*actions, Note(text, is_bad=True)]
+
+    def _restart_later(self, group: Group, now_s: float) -> list[Action]:
         if now_s - group.started_s >= self._policy.good_after_s:
             group.failures = 0
         group.failures += 1
         if group.failures > self._policy.max_restarts:
             group.state = GroupState.FAILED
             text = f"replica {group.replica} is given up after {group.failures} failures in a row (--max-restarts)"
-            return [*actions, Note(text, is_bad=True)]
+            return [KillRanks(group.replica), Note(text, is_bad=True)]
         delay_s = self._policy.delay_s(group.failures)
         group.state, group.until_s = GroupState.WAITING, now_s + delay_s
-        return [*actions, Note(f"replica {group.replica} is restarted in {delay_s:g} s")]
+        return [Note(f"replica {group.replica} is restarted in {delay_s:g} s")]
 
     def _stop(self, number: int, now_s: float) -> list[Action]:
         is_first = self._stop_signal is None
@@ -271,7 +274,9 @@ class LaunchCore:
             group.code = DONE
             group.running = set(range(self._nproc))
             text = f"launching replica {group.replica} (attempt {group.attempt}) on {self._host}"
-            return [Note(text), StartGroup(group.replica, group.attempt)]
+            start: list[Action] = [Note(text), StartGroup(group.replica, group.attempt)]
+            # Until now the manager server of the last attempt could tell the lighthouse how that attempt ended.
+            return [KillRanks(group.replica), *start] if group.attempt > 1 else start
         if group.state in (GroupState.ENDING, GroupState.DRAINING) and not group.is_killed:
             text = f"replica {group.replica} has not ended within {self._policy.grace_s:g} s (--grace), and is killed"
             return [Note(text, is_bad=True), *self._kill(group)]

@@ -98,7 +98,9 @@ def caught_signals() -> Iterator[list[int]]:
     def catch(number: int, frame: FrameType | None) -> None:
         caught.append(number)
 
-    before = {number: signal.signal(number, catch) for number in STOPPED_BY}
+    # nohup asks to ignore SIGHUP
+    numbers = [number for number in STOPPED_BY if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, catch) for number in numbers}
     try:
         yield caught
     finally:
