@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 import typer
 
 from tft_suite import __version__
+from tft_suite.cli import launching
 from tft_suite.errors import ConfigError, MissingExtraError, SuiteError
 
 DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
@@ -218,6 +219,10 @@ def trace(
     found = find_problems(groups, late_s=late)
     typer.echo((report.as_json if as_json else report.as_text)(groups, found, broken))
     return int(bool(found or broken))
+
+
+app.command(context_settings=launching.COMMAND_SETTINGS)(launching.launch)
+app.command()(launching.chaos)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
