@@ -89,7 +89,9 @@ def test_every_route_is_documented() -> None:
 def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
     counts = Counters(lambda _: None)
     counts._of("job")
-    metrics = Metrics(lambda: VIEW, counts)
+    goodput = Goodput()
+    goodput.reported("job", "replica", TrainerReport(), 0)
+    metrics = Metrics(lambda: VIEW, counts, goodput)
     metrics.closed(INCIDENT)
     found = {
         sample.name.removesuffix("_bucket"): set(sample.labels) - {"le"}
