@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tft_coord.core.job_end import Ended
 from tft_coord.core.progress import Phase
 from tft_coord.core.types import Member, Quorum, QuorumKey
-from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
+from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, ReplicaStatus, TrainerReport, WaitStatus
 from tft_lighthouse.counters import Counters
+from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import Incident, IncidentKind
 from tft_lighthouse.history import Phase as IncidentPhase
 from tft_lighthouse.http.app import PATHS
