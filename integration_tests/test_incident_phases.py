@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,16 +13,19 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from integration_tests.conftest import Spawn
 from integration_tests.training import Event, Job, Trainer
 from tft_algos.testing import Action, Fault, Place
+from tft_coord.manager_server.report_gate import REPORT_EVERY_MS
 from tft_lighthouse import LighthouseServer
 
 HEARTBEAT_MS = 1_500
 BATCH_S = 0.02
 LATE_S = 40.0
-BEAT_MS = 1_000
+REPORTS_S = REPORT_EVERY_MS / 1_000
+SLACK_S = 3.0  # until a beat, and a step
 # A loop reports its commit a moment after it, whichever moment it is, and phases are whole milliseconds.
 WITHIN, WITHIN_MS = 0.05, 15
 
@@ -68,7 +72,7 @@ def the_incident(lighthouse: LighthouseServer, job: Job, kind: str, num_reports:
 def stall_ms(trainer: Trainer, began_s: float) -> float:
     """Return the longest time between two commits of a trainer that ended after the fault began."""
     commits = [event for event in trainer.events if event.kind == "commit"]
-    pairs: list[tuple[Event, Event]] = list(zip(commits, commits[1:], strict=False))
+    pairs: list[tuple[Event, Event]] = list(itertools.pairwise(commits))
     return 1_000 * max(later.at_s - earlier.at_s for earlier, later in pairs if later.at_s > began_s)
 
 
@@ -90,21 +94,71 @@ def fails(victim: Trainer) -> None:
 
 
 @pytest.mark.in_parts
-@pytest.mark.parametrize(
-    ("fault", "kind"), [(kills, "loss"), (stops, "loss"), (raises, "loss"), (fails, "failed_round")]
-)
+@pytest.mark.parametrize("fault", [kills, stops, raises, fails])
 def test_the_phases_sum_to_the_stall_of_the_slowest_survivor(
-    lighthouse: LighthouseServer, job: Job, fault: Callable[[Trainer], None], kind: str
+    lighthouse: LighthouseServer, job: Job, fault: Callable[[Trainer], None]
 ) -> None:
-    victim, *survivors = job.trainers
+    victim, *others = job.trainers
+    goes_on, kind = ([victim, *others], "failed_round") if fault is fails else (others, "loss")
     began_s = time.time()
     fault(victim)
-    job.until(lambda: all(each.committed_with(2, 10, since_s=began_s) for each in survivors), "the others train on")
-    incident = the_incident(lighthouse, job, kind, len(survivors))
-    measured = {each.name: stall_ms(each, began_s) for each in survivors}
-    slowest_ms, name = max((ms, name) for name, ms in measured.items())
+    job.until(
+        lambda: all(each.committed_with(len(goes_on), 10, since_s=began_s) for each in goes_on),
+        "the others train on",
+    )
+    incident = the_incident(lighthouse, job, kind, len(goes_on))
+    measured = {each.name: stall_ms(each, began_s) for each in goes_on}
+    slowest_ms = max(measured.values())
     assert incident["lasted_ms"] == pytest.approx(slowest_ms, rel=WITHIN, abs=WITHIN_MS), (incident, measured)
     assert sum(incident["phases_ms"].values()) == incident["lasted_ms"]
-    assert incident["slowest"].partition(":")[0] in measured, f"{name} was the slowest"
-    assert incident["replica_ids"][0].startswith("a:")
+    assert incident["slowest"].partition(":")[0] in measured
+    assert incident["failed_rounds"] >= 1
+    if fault is not fails:
+        assert incident["replica_ids"][0].startswith("a:")
+    if fault is stops:
+        assert incident["phases_ms"]["detect"] > HEARTBEAT_MS / 2, "the stop shows as what it is: nobody knew"
     victim.process.kill()
+
+
+def test_a_join_says_what_it_cost_the_others_and_how_long_the_newcomer_took(
+    lighthouse: LighthouseServer, job: Job
+) -> None:
+    began_s = time.time()
+    newcomer = job.start("d", batch_s=BATCH_S, heartbeat_timeout=timedelta(milliseconds=HEARTBEAT_MS))
+    before = job.trainers[:3]
+    job.until(lambda: newcomer.committed_with(4, 10), "the newcomer trains")
+    incident = the_incident(lighthouse, job, "join", len(before))
+    measured = {each.name: stall_ms(each, began_s) for each in before}
+    assert incident["lasted_ms"] <= 1.05 * max(measured.values()) + WITHIN_MS, (incident, measured)
+    phases = incident["phases_ms"]
+    assert sum(ms for name, ms in phases.items() if name != "heal") == incident["lasted_ms"]
+    assert {"commit", "heal"} <= set(phases)
+    assert incident["slowest"].partition(":")[0] in measured
+
+
+def test_goodput_and_badput_sum_to_the_replicas_wall_time(lighthouse: LighthouseServer, job: Job) -> None:
+    kills(job.trainers[0])
+    survivors = job.trainers[1:]
+    began_s = time.time()
+    job.until(lambda: all(each.committed_with(2, 10, since_s=began_s) for each in survivors), "the others train on")
+    before, before_s = spent_s(lighthouse), time.monotonic()
+    while time.monotonic() - before_s < 2 * REPORTS_S + 1:
+        job.take_in(0.2)
+    after, passed_s = spent_s(lighthouse), time.monotonic() - before_s
+    assert after["commit"] > before["commit"]
+    assert before["start"] > 0
+    total_s = sum(after.values()) - sum(before.values())
+    # Two replicas; each has reported up to its last step, between 0 and REPORTS_S ago, before and after.
+    assert 2 * (passed_s - REPORTS_S - SLACK_S) <= total_s <= 2 * (passed_s + REPORTS_S + SLACK_S)
+
+
+def spent_s(lighthouse: LighthouseServer) -> dict[str, float]:
+    """Return what the replicas' time went to, as the lighthouse's metrics say."""
+    found = {}
+    for family in text_string_to_metric_families(ask(lighthouse, "/metrics")):
+        for sample in family.samples:
+            if sample.name == "tft_goodput_seconds_total":
+                found["commit"] = sample.value
+            elif sample.name == "tft_badput_seconds_total":
+                found[sample.labels["cause"]] = sample.value
+    return found

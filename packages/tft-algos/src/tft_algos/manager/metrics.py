@@ -65,6 +65,10 @@ class _Collector:
         """Return all metric families."""
         return _families(self._manager.strategy.config.job, self._manager.status())
 
+    def describe(self) -> Iterable[Metric]:
+        """Return families with all names, which a registry must not have twice."""
+        return self.collect()
+
 
 def _families(job: str, status: ManagerStatus) -> Iterable[Metric]:
     from prometheus_client.metrics_core import CounterMetricFamily, SummaryMetricFamily

@@ -267,7 +267,8 @@ class _Waiting(AbstractContextManager[None]):
 
 
 def _add(to: dict[Spent, float] | dict[Spent | _Raw, float], cause: Spent, seconds: float) -> None:
-    to[cause] = to.get(cause, 0.0) + seconds
+    if seconds:
+        to[cause] = to.get(cause, 0.0) + seconds
 
 
 def _milliseconds(seconds: Mapping[Spent, float]) -> dict[Spent, int]:
