@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -69,11 +69,27 @@ def the_incident(lighthouse: LighthouseServer, job: Job, kind: str, num_reports:
         job.take_in(0.1)
 
 
-def stall_ms(trainer: Trainer, began_s: float) -> float:
-    """Return the longest time between two commits of a trainer that ended after the fault began."""
-    commits = [event for event in trainer.events if event.kind == "commit"]
-    pairs: list[tuple[Event, Event]] = list(itertools.pairwise(commits))
-    return 1_000 * max(later.at_s - earlier.at_s for earlier, later in pairs if later.at_s > began_s)
+@dataclass(frozen=True)
+class Gap:
+    """The time between two commits of a trainer, and the failed rounds in it."""
+
+    lasted_ms: float
+    failed_rounds: int
+
+
+def gap_of(trainer: Trainer, began_s: float) -> Gap:
+    """Return the first gap of a trainer after a fault with a failed round, or with other participants after it."""
+    commit: Event | None = None
+    failed_rounds = 0
+    for event in trainer.events:
+        if event.kind == "failed":
+            failed_rounds += 1
+        elif event.kind == "commit":
+            is_changed = commit is not None and (failed_rounds or event.participants != commit.participants)
+            if commit is not None and is_changed and event.at_s > began_s:
+                return Gap(1_000 * (event.at_s - commit.at_s), failed_rounds)
+            commit, failed_rounds = event, 0
+    raise AssertionError(f"{trainer.name} saw no fault: {trainer.events[-5:]}")
 
 
 def kills(victim: Trainer) -> None:
@@ -99,7 +115,7 @@ def test_the_phases_sum_to_the_stall_of_the_slowest_survivor(
     lighthouse: LighthouseServer, job: Job, fault: Callable[[Trainer], None]
 ) -> None:
     victim, *others = job.trainers
-    goes_on, kind = ([victim, *others], "failed_round") if fault is fails else (others, "loss")
+    goes_on, kind = ([victim, *others], "broken_quorum") if fault is fails else (others, "loss")
     began_s = time.time()
     fault(victim)
     job.until(
@@ -107,16 +123,16 @@ def test_the_phases_sum_to_the_stall_of_the_slowest_survivor(
         "the others train on",
     )
     incident = the_incident(lighthouse, job, kind, len(goes_on))
-    measured = {each.name: stall_ms(each, began_s) for each in goes_on}
-    slowest_ms = max(measured.values())
+    measured = {each.name: gap_of(each, began_s) for each in goes_on}
+    slowest_ms = max(gap.lasted_ms for gap in measured.values())
     assert incident["lasted_ms"] == pytest.approx(slowest_ms, rel=WITHIN, abs=WITHIN_MS), (incident, measured)
     assert sum(incident["phases_ms"].values()) == incident["lasted_ms"]
-    assert incident["slowest"].partition(":")[0] in measured
-    assert incident["failed_rounds"] >= 1
+    assert incident["failed_rounds"] == measured[incident["slowest"].partition(":")[0]].failed_rounds
     if fault is not fails:
         assert incident["replica_ids"][0].startswith("a:")
     if fault is stops:
-        assert incident["phases_ms"]["detect"] > HEARTBEAT_MS / 2, "the stop shows as what it is: nobody knew"
+        phases: dict[str, int] = incident["phases_ms"]
+        assert max(phases, key=phases.__getitem__) == "detect", "a stopped process is seen late"
     victim.process.kill()
 
 
@@ -128,8 +144,9 @@ def test_a_join_says_what_it_cost_the_others_and_how_long_the_newcomer_took(
     before = job.trainers[:3]
     job.until(lambda: newcomer.committed_with(4, 10), "the newcomer trains")
     incident = the_incident(lighthouse, job, "join", len(before))
-    measured = {each.name: stall_ms(each, began_s) for each in before}
-    assert incident["lasted_ms"] <= 1.05 * max(measured.values()) + WITHIN_MS, (incident, measured)
+    measured = {each.name: gap_of(each, began_s) for each in before}
+    slowest_ms = max(gap.lasted_ms for gap in measured.values())
+    assert incident["lasted_ms"] == pytest.approx(slowest_ms, rel=WITHIN, abs=WITHIN_MS), (incident, measured)
     phases = incident["phases_ms"]
     assert sum(ms for name, ms in phases.items() if name != "heal") == incident["lasted_ms"]
     assert {"commit", "heal"} <= set(phases)

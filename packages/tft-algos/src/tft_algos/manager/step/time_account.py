@@ -18,6 +18,8 @@ longer than twice the usual | detect |
 
 Until the first commit of this process, all but `heal` is booked as `start`.
 
+A step has about ten of these readings, so they work on lists of numbers, not on mappings.
+
 Law of this file: reading the clock at existing points of the Manager, and adding up. Nothing is decided.
 """
 
@@ -26,7 +28,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -38,29 +40,40 @@ from tft_coord.core.types import QuorumKey
 USUAL_OF: Final = 5  # committed steps, whose median wait in reductions is the usual one
 UNUSUAL: Final = 2.0  # times the usual wait
 
+_SPENT: Final = tuple(Spent)
+_COMMIT, _DETECT, _ABORT, _QUORUM, _RECONFIGURE, _HEAL, _SERVE, _REDO, _WAIT, _START = range(len(_SPENT))
+# Time whose cause the verdict decides.
+_BETWEEN, _OWN, _ROUND = range(len(_SPENT), len(_SPENT) + 3)
+_NOTHING: Final = (0.0,) * (len(_SPENT) + 3)
 
-class Wait(enum.Enum):
+
+class Wait(enum.IntEnum):
     """What the training thread waits for. Of nested waits the first of these counts."""
 
-    STATE = enum.auto()
-    QUORUM = enum.auto()
-    ROUND = enum.auto()  # a reduction, a word, a vote, and the end of what a failed step has left running
-
-
-class _Raw(enum.Enum):
-    """Time whose cause the verdict decides."""
-
-    BETWEEN = enum.auto()
-    OWN = enum.auto()
-    ROUND = enum.auto()
+    STATE = 0
+    QUORUM = 1
+    ROUND = 2  # a reduction, a word, a vote, and the end of what a failed step has left running
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The time up to a verdict since the one before, in seconds: `spent_s` sums to `lasted_s`."""
+    """The time up to a verdict since the one before.
 
-    lasted_s: float
-    spent_s: Mapping[Spent, float]
+    Args:
+        seconds: by cause, in the order of `Spent`.
+    """
+
+    seconds: Sequence[float]
+
+    @property
+    def lasted_s(self) -> float:
+        """Return the sum."""
+        return sum(self.seconds)
+
+    @property
+    def spent_s(self) -> dict[Spent, float]:
+        """Return the parts that are not 0."""
+        return _named(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,23 +108,26 @@ class _Stalls:
         self.failed_rounds = 0
         self.newest: tuple[Stall, ...] = ()
         self.number = 0
-        self.total_s: dict[Spent, float] = {}
-        self._spent_s: dict[Spent, float] = {}
+        self.total_s = [0.0] * len(_SPENT)
+        self._spent_s = [0.0] * len(_SPENT)  # in rounds that failed, since the last commit
 
-    def add(self, spent_s: Mapping[Spent, float]) -> None:
-        """Add the time of a round."""
-        for each, seconds in spent_s.items():
-            _add(self._spent_s, each, seconds)
+    def failed(self, seconds: Sequence[float]) -> None:
+        """Add the time of a round that did not commit."""
+        self.failed_rounds += 1
+        _add(self._spent_s, seconds)
 
-    def commits(self, key: QuorumKey, step: int) -> Stall | None:
-        """Begin anew after a commit. Return the stall that ends with it; None: nothing was wrong since the last one."""
+    def commits(self, key: QuorumKey, step: int, seconds: Sequence[float]) -> Stall | None:
+        """Begin anew after a commit. Return the stall that ends with it; None: nothing was wrong since the last one.
+
+        `seconds`: of the round that committed.
+        """
         before, self.key = self.key, key
-        spent_s, self._spent_s = self._spent_s, {}
-        failed_rounds, self.failed_rounds = self.failed_rounds, 0
-        if before == key and not failed_rounds:
+        if before == key and not self.failed_rounds:
             return None
-        for each, seconds in spent_s.items():
-            _add(self.total_s, each, seconds)
+        spent_s, self._spent_s = self._spent_s, [0.0] * len(_SPENT)
+        failed_rounds, self.failed_rounds = self.failed_rounds, 0
+        _add(spent_s, seconds)
+        _add(self.total_s, spent_s)
         self.number += 1
         before_id = before.quorum_id if before is not None else None
         stall = Stall(self.number, before_id, key.quorum_id, step, failed_rounds, _milliseconds(spent_s))
@@ -133,11 +149,11 @@ class TimeAccount:
         self._monotonic = monotonic
         self._lock = threading.Lock()
         self._since_s = monotonic()
-        self._waits = dict.fromkeys(Wait, 0)
-        self._booked: dict[Spent | _Raw, float] = {}  # since the last verdict
+        self._waits = [0] * len(Wait)
+        self._booked = list(_NOTHING)  # since the last verdict
         self._is_between = self._is_planned = self._is_broken = self._heals = False
         self._usual_s: deque[float] = deque(maxlen=USUAL_OF)
-        self._total_s: dict[Spent, float] = {}
+        self._total_s = [0.0] * len(_SPENT)
         self._stalls = _Stalls()
         self.of_state = self.waiting(Wait.STATE)
         self.of_quorum = self.waiting(Wait.QUORUM)
@@ -150,9 +166,9 @@ class TimeAccount:
 
         `also`: another context, entered with it.
         """
-        return _Waiting(self, wait, also)
+        return _Waiting(self, int(wait), also)
 
-    def waits(self, wait: Wait, by: int) -> None:
+    def waits(self, wait: int, by: int) -> None:
         """Record that a wait begins (1) or ends (-1)."""
         with self._lock:
             self._book()
@@ -185,72 +201,74 @@ class TimeAccount:
             step: the committed steps now.
         Returns: the times up to it since the last verdict, and the stall that it ends.
         """
-        stalls = self._stalls
+        stalls, stall = self._stalls, None
         with self._lock:
             self._book()
-            booked, self._booked = self._booked, {}
-            spent_s = self._judged(booked, committed=committed, is_same=key is not None and key == stalls.key)
+            booked, self._booked = self._booked, list(_NOTHING)
+            seconds = self._judged(booked, committed=committed, is_same=key == stalls.key)
             self._heals, self._is_between = False, committed
-            stalls.add(spent_s)
-            for each, seconds in spent_s.items():
-                _add(self._total_s, Spent.START if stalls.key is None and each is not Spent.HEAL else each, seconds)
-            stalls.failed_rounds += not committed
-            stall = stalls.commits(key, step) if committed and key is not None else None
-        return StepTimes(sum(spent_s.values()), spent_s), stall
+            if stalls.key is None:
+                self._total_s[_HEAL] += seconds[_HEAL]
+                self._total_s[_START] += sum(seconds) - seconds[_HEAL]
+            else:
+                _add(self._total_s, seconds)
+            if committed and key is not None:
+                stall = stalls.commits(key, step, seconds)
+            else:
+                stalls.failed(seconds)
+        return StepTimes(seconds), stall
 
     # --- what is known ------------------------------------------------------------------------------------------------
 
     def report(self) -> TrainerReport:
         """Return the times up to the last verdict, and the newest stalls."""
         with self._lock:
-            return TrainerReport({each: int(s * 1_000) for each, s in self._total_s.items()}, self._stalls.newest)
+            total_ms = {_SPENT[cause]: int(s * 1_000) for cause, s in enumerate(self._total_s) if s}
+            return TrainerReport(total_ms, self._stalls.newest)
 
     def totals(self) -> Totals:
         """Return the sums up to the last verdict."""
         with self._lock:
-            return Totals(dict(self._total_s), self._stalls.number, dict(self._stalls.total_s))
+            return Totals(_named(self._total_s), self._stalls.number, _named(self._stalls.total_s))
 
     # --- with the lock held -------------------------------------------------------------------------------------------
 
     def _book(self) -> None:
         now_s = self._monotonic()
-        _add(self._booked, self._cause(), now_s - self._since_s)
+        of_state, of_quorum, of_round = self._waits
+        if of_state:
+            cause = _HEAL if self._heals else _SERVE
+        elif of_quorum:
+            cause = _RECONFIGURE if self._is_planned else _QUORUM
+        elif of_round:
+            cause = _ABORT if self._is_broken else _ROUND
+        else:
+            cause = _BETWEEN if self._is_between else _OWN
+        self._booked[cause] += now_s - self._since_s
         self._since_s = now_s
 
-    def _cause(self) -> Spent | _Raw:
-        if self._waits[Wait.STATE]:
-            return Spent.HEAL if self._heals else Spent.SERVE
-        if self._waits[Wait.QUORUM]:
-            return Spent.RECONFIGURE if self._is_planned else Spent.QUORUM
-        if self._waits[Wait.ROUND]:
-            return Spent.ABORT if self._is_broken else _Raw.ROUND
-        return _Raw.BETWEEN if self._is_between else _Raw.OWN
-
-    def _judged(self, booked: Mapping[Spent | _Raw, float], *, committed: bool, is_same: bool) -> dict[Spent, float]:
+    def _judged(self, booked: list[float], *, committed: bool, is_same: bool) -> list[float]:
         """Return what was booked, by its final causes. `is_same`: the quorum of the last commit."""
-        spent: dict[Spent, float] = {}
-        round_s = booked.get(_Raw.ROUND, 0.0)
-        for each, seconds in booked.items():
-            if isinstance(each, Spent):
-                is_wait = each is Spent.QUORUM and is_same and committed and not self._stalls.failed_rounds
-                _add(spent, Spent.WAIT if is_wait else each, seconds)
-            elif each is not _Raw.ROUND:
-                _add(spent, Spent.COMMIT if committed or each is _Raw.BETWEEN else Spent.REDO, seconds)
+        seconds = booked[: len(_SPENT)]
+        own_s, round_s = booked[_OWN], booked[_ROUND]
+        seconds[_COMMIT] = booked[_BETWEEN]
         if not committed:
-            _add(spent, Spent.DETECT, round_s)
-            return spent
+            seconds[_REDO], seconds[_DETECT] = own_s, round_s
+            return seconds
+        if is_same and not self._stalls.failed_rounds:
+            seconds[_WAIT], seconds[_QUORUM] = seconds[_QUORUM], 0.0
         usual_s = UNUSUAL * sorted(self._usual_s)[len(self._usual_s) // 2] if self._usual_s else round_s
         self._usual_s.append(round_s)
-        _add(spent, Spent.WAIT, max(0.0, round_s - usual_s))
-        _add(spent, Spent.COMMIT, min(round_s, usual_s))
-        return spent
+        seconds[_WAIT] += max(0.0, round_s - usual_s)
+        seconds[_COMMIT] += own_s + min(round_s, usual_s)
+        return seconds
 
 
 @final
 class _Waiting(AbstractContextManager[None]):
     """A wait of the training thread, as a context that may be entered again and again."""
 
-    def __init__(self, account: TimeAccount, wait: Wait, also: AbstractContextManager[object] | None) -> None:
+    def __init__(self, account: TimeAccount, wait: int, also: AbstractContextManager[object] | None) -> None:
         self._account = account
         self._wait = wait
         self._also = also
@@ -266,18 +284,23 @@ class _Waiting(AbstractContextManager[None]):
         self._account.waits(self._wait, -1)
 
 
-def _add(to: dict[Spent, float] | dict[Spent | _Raw, float], cause: Spent, seconds: float) -> None:
-    if seconds:
-        to[cause] = to.get(cause, 0.0) + seconds
+def _add(to: list[float], seconds: Sequence[float]) -> None:
+    for cause, more in enumerate(seconds):
+        if more:
+            to[cause] += more
 
 
-def _milliseconds(seconds: Mapping[Spent, float]) -> dict[Spent, int]:
+def _named(seconds: Sequence[float]) -> dict[Spent, float]:
+    return {_SPENT[cause]: s for cause, s in enumerate(seconds) if s}
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[Spent, int]:
     """Return whole milliseconds whose sum is that of the seconds, rounded once."""
     found, so_far_s, so_far_ms = {}, 0.0, 0
-    for each in Spent:
-        so_far_s += seconds.get(each, 0.0)
+    for cause, s in enumerate(seconds):
+        so_far_s += s
         part_ms = max(0, round(so_far_s * 1_000) - so_far_ms)
         so_far_ms += part_ms
         if part_ms:
-            found[each] = part_ms
+            found[_SPENT[cause]] = part_ms
     return found
