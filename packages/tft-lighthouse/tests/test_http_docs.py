@@ -11,8 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tft_coord.core.job_end import Ended
 from tft_coord.core.progress import Phase
 from tft_coord.core.types import Member, Quorum, QuorumKey
-from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
+from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, ReplicaStatus, TrainerReport, WaitStatus
 from tft_lighthouse.counters import Counters
+from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import Incident, IncidentKind
 from tft_lighthouse.history import Phase as IncidentPhase
 from tft_lighthouse.http.app import PATHS
@@ -89,7 +90,9 @@ def test_every_route_is_documented() -> None:
 def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
     counts = Counters(lambda _: None)
     counts._of("job")
-    metrics = Metrics(lambda: VIEW, counts)
+    goodput = Goodput()
+    goodput.reported("job", "replica", TrainerReport(), 0)
+    metrics = Metrics(lambda: VIEW, counts, goodput)
     metrics.closed(INCIDENT)
     found = {
         sample.name.removesuffix("_bucket"): set(sample.labels) - {"le"}

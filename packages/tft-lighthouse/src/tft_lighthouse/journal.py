@@ -18,11 +18,13 @@ from tft_coord.lighthouse import (
     ReplicaLost,
     ReplicaState,
     TorchftCore,
+    TrainerReport,
     WaitNoticed,
     effects,
 )
 from tft_lighthouse import log
 from tft_lighthouse.counters import Counters
+from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import History, Incident
 
 LOOK_AT_HEALING_MS: Final = 1_000  # a look at thousands of replicas takes milliseconds
@@ -40,6 +42,7 @@ class Journal:
 
     Attributes:
         counters: what has happened since the start.
+        goodput: what the replicas' time went to.
         history: the incidents.
         on_change: called when a record is new or has changed.
         on_closed: called with each incident that has ended.
@@ -56,6 +59,7 @@ class Journal:
         self._next_look_ms = 0
         self._last_notice: LossNotice | None = None
         self.counters = Counters(core.job_of)
+        self.goodput = Goodput()
         self.history = History(
             job_of=core.job_of, step_of=self._step_of, healing_of=self._healing_of, closed=self._closed
         )
@@ -73,6 +77,17 @@ class Journal:
         before = self.history.last_change
         self.counters.count(decision)
         self.history.note(decision, self._now_ms(), self._wall_ms())
+        if self.history.last_change != before:
+            self.on_change()
+
+    def reported(self, stream: int, report: TrainerReport) -> None:
+        """Record what the trainer of a stream reports."""
+        job, replica_id = self._core.job_of(stream), self._core.replica_of(stream)
+        if job is None or replica_id is None:
+            return
+        before = self.history.last_change
+        self.goodput.reported(job, replica_id, report, self._now_ms())
+        self.history.reported(job, replica_id, report.stalls)
         if self.history.last_change != before:
             self.on_change()
 

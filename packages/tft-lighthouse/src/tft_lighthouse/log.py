@@ -214,6 +214,8 @@ def incident(closed: Incident) -> None:
     phases = "".join(
         f" {phase.value}_s={closed.phases[phase] / 1_000:.3f}" for phase in IncidentPhase if phase in closed.phases
     )
+    if closed.slowest:
+        phases += f" failed_rounds={closed.failed_rounds} slowest={closed.slowest}"
     before, after = (str(each) if each is not None else "none" for each in (closed.quorum_before, closed.quorum_after))
     logger.info(
         "incident=%d job=%s kind=%s step=%d quorum=%s->%s members=%d->%d lasted_s=%.3f%s replicas=%s reason=%s",

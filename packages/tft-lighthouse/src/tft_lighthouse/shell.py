@@ -316,6 +316,10 @@ class LighthouseShell:
             elif isinstance(event, events.HelloReceived) and event.hello.unpacks:
                 self._unpacks.add(stream)
             self._handle(event)
+            if self._journal is not None and isinstance(event, events.BeatReceived):
+                report = event.progress.report if event.progress is not None else None
+                if report is not None:
+                    self._journal.reported(stream, report)
 
         try:
             while isinstance(message := cast("object", await context.read()), bytes):

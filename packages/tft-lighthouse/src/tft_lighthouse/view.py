@@ -130,6 +130,9 @@ def incident_as_json(incident: Incident) -> dict[str, Any]:
         "members_before": incident.members_before,
         "members_after": incident.members_after,
         "waited_for": incident.waited_for or None,
+        "slowest": incident.slowest or None,
+        "failed_rounds": incident.failed_rounds if incident.slowest else None,
+        "num_reports": incident.num_reports,
     }
 
 

@@ -18,6 +18,7 @@ from tft_coord.core import effects, events
 from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.names import base_name, shorten
+from tft_coord.core.stalls import Spent, Stall, TrainerReport
 from tft_coord.core.status import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
 from tft_coord.core.types import Quorum, QuorumNews, Refusal
 from tft_coord.descriptors import raise_limit
@@ -70,7 +71,10 @@ __all__ = [
     "ReplicaState",
     "ReplicaStatus",
     "Server",
+    "Spent",
+    "Stall",
     "TorchftCore",
+    "TrainerReport",
     "WaitNoticed",
     "WaitStatus",
     "admits",

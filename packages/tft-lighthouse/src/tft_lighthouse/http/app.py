@@ -69,7 +69,7 @@ class HttpServer:
         self._listeners = listeners
         self._access = access
         self._answers = _Answers(self._loop.time)
-        self._metrics = Metrics(operations.view, journal.counters)
+        self._metrics = Metrics(operations.view, journal.counters, journal.goodput)
         self._connections = Connections(self._loop.time)
         self._incidents = Incidents(journal.history, extend=self._connections.extend)
         journal.on_closed, journal.on_change = self._metrics.closed, self._incidents.changed

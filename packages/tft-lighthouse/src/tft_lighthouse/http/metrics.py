@@ -9,7 +9,7 @@ Law of this file: names, labels and values; docs/lighthouse-http.md lists them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, final
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -17,8 +17,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, shorten
+from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, Spent, shorten
 from tft_lighthouse import counters
+from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import Incident
 from tft_lighthouse.view import REPLICAS_LISTED_MOST, LighthouseView
 
@@ -42,11 +43,12 @@ class Metrics:
     Args:
         view: returns what there is to see now.
         counts: what has happened so far.
+        goodput: what the replicas' time went to.
     """
 
-    def __init__(self, view: Callable[[], LighthouseView], counts: counters.Counters) -> None:
+    def __init__(self, view: Callable[[], LighthouseView], counts: counters.Counters, goodput: Goodput) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(view, counts))
+        self._registry.register(_Collector(view, counts, goodput))
         ProcessCollector(registry=self._registry)
         self._phases = Histogram(
             "tft_incident_phase_seconds",
@@ -68,9 +70,10 @@ class Metrics:
 
 @final
 class _Collector(Collector):
-    def __init__(self, view: Callable[[], LighthouseView], counts: counters.Counters) -> None:
+    def __init__(self, view: Callable[[], LighthouseView], counts: counters.Counters, goodput: Goodput) -> None:
         self._view = view
         self._counts = counts
+        self._goodput = goodput
 
     def collect(self) -> Iterable[Metric]:
         """Return all metric families."""
@@ -87,6 +90,7 @@ class _Collector(Collector):
         yield from _jobs(view.jobs)
         yield from _replicas(view.jobs)
         yield from _counted(self._counts.jobs)
+        yield from _spent(self._goodput.jobs)
 
 
 def _jobs(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
@@ -130,6 +134,21 @@ def _replicas(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
             if replica.heard_ms is not None:
                 heard.add_metric(names, replica.heard_ms / 1_000)
     return step, own, heard, healed
+
+
+def _spent(by_job: Mapping[str, Mapping[Spent, int]]) -> Iterable[Metric]:
+    good = CounterMetricFamily(
+        "tft_goodput_seconds", "Time of replicas in steps that committed, as they report it.", labels=["job"]
+    )
+    bad = CounterMetricFamily(
+        "tft_badput_seconds", "All other time of replicas, as they report it.", labels=["job", "cause"]
+    )
+    for job, spent_ms in by_job.items():
+        good.add_metric([job], spent_ms.get(Spent.COMMIT, 0) / 1_000)
+        for cause in Spent:
+            if cause is not Spent.COMMIT:
+                bad.add_metric([job, cause.value], spent_ms.get(cause, 0) / 1_000)
+    return good, bad
 
 
 def _counted(by_job: dict[str, Counter[str]]) -> Iterable[Metric]:
