@@ -15,8 +15,9 @@ from tft_coord.compat.router import TORCHFT_JOB, ProtocolRouter
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.core import effects, events
+from tft_coord.core.config import JobSettings, LighthouseConfig, Limits
 from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.lighthouse import LighthouseCore
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.status import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
 from tft_coord.core.types import Quorum, QuorumNews, Refusal
@@ -52,11 +53,13 @@ __all__ = [
     "Inheritance",
     "JobEnded",
     "JobFailed",
+    "JobSettings",
     "JobState",
     "JobStatus",
     "LighthouseConfig",
     "LighthouseCore",
     "LighthouseDescription",
+    "Limits",
     "LoopShare",
     "Outbox",
     "PaceChanged",
