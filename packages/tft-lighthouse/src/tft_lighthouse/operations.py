@@ -61,6 +61,10 @@ class Operations:
         self._now_ms = now_ms
         self._wall_ms = wall_ms
 
+    def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
+        """Use other settings, and the secret for calls of this lighthouse, from now on."""
+        self._config, self._token = config, token
+
     def view(self) -> LighthouseView:
         """Return what an operator may see."""
         now_ms, timeouts = self._now_ms(), self._config.timeouts

@@ -77,7 +77,8 @@ class LighthouseConfig:
             heartbeat_timeout.
         limits: what clients may use.
         jobs: the settings of single jobs, by name.
-    Raises: ConfigError: min_replicas is out of its range, or the timeout is negative or longer than a week.
+    Raises: ConfigError: min_replicas is out of its range or above max_replicas, or the timeout is negative or longer
+        than a week.
     """
 
     min_replicas: int = 1
@@ -94,6 +95,10 @@ class LighthouseConfig:
             raise ConfigError(
                 f"lost_state_timeout_ms is {self.lost_state_timeout_ms}; give 0 to {LONGEST_MS} milliseconds (a week)"
             )
+        _check_room(self.min_replicas, self.limits.max_replicas)
+        for name, own in self.jobs.items():
+            least, most = own.min_replicas or self.min_replicas, own.max_replicas or self.limits.max_replicas
+            _check_room(least, most, f" of job {name}")
 
     @property
     def lost_state_ms(self) -> int:
@@ -106,4 +111,12 @@ class LighthouseConfig:
         if own is None:
             return self
         limits = self.limits if own.max_replicas is None else replace(self.limits, max_replicas=own.max_replicas)
-        return replace(self, min_replicas=own.min_replicas or self.min_replicas, limits=limits)
+        return replace(self, min_replicas=own.min_replicas or self.min_replicas, limits=limits, jobs={})
+
+
+def _check_room(least: int, most: int, which: str = "") -> None:
+    if least > most:
+        raise ConfigError(
+            f"min_replicas{which} ({least}) exceeds max_replicas{which} ({most}), so no quorum could form; lower "
+            "min_replicas or raise max_replicas"
+        )

@@ -33,6 +33,7 @@ from tft_coord.security import (
     check_token,
     read_insecure,
     read_token,
+    read_token_file,
 )
 from tft_coord.transport.address import check_host, host_of, interface_of, is_loopback, join_host_port, peer_address
 from tft_coord.transport.loop import LoopShare
@@ -100,6 +101,7 @@ __all__ = [
     "raise_limit",
     "read_insecure",
     "read_token",
+    "read_token_file",
     "server_options",
     "services",
     "shorten",

@@ -75,14 +75,16 @@ def channel_options(timeouts: Timeouts, *, to_lighthouse: bool = False, within_m
     ]
 
 
-def server_options(timeouts: Timeouts, *, hears_beats: bool = False) -> Options:
+def server_options(
+    timeouts: Timeouts, *, hears_beats: bool = False, max_request_bytes: int = MAX_REQUEST_BYTES
+) -> Options:
     """Return the options of a server: a port has one owner, and pings may come at any pace.
 
     A server that judges its clients by their beats does not need its own pings to find silent ones. Its pings are for
     connections that send nothing at all.
     """
     return [
-        *_common(timeouts, MAX_REQUEST_BYTES, timeouts.heartbeat_timeout_ms // (1 if hears_beats else 8)),
+        *_common(timeouts, max_request_bytes, timeouts.heartbeat_timeout_ms // (1 if hears_beats else 8)),
         ("grpc.so_reuseport", 0),
         # Messages to a server are small, and grpc's ping after each message, to measure the link, would double its
         # work.
