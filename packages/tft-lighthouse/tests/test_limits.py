@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
@@ -15,6 +14,7 @@ from tft_coord import (
     LighthouseClient,
     ManagerClient,
     ManagerServer,
+    Plan,
     RankRequest,
     RefusedError,
     Timeouts,
@@ -26,32 +26,38 @@ LATE = timedelta(seconds=30)
 TIMEOUTS = Timeouts(heartbeat_timeout_ms=5_000, beat_interval_ms=500)
 
 
-def manager(lighthouse: LighthouseServer, name: str, job: str = "job") -> ManagerServer:
-    return ManagerServer(
-        name,
-        str(lighthouse.address),
-        "127.0.0.1",
-        "127.0.0.1:0",
-        f"{name}:1",
-        1,
-        job=job,
-        timeouts=TIMEOUTS,
-        in_process=True,
-    )
+class Replica:
+    """A replica group of one rank, whose trainer lives until it is closed."""
+
+    def __init__(self, lighthouse: LighthouseServer, name: str, job: str = "job") -> None:
+        self._server = ManagerServer(
+            name,
+            str(lighthouse.address),
+            "127.0.0.1",
+            "127.0.0.1:0",
+            f"{name}:1",
+            1,
+            job=job,
+            timeouts=TIMEOUTS,
+            in_process=True,
+        )
+        self._client = ManagerClient(self._server.address(), LATE, group_rank=0, timeouts=TIMEOUTS)
+
+    def ask(self) -> Plan:
+        return self._client.quorum(0, RankRequest(step=1, lineage=1), LATE)
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+        self._server.shutdown()
 
 
-def ask(server: ManagerServer) -> Any:
-    with ManagerClient(server.address(), LATE, group_rank=0, timeouts=TIMEOUTS) as client:
-        return client.quorum(0, RankRequest(step=1, lineage=1), LATE)
-
-
-def refused(server: ManagerServer) -> str:
-    try:
-        with pytest.raises(CoordinationError) as caught:
-            ask(server)
-        return str(caught.value)
-    finally:
-        server.shutdown()
+def refused(lighthouse: LighthouseServer, name: str, job: str) -> str:
+    with Replica(lighthouse, name, job) as replica, pytest.raises(CoordinationError) as caught:
+        replica.ask()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -81,33 +87,29 @@ def refused(server: ManagerServer) -> str:
 def test_a_replica_without_room_reads_the_limit_and_what_to_do(
     limits: Limits, jobs: dict[str, JobSettings], job: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LighthouseServer("127.0.0.1:0", quorum_tick_ms=20, limits=limits, jobs=jobs) as lighthouse:
-        first = manager(lighthouse, "a")
-        try:
-            ask(first)
-            with caplog.at_level(logging.WARNING, "tft_lighthouse"):
-                for name in "bcd":
-                    assert says in refused(manager(lighthouse, name, job))
-            lines = [record for record in caplog.records if "a stream is refused (full)" in record.getMessage()]
-            (line,) = [each for each in lines if each.name == "tft_lighthouse"]  # of three, and of their many dials
-            assert says in line.getMessage()
-            assert getattr(line, "job", None) == (job if limits.max_streams > 1 else None)
-        finally:
-            first.shutdown()
+    with (
+        LighthouseServer("127.0.0.1:0", quorum_tick_ms=20, limits=limits, jobs=jobs) as lighthouse,
+        Replica(lighthouse, "a") as first,
+        caplog.at_level(logging.WARNING, "tft_lighthouse"),
+    ):
+        first.ask()
+        for name in "bcd":
+            assert says in refused(lighthouse, name, job)
+        lines = [record for record in caplog.records if "a stream is refused (full)" in record.getMessage()]
+        (line,) = [each for each in lines if each.name == "tft_lighthouse"]  # of three, and of their many dials
+        assert says in line.getMessage()
+        assert getattr(line, "job", None) == (job if limits.max_streams > 1 else None)
 
 
 def test_a_call_of_torchft_counts_as_a_stream() -> None:
-    with LighthouseServer("127.0.0.1:0", limits=Limits(max_streams=1)) as lighthouse:
-        server = manager(lighthouse, "a", "other")
-        try:
-            ask(server)
-            with (
-                LighthouseClient(lighthouse.address, LATE) as client,
-                pytest.raises(RefusedError, match="max_streams 1"),
-            ):
-                client.quorum("b", LATE, step=1)
-        finally:
-            server.shutdown()
+    with (
+        LighthouseServer("127.0.0.1:0", limits=Limits(max_streams=1)) as lighthouse,
+        Replica(lighthouse, "a", "other") as first,
+        LighthouseClient(lighthouse.address, LATE) as client,
+    ):
+        first.ask()
+        with pytest.raises(RefusedError, match="max_streams 1"):
+            client.quorum("b", LATE, step=1)
 
 
 def test_a_message_that_is_too_large_is_refused_with_the_limit() -> None:
@@ -116,7 +118,7 @@ def test_a_message_that_is_too_large_is_refused_with_the_limit() -> None:
         LighthouseClient(lighthouse.address, LATE) as client,
     ):
         with pytest.raises(RefusedError) as caught:
-            client.quorum("a", LATE, step=1, data={"note": "x" * 65_000})
+            client.quorum("a", LATE, step=1, data={"note": "x" * 65_520})
         assert "larger than the receiver takes" in str(caught.value)
         assert "max_message_bytes" in str(caught.value)
         assert len(client.quorum("a", LATE, step=1).participants) == 1

@@ -118,8 +118,9 @@ def _reload(server: LighthouseServer, words: argparse.Namespace, before: Setting
             "received SIGHUP, and keeps all settings as they were: %s%s", error, sources
         )
         return before
-    logging.getLogger().setLevel(level_of(settings))
+    logging.getLogger().setLevel(min(level_of(before), level_of(settings)))
     logging.getLogger("tft_lighthouse").info("received SIGHUP: %s", said)
+    logging.getLogger().setLevel(level_of(settings))
     return settings
 
 
