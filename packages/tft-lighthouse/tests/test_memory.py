@@ -182,6 +182,7 @@ def flat_over(load: Load, hours: int) -> None:
     assert 0 < load.scraped_bytes < 1.05 * scraped_bytes
 
 
+@pytest.mark.timeout(600)  # it takes some 20 s of CPU
 def test_a_day_of_a_hundred_replicas_leaves_nothing(quiet: None) -> None:
     flat_over(Load(tick_ms=10_000, beat_ms=60_000, scrape_ms=600_000), 24)
 
