@@ -38,6 +38,7 @@ class Operations:
         config: limits and timeouts.
         token: shared secret, or None.
         send: sends an order to its stream.
+        num_streams: returns the number of open streams and waiting calls.
         now_ms: returns the time of a monotonic clock.
         wall_ms: returns milliseconds since 1970.
     """
@@ -50,6 +51,7 @@ class Operations:
         *,
         token: str | None,
         send: Callable[[effects.AskToLeave | effects.TellNewest], None],
+        num_streams: Callable[[], int],
         now_ms: Callable[[], int],
         wall_ms: Callable[[], int],
     ) -> None:
@@ -58,8 +60,13 @@ class Operations:
         self._config = config
         self._token = token
         self._send = send
+        self._num_streams = num_streams
         self._now_ms = now_ms
         self._wall_ms = wall_ms
+
+    def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
+        """Use other settings, and the secret for calls of this lighthouse, from now on."""
+        self._config, self._token = config, token
 
     def view(self) -> LighthouseView:
         """Return what an operator may see."""
@@ -75,6 +82,8 @@ class Operations:
             heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
             join_timeout_ms=timeouts.join_timeout_ms,
             stragglers=self._config.stragglers.describe(),
+            num_streams=self._num_streams(),
+            limits=self._config.limits,
             jobs=(*self._core.status(now_ms), *((theirs,) if theirs is not None else ())),
         )
 

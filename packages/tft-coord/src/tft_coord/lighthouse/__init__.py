@@ -15,8 +15,9 @@ from tft_coord.compat.router import TORCHFT_JOB, ProtocolRouter
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.core import effects, events
+from tft_coord.core.config import JobSettings, LighthouseConfig, Limits
 from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.lighthouse import LighthouseCore
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.stalls import Spent, Stall, TrainerReport
 from tft_coord.core.status import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
@@ -33,6 +34,7 @@ from tft_coord.security import (
     check_token,
     read_insecure,
     read_token,
+    read_token_file,
 )
 from tft_coord.transport.address import check_host, host_of, interface_of, is_loopback, join_host_port, peer_address
 from tft_coord.transport.loop import LoopShare
@@ -53,11 +55,13 @@ __all__ = [
     "Inheritance",
     "JobEnded",
     "JobFailed",
+    "JobSettings",
     "JobState",
     "JobStatus",
     "LighthouseConfig",
     "LighthouseCore",
     "LighthouseDescription",
+    "Limits",
     "LoopShare",
     "Outbox",
     "PaceChanged",
@@ -101,6 +105,7 @@ __all__ = [
     "raise_limit",
     "read_insecure",
     "read_token",
+    "read_token_file",
     "server_options",
     "services",
     "shorten",

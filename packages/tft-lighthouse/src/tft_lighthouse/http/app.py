@@ -78,6 +78,10 @@ class HttpServer:
         self._acceptor: Acceptor | None = None
         let_go_in_child(self)
 
+    def use_token(self, token: str) -> None:
+        """Ask for another secret from now on."""
+        self._access.use_token(token)
+
     async def start(self) -> None:
         """Answer requests from now on."""
         app = web.Application(middlewares=[self._guard()], client_max_size=MAX_BODY_BYTES)
