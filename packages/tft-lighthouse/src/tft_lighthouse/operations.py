@@ -40,6 +40,9 @@ class Operations:
         send: sends an order to its stream.
         now_ms: returns the time of a monotonic clock.
         wall_ms: returns milliseconds since 1970.
+
+    Attributes:
+        address: under which replicas come to this lighthouse; "": not known yet.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Operations:
         self._send = send
         self._now_ms = now_ms
         self._wall_ms = wall_ms
+        self.address = ""
 
     def view(self) -> LighthouseView:
         """Return what an operator may see."""
@@ -69,6 +73,8 @@ class Operations:
             version=__version__,
             started_ms=self._core.started_ms,
             now_ms=self._wall_ms(),
+            address=self.address,
+            has_secret=self._token is not None,
             cluster_id=self._core.cluster_id,
             is_ready=self.is_ready,
             min_replicas=self._config.min_replicas,
@@ -77,6 +83,11 @@ class Operations:
             stragglers=self._config.stragglers.describe(),
             jobs=(*self._core.status(now_ms), *((theirs,) if theirs is not None else ())),
         )
+
+    @property
+    def started_ms(self) -> int:
+        """Return when the lighthouse started, in milliseconds since 1970."""
+        return self._core.started_ms
 
     @property
     def is_ready(self) -> bool:
