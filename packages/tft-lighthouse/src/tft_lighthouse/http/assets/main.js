@@ -18,6 +18,7 @@ let status = null;
 let timelineOf = null; // the job whose timeline is shown
 let isLost = false;
 let lostText = null;
+let restartedMs = null; // while this page was open
 
 // --- which job -------------------------------------------------------------------------------------------------------
 
@@ -42,10 +43,10 @@ function show() {
   byId("jobs").hidden = status.jobs.length < 2;
   byId("job").hidden = job === null;
   if (job === null) {
-    document.title = "no job – tft lighthouse";
+    document.title = "no job | tft lighthouse";
     return showEmpty();
   }
-  document.title = `${job.state} – ${job.name} – tft lighthouse`;
+  document.title = `${job.state} | ${job.name} | tft lighthouse`;
   if (job.name !== timelineOf) {
     timelineOf = job.name;
     timeline.clear();
@@ -61,7 +62,8 @@ function show() {
 function showAbout() {
   const { lighthouse } = status;
   const ready = lighthouse.is_ready ? "" : " A newer lighthouse of its cluster serves the replicas now.";
-  setText(byId("about"), `Version ${lighthouse.version}, up for ${age(status.now_ms - lighthouse.started_ms)}.${ready}`);
+  const again = restartedMs === null ? "" : ` It was started again at ${clock(restartedMs)}, and its history begins there.`;
+  setText(byId("about"), `Version ${lighthouse.version}, up for ${age(status.now_ms - lighthouse.started_ms)}.${again}${ready}`);
 }
 
 function showEmpty() {
@@ -255,7 +257,7 @@ const hears = {
     incidents.clear();
     timeline.clear();
     timelineOf = null;
-    setText(byId("news"), `The lighthouse was started again at ${clock(startedMs)}. Its history begins there.`);
+    restartedMs = startedMs;
   },
   lost(sinceMs, why) {
     isLost = true;
