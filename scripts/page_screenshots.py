@@ -31,7 +31,7 @@ WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 TRAINS_S: Final = 150.0  # before the fault, so that the lanes show something
 AFTER_FAULT_S: Final = 6.0
 MOST_BYTES: Final = 100_000
-COLOURS: Final = 64
+COLOURS: Final = 160
 
 
 def views(browser: Browser, address: str) -> dict[str, Page]:
@@ -61,7 +61,7 @@ def shoot(pages: dict[str, Page], name: str, *, full: bool = True) -> None:
 
 
 def hold_when(page: Page, shows: Callable[[dict[str, Any]], bool]) -> None:
-    """Give the page no newer status than the first that `shows` accepts."""
+    """Give the page no newer answers than the first status that `shows` accepts."""
     held: dict[str, Any] = {}
 
     def answer(route: Any) -> None:
@@ -74,7 +74,16 @@ def hold_when(page: Page, shows: Callable[[dict[str, Any]], bool]) -> None:
         else:
             route.fulfill(json=held["body"])
 
+    def answer_timeline(route: Any) -> None:
+        if "body" in held and "timeline" not in held:
+            held["timeline"] = route.fetch().json()
+        if "timeline" in held:
+            route.fulfill(json=held["timeline"])
+        else:
+            route.continue_()
+
     page.route("**/api/v1/status", answer)
+    page.route("**/api/v1/timeline?*", answer_timeline)
 
 
 def heals(status: dict[str, Any]) -> bool:
