@@ -16,8 +16,10 @@ from tft_lighthouse.counters import Counters
 from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import Incident, IncidentKind
 from tft_lighthouse.history import Phase as IncidentPhase
+from tft_lighthouse.http import timeline as timeline_over_http
 from tft_lighthouse.http.app import PATHS
 from tft_lighthouse.http.metrics import Metrics
+from tft_lighthouse.timeline import Lane, Timeline
 from tft_lighthouse.view import LighthouseView, as_json, incident_as_json
 
 PAGE = (Path(__file__).parents[3] / "docs/lighthouse-http.md").read_text(encoding="utf-8")
@@ -50,6 +52,8 @@ VIEW = LighthouseView(
     version="1",
     started_ms=1_000,
     now_ms=2_000,
+    address="http://lighthouse:29510",
+    has_secret=False,
     cluster_id="c",
     is_ready=True,
     min_replicas=1,
@@ -75,6 +79,16 @@ def test_every_field_kind_and_phase_of_an_incident_is_documented() -> None:
     fields = set(incident_as_json(INCIDENT))
     values = {each.value for each in (*IncidentKind, *IncidentPhase)}
     assert (fields | values) - NAMED == set()
+
+
+def test_every_field_and_state_of_a_timeline_is_documented() -> None:
+    timeline = Timeline()
+    timeline.look([JOB], 2_000)
+    found = timeline_over_http.as_json(timeline, "job", 0, 1_000)
+    assert found["lanes"]
+    assert found["points"]
+    named = {name.rpartition(".")[2] for name in NAMED} | {"lanes"}
+    assert (names_in(found) | {each.value for each in Lane}) - named == set()
 
 
 def test_every_state_and_phase_is_documented() -> None:

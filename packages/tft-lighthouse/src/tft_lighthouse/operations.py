@@ -41,6 +41,9 @@ class Operations:
         num_streams: returns the number of open streams and waiting calls.
         now_ms: returns the time of a monotonic clock.
         wall_ms: returns milliseconds since 1970.
+
+    Attributes:
+        address: under which replicas come to this lighthouse; "": not known yet.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Operations:
         self._num_streams = num_streams
         self._now_ms = now_ms
         self._wall_ms = wall_ms
+        self.address = ""
 
     def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
         """Use other settings, and the secret for calls of this lighthouse, from now on."""
@@ -76,6 +80,8 @@ class Operations:
             version=__version__,
             started_ms=self._core.started_ms,
             now_ms=self._wall_ms(),
+            address=self.address,
+            has_secret=self._token is not None,
             cluster_id=self._core.cluster_id,
             is_ready=self.is_ready,
             min_replicas=self._config.min_replicas,
@@ -86,6 +92,11 @@ class Operations:
             limits=self._config.limits,
             jobs=(*self._core.status(now_ms), *((theirs,) if theirs is not None else ())),
         )
+
+    @property
+    def started_ms(self) -> int:
+        """Return when the lighthouse started, in milliseconds since 1970."""
+        return self._core.started_ms
 
     @property
     def is_ready(self) -> bool:

@@ -242,6 +242,7 @@ class LighthouseServer:
         access = Access(token, names=(host, _this_machine(), socket.gethostname()), insecure=insecure)
         shell = self._shell
         assert shell is not None
+        shell.operations.address = str(self._address)
 
         async def start() -> HttpServer:
             server = HttpServer(shell.operations, shell.keep_journal(), listeners, access)

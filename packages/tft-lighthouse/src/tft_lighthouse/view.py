@@ -28,7 +28,8 @@ class LighthouseView:
         started_ms, now_ms: milliseconds since 1970.
         cluster_id: of the lighthouses that replace each other.
         is_ready: no newer lighthouse of the cluster serves its jobs.
-        address: of its gRPC port.
+        address: under which replicas come to it.
+        has_secret: a replica and an operator must show the shared secret.
         min_replicas: smallest quorum.
         heartbeat_timeout_ms, join_timeout_ms: its timeouts.
         stragglers: its policy for stragglers.
@@ -40,6 +41,8 @@ class LighthouseView:
     version: str
     started_ms: int
     now_ms: int
+    address: str
+    has_secret: bool
     cluster_id: str
     is_ready: bool
     min_replicas: int
@@ -59,6 +62,8 @@ def as_json(view: LighthouseView) -> dict[str, Any]:
         "lighthouse": {
             "version": view.version,
             "started_ms": view.started_ms,
+            "address": view.address,
+            "has_secret": view.has_secret,
             "cluster_id": view.cluster_id,
             "is_ready": view.is_ready,
             "min_replicas": view.min_replicas,
