@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from integration_tests.conftest import Spawn
-from integration_tests.training import Event, Job, Trainer
+from integration_tests.training import PATIENCE_S, Event, Job, Trainer
 from tft_algos.testing import Action, Fault, Place
 from tft_coord.manager_server.report_gate import REPORT_EVERY_MS
 from tft_lighthouse import LighthouseServer
@@ -44,7 +44,8 @@ def job(spawn: Spawn, lighthouse: LighthouseServer) -> Job:
     job = Job(spawn, lighthouse)
     for name in "abc":
         job.start(name, batch_s=BATCH_S, faults=(), heartbeat_timeout=timedelta(milliseconds=HEARTBEAT_MS))
-    job.until(lambda: all(each.committed_with(3, 10) for each in job.trainers), "all train together")
+    together = "all train together"
+    job.until(lambda: all(each.committed_with(3, 10) for each in job.trainers), together, within_s=3 * PATIENCE_S)
     return job
 
 

@@ -47,6 +47,9 @@ REPLICAS_NAMED_MOST: Final = 50  # of one incident; a thousand may join together
 REASON_MOST: Final = 1_000  # characters
 REPORTERS_MOST: Final = 20_000  # replicas of all jobs; that with the oldest report is forgotten
 REPORTS_WITHIN_MS: Final = 3_000  # of the first commit: by then the survivors' beats have brought their reports
+KNOWN_BEFORE_MS: Final = (
+    10_000  # a trainer is this much older than its first report, at most; a longer stall is nonsense
+)
 JOINED_MOST: Final = 50  # newest records of all jobs, to which a report may belong
 
 
@@ -151,6 +154,14 @@ class _Open:
     resumed_ms: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Reporter:
+    """A replica that reports: since when, and the number of its newest stall."""
+
+    since_ms: int
+    newest: int = 0
+
+
 @final
 class History:
     """The incidents of all jobs.
@@ -179,7 +190,7 @@ class History:
         self._records: dict[int, Incident] = {}
         self._open: dict[int, _Open] = {}
         self._number = 0
-        self._reporters: dict[tuple[str, str], int] = {}  # job and replica -> its newest reported stall
+        self._reporters: dict[tuple[str, str], _Reporter] = {}  # by job and replica
         self._survivors: dict[int, Set[str]] = {}  # of the newest records: the replicas that went on
         self.last_change = 0
 
@@ -257,11 +268,13 @@ class History:
         stayed = set(quorum.replica_ids)
         if previous is not None:
             stayed.intersection_update(previous.replica_ids)
+        awaited = {each for each in stayed if (job, each) in self._reporters}
         for each in waiting:
             each.since_ms, each.from_step = now_ms, max(member.step for member in quorum.members)
-            survivors = stayed.difference(each.incident.replica_ids) if each.incident.kind in OF_OTHERS else stayed
-            each.awaited = {one for one in survivors if (job, one) in self._reporters}
-            self._survivors[each.incident.number] = survivors
+            others = each.incident.replica_ids if each.incident.kind in OF_OTHERS else ()
+            is_all = stayed.isdisjoint(others)  # as a rule; hundreds that are lost together then share the two sets
+            each.awaited = awaited if is_all else awaited.difference(others)
+            self._survivors[each.incident.number] = stayed if is_all else stayed.difference(others)
             if len(self._survivors) > JOINED_MOST:
                 del self._survivors[next(iter(self._survivors))]
             each.incident = self._changed(
@@ -271,16 +284,18 @@ class History:
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
-    def reported(self, job: str, replica_id: str, stalls: Sequence[Stall]) -> None:
+    def reported(self, job: str, replica_id: str, stalls: Sequence[Stall], now_ms: int) -> None:
         """Join the stalls that a replica reports to the incidents that they belong to. It repeats the newest ones."""
         key = job, replica_id
-        known = self._reporters.pop(key, 0)
+        known = self._reporters.pop(key, None) or _Reporter(now_ms)
         newest = stalls[-1].number if stalls else 0
-        self._reporters[key] = newest
+        self._reporters[key] = replace(known, newest=newest)
+        longest_ms = now_ms - known.since_ms + KNOWN_BEFORE_MS
         if len(self._reporters) > REPORTERS_MOST:
             del self._reporters[next(iter(self._reporters))]
         for stall in stalls:
-            if stall.number > known or newest < known:  # below: another process of that id
+            is_new = stall.number > known.newest or newest < known.newest  # below: another process of that id
+            if is_new and stall.lasted_ms <= longest_ms:
                 self._join(job, replica_id, stall)
 
     def _join(self, job: str, replica_id: str, stall: Stall) -> None:
@@ -290,7 +305,10 @@ class History:
             if incident is None or after is None or not (stall.quorum_before or 0) < after <= stall.quorum_after:
                 continue
             if replica_id in survivors:
-                incident = self._changed(_with_stall(incident, replica_id, stall))
+                before, incident = incident, _with_stall(incident, replica_id, stall)
+                if incident.slowest != before.slowest:  # of a thousand reports few are news for who follows the events
+                    incident = self._changed(incident)
+                self._records[number] = incident
             elif (
                 incident.kind is IncidentKind.JOIN
                 and replica_id in incident.replica_ids

@@ -93,8 +93,9 @@ class Journal:
         if job is None or replica_id is None:
             return
         before = self.history.last_change
-        self.goodput.reported(job, replica_id, report, self._now_ms())
-        self.history.reported(job, replica_id, report.stalls)
+        now_ms = self._now_ms()
+        self.goodput.reported(job, replica_id, report, now_ms)
+        self.history.reported(job, replica_id, report.stalls, now_ms)
         if self.history.last_change != before:
             self.on_change()
 
