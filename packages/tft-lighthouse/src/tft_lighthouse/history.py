@@ -83,7 +83,7 @@ class Phase(enum.Enum):
 
 
 OF_OTHERS: Final = (IncidentKind.LOSS, IncidentKind.LEAVE, IncidentKind.FINISH, IncidentKind.JOIN)  # than who goes on
-_PHASE_OF: Final = {
+_PHASE_OF: Final[Mapping[Spent, Phase]] = {
     each: Phase.TRANSFER if each in (Spent.HEAL, Spent.SERVE) else Phase(each.value)
     for each in Spent
     if each is not Spent.START
