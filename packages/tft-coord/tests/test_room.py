@@ -127,7 +127,7 @@ def test_other_settings_hold_from_the_next_look_on() -> None:
     ask(core, 1, "a")
     core.tick(1_100, STARTED_MS + 1_100)
     assert core.quorum("job") is None
-    core.reconfigure(replace(settings, jobs={"job": JobSettings(min_replicas=1)}, limits=Limits(max_replicas=1)))
+    core.reconfigure(replace(settings, jobs={"job": JobSettings(min_replicas=1, max_replicas=1)}))
     out = core.tick(1_200, STARTED_MS + 1_200)
     assert any(isinstance(one, effects.AnswerQuorum) for one in out)
     assert hello(core, 2, "b", now_ms=1_200) is Refusal.FULL

@@ -114,6 +114,7 @@ class TorchftCore:
             wait=WaitStatus(sentence=self.waiting_for, lasted_ms=lasted_ms) if asked else None,
             replicas=tuple(replicas),
             is_torchft=True,
+            min_replicas=self._config.min_replicas,
         )
 
     def evict(self, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.UnaryEffect]:

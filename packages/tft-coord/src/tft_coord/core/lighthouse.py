@@ -28,7 +28,7 @@ from tft_coord.core.poor_sources import PoorSources
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.reach import Exclusions, Reach, peers_of
-from tft_coord.core.room import full_of_jobs, full_of_replicas
+from tft_coord.core.room import full_for
 from tft_coord.core.status import JobStatus, job_status
 from tft_coord.core.stragglers import QuorumContext, StragglerWatch, left_out_reason
 from tft_coord.core.suspicion import (
@@ -208,7 +208,10 @@ class LighthouseCore:
 
     def status(self, now_ms: int) -> tuple[JobStatus, ...]:
         """Return the state of each job, for an operator. It changes nothing."""
-        return tuple(job.status(now_ms, self.warnings(name)) for name, job in self._jobs.items())
+        return tuple(
+            replace(job.status(now_ms, self.warnings(name)), min_replicas=self._config.of_job(name).min_replicas)
+            for name, job in self._jobs.items()
+        )
 
     def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
         """Return which replicas to tell now about their wait, and what to log. Call it once a second."""
@@ -342,10 +345,10 @@ class LighthouseCore:
         if current is not None and current.name != hello.job:
             message = f"the stream of replica {hello.replica_id} changes from job {current.name} to {hello.job}"
             return [effects.RefuseSession(event.stream, Refusal.MALFORMED, message + "; open another stream")]
-        full = self._full_for(hello)
+        job = self._jobs.get(hello.job)
+        full = full_for(hello, job.liveness if job is not None else None, len(self._jobs), self._config)
         if full is not None:
             return [effects.RefuseSession(event.stream, Refusal.FULL, full)]
-        job = self._jobs.get(hello.job)
         if job is None:
             job = self._jobs[hello.job] = Job(
                 hello.job,
@@ -358,18 +361,6 @@ class LighthouseCore:
             )
         self._job_of_stream[event.stream] = job
         return job.hello(event.stream, hello, now_ms, wall_ms)
-
-    def _full_for(self, hello: Hello) -> str | None:
-        """Return why there is no room for a replica that this lighthouse does not know, or None.
-
-        A known replica that connects again always has room. One that replaces a connected replica takes its room.
-        """
-        job = self._jobs.get(hello.job)
-        if job is None:
-            return full_of_jobs(hello, len(self._jobs), self._config)
-        if hello.replica_id in job.liveness.replicas:
-            return None
-        return full_of_replicas(hello, job.liveness, self._config.of_job(hello.job).limits.max_replicas)
 
 
 def _takes_early(member: Member) -> bool:

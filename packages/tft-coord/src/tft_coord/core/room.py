@@ -10,8 +10,25 @@ from tft_coord.core.liveness import Liveness
 from tft_coord.core.types import Hello
 
 
-def full_of_jobs(hello: Hello, num_jobs: int, config: LighthouseConfig) -> str | None:
-    """Return why a replica of a new job is refused, or None."""
+def full_for(hello: Hello, liveness: Liveness | None, num_jobs: int, config: LighthouseConfig) -> str | None:
+    """Return why there is no room for a replica, or None.
+
+    A known replica that connects again always has room. One that replaces a connected replica takes its room.
+
+    Args:
+        hello: of the replica.
+        liveness: the replicas of its job; None: the job is new.
+        num_jobs: known jobs.
+        config: the settings of all jobs.
+    """
+    if liveness is None:
+        return _full_of_jobs(hello, num_jobs, config)
+    if hello.replica_id in liveness.replicas:
+        return None
+    return _full_of_replicas(hello, liveness, config.of_job(hello.job).limits.max_replicas)
+
+
+def _full_of_jobs(hello: Hello, num_jobs: int, config: LighthouseConfig) -> str | None:
     most = config.limits.max_jobs
     if num_jobs < most:
         return None
@@ -23,14 +40,7 @@ def full_of_jobs(hello: Hello, num_jobs: int, config: LighthouseConfig) -> str |
     )
 
 
-def full_of_replicas(hello: Hello, liveness: Liveness, most: int) -> str | None:
-    """Return why a new replica of a job is refused, or None.
-
-    Args:
-        hello: of a replica that the job does not know.
-        liveness: the replicas of the job.
-        most: the limit for connected ones.
-    """
+def _full_of_replicas(hello: Hello, liveness: Liveness, most: int) -> str | None:
     connected = liveness.num_connected
     if hello.replaces and (before := liveness.replicas.get(hello.replaces)) is not None and before.stream is not None:
         connected -= 1

@@ -39,6 +39,8 @@ CODE_KEY = "tft-code"  # trailing metadata: the error of this project behind a s
 # status is overwritten, so only the break is known.
 BROKE_WHILE_WRITING = "Internal error from Core"
 
+TOO_LARGE = "larger than max"  # grpc's text for a message above the receiver's limit
+
 Options = list[tuple[str, int]]
 
 _STATUS = {
@@ -145,6 +147,12 @@ def error_of(failure: grpc.RpcError, what: str) -> CoordinationError:
             )
         case grpc.StatusCode.INVALID_ARGUMENT:
             return ProtocolError(sentence)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if TOO_LARGE in details:
+            sentence = (
+                f"{what}: a message is larger than the receiver takes ({details}); send less, or raise "
+                "max_message_bytes if a lighthouse is the receiver"
+            )
+            return RefusedError(sentence, code=Refusal.FULL.value)
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return RefusedError(sentence, code=status.name.lower())
         case _:
