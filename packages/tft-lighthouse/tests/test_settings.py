@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import pytest
 from tft_coord import ConfigError, Timeouts
 from tft_coord.core.config import JOBS_MOST, QUORUM_MOST, Limits
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
+from tft_coord.core.types import Refusal
 from tft_coord.transport.settings import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from tft_lighthouse import config_file, defaults, settings
 from tft_lighthouse.settings import BY_NAME, SETTINGS, Kind, Settings, resolve
@@ -323,6 +325,46 @@ def test_a_secret_has_one_source_by_the_same_order(
     words = ["--print-config", "--config", f"{tmp_path}/l.toml", *(word.format(folder=tmp_path) for word in words)]
     done = run(*words, **{name: text.format(folder=tmp_path) for name, text in environment.items()})
     assert f"# shared secret: set by {source.format(folder=tmp_path)}\n" in done.stdout
+
+
+PAGES = Path(__file__).parents[3]
+PAGE = (PAGES / "docs/run-a-lighthouse.md").read_text(encoding="utf-8")
+
+
+def test_the_tables_of_the_pages_are_those_of_the_command() -> None:
+    script = PAGES / "scripts/settings_table.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "reader", ["tft-algos/src/tft_algos/manager/variables.py", "tft-suite/src/tft_suite/doctor/findings.py"]
+)
+def test_those_that_warn_of_a_misspelt_variable_know_these(reader: str) -> None:
+    text = (PAGES / "packages" / reader).read_text(encoding="utf-8")
+    named = set(re.findall(r'"(TFT_LIGHTHOUSE_\w+)"', text))
+    ours = {setting.environment for setting in SETTINGS if setting.environment.startswith("TFT_LIGHTHOUSE_")}
+    assert named == ours | {settings.CONFIG_VARIABLE}
+
+
+def test_the_file_on_the_page_is_valid() -> None:
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.M | re.S)
+    found = resolve({}, {}, config_file.tomllib.loads(text), "l.toml")
+    assert found.jobs["llama-70b"]["min_replicas"].value == 4
+    assert found.jobs.keys() == {"llama-70b", "ablation 7"}
+
+
+def test_the_messages_on_the_page_are_those_of_the_command() -> None:
+    path = "/etc/tft/lighthouse.toml"
+    for file in ({"min_replica": 1}, {"jobs": {"llama-70b": {"min_replicas": 0}}}):
+        with pytest.raises(ConfigError) as caught:
+            resolve({}, {}, file, path)
+        assert f"\ntft-lighthouse: {caught.value}\n" in PAGE
+
+
+def test_every_refusal_and_no_other_is_on_the_page() -> None:
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| [a-z]", PAGE.partition("### Refusals")[2].partition("## ")[0], re.M)
+    assert set(re.findall(r"\w+", " ".join(rows))) == {each.value for each in Refusal}
 
 
 def test_a_secret_in_both_variables_is_refused() -> None:

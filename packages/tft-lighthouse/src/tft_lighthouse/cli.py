@@ -118,8 +118,9 @@ def _reload(server: LighthouseServer, words: argparse.Namespace, before: Setting
             "received SIGHUP, and keeps all settings as they were: %s%s", error, sources
         )
         return before
-    logging.getLogger().setLevel(level_of(settings))
+    logging.getLogger().setLevel(min(level_of(before), level_of(settings)))
     logging.getLogger("tft_lighthouse").info("received SIGHUP: %s", said)
+    logging.getLogger().setLevel(level_of(settings))
     return settings
 
 
@@ -143,8 +144,8 @@ def _parser() -> argparse.ArgumentParser:
         description="The server that decides membership for fault-tolerant training. It ends by SIGINT or SIGTERM, and "
         "reads its file of settings again on SIGHUP.",
         epilog="A flag beats a variable of the environment (env), which beats the file. TFT_TOKEN, or --token_file, "
-        "sets a secret that every process of the job must share; make one with openssl rand -hex 32. Without a secret only "
-        "this machine is served.",
+        "sets a secret that every process of the job must share; make one with openssl rand -hex 32. Without a secret "
+        "only this machine is served.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -26,7 +26,8 @@ from tft_lighthouse.counters import Counters
 from tft_lighthouse.history import History, Incident
 
 LOOK_AT_HEALING_MS: Final = 1_000  # a look at thousands of replicas takes milliseconds
-NOTED: Final = frozenset({QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, WaitNoticed, effects.NotifyLoss})
+REFUSALS: Final = frozenset({effects.RefuseSession, effects.RefuseRequest, effects.RefuseUnary})
+NOTED: Final = REFUSALS | {QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, WaitNoticed, effects.NotifyLoss}
 
 
 @final

@@ -92,6 +92,7 @@ class LighthouseShell:
             config,
             token=token,
             send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
+            num_streams=lambda: len(self._streams) + len(self._calls),
             now_ms=self._now_ms,
             wall_ms=self._wall_ms,
         )
@@ -301,8 +302,9 @@ class LighthouseShell:
         assert serves is not None
         full = self._full_of_streams()
         if full is not None:
-            self._log_refusal("a stream", Refusal.FULL, full, None)
-            await context.write(codec.encode_from_lighthouse(effects.RefuseSession(stream, Refusal.FULL, full)))
+            refused = effects.RefuseSession(stream, Refusal.FULL, full)
+            self._perform([refused])
+            await context.write(codec.encode_from_lighthouse(refused))
             return
 
         def overflows() -> None:
@@ -391,7 +393,7 @@ class LighthouseShell:
             await fail(context, Refusal.MALFORMED.value, str(error))
         full = self._full_of_streams()
         if full is not None:
-            self._log_refusal("a call", Refusal.FULL, full, TORCHFT_JOB)
+            self._perform([effects.RefuseUnary(0, Refusal.FULL, full)])  # no call has that number
             await fail(context, Refusal.FULL.value, full)
         call = next(self._numbers)
         waiting = self._calls[call] = self._loop.create_future()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tft_coord import RefusedError
-from tft_coord.lighthouse import JobStatus, ReplicaState, ReplicaStatus, base_name, shorten
+from tft_coord.lighthouse import JobStatus, Limits, ReplicaState, ReplicaStatus, base_name, shorten
 from tft_lighthouse.history import Incident
 
 SCHEMA_VERSION: Final = 1
@@ -33,6 +33,8 @@ class LighthouseView:
         heartbeat_timeout_ms, join_timeout_ms: its timeouts.
         stragglers: its policy for stragglers.
         jobs: the known jobs.
+        num_streams: open streams and waiting calls.
+        limits: what clients may use.
     """
 
     version: str
@@ -45,6 +47,8 @@ class LighthouseView:
     join_timeout_ms: int
     stragglers: str
     jobs: tuple[JobStatus, ...]
+    num_streams: int = 0
+    limits: Limits = Limits()  # noqa: RUF009  # frozen
 
 
 def as_json(view: LighthouseView) -> dict[str, Any]:
@@ -73,6 +77,7 @@ def _job(job: JobStatus) -> dict[str, Any]:
         "kind": "torchft" if job.is_torchft else "tft",
         "state": job.state.value,
         "step": job.step,
+        "min_replicas": job.min_replicas,
         "quorum": None
         if quorum is None
         else {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Final, final
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -17,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, shorten
+from tft_coord.lighthouse import JobState, JobStatus, Refusal, ReplicaState, shorten
 from tft_lighthouse import counters
 from tft_lighthouse.history import Incident
 from tft_lighthouse.view import REPLICAS_LISTED_MOST, LighthouseView
@@ -84,15 +85,25 @@ class _Collector(Collector):
         yield GaugeMetricFamily(
             "tft_lighthouse_ready", "1: replicas should come here. 0: a newer lighthouse serves them.", view.is_ready
         )
+        yield GaugeMetricFamily("tft_lighthouse_streams", "Open streams and waiting calls.", view.num_streams)
+        limits = GaugeMetricFamily("tft_lighthouse_limit", "What clients may use.", labels=["limit"])
+        for each in fields(view.limits):
+            limits.add_metric([each.name], getattr(view.limits, each.name))
+        yield limits
         yield from _jobs(view.jobs)
         yield from _replicas(view.jobs)
         yield from _counted(self._counts.jobs)
+        refusals = CounterMetricFamily("tft_refusals", "Refused streams, requests and calls.", labels=["refusal"])
+        for refusal in Refusal:
+            refusals.add_metric([refusal.value], self._counts.refusals[refusal.value])
+        yield refusals
 
 
 def _jobs(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
     state = GaugeMetricFamily("tft_job_state", "1 for the state of the job, else 0.", labels=["job", "state"])
     replicas = GaugeMetricFamily("tft_replicas", "Known replicas by state.", labels=["job", "state"])
     quorum_id = GaugeMetricFamily("tft_quorum_id", "Id of the newest quorum.", labels=["job"])
+    least = GaugeMetricFamily("tft_job_min_replicas", "Smallest quorum of the job.", labels=["job"])
     members = GaugeMetricFamily("tft_quorum_members", "Members of the newest quorum.", labels=["job"])
     age = GaugeMetricFamily("tft_quorum_age_seconds", "Time since the quorum's id rose.", labels=["job"])
     waited = GaugeMetricFamily("tft_waiting_seconds", "How long members have waited for others.", labels=["job"])
@@ -107,9 +118,10 @@ def _jobs(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
             quorum_id.add_metric([job.name], job.quorum.key.quorum_id)
             members.add_metric([job.name], len(job.quorum.members))
             age.add_metric([job.name], job.quorum_age_ms / 1_000)
+        least.add_metric([job.name], job.min_replicas)
         waited.add_metric([job.name], job.wait.lasted_ms / 1_000 if job.wait is not None else 0)
         steps.add_metric([job.name], job.step)
-    return state, replicas, quorum_id, members, age, waited, steps
+    return state, replicas, least, quorum_id, members, age, waited, steps
 
 
 def _replicas(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
