@@ -13,7 +13,7 @@ from tft_coord import ConfigError, StragglerAction, StragglerPolicy
 from tft_coord.lighthouse import JobSettings, Limits, read_token, read_token_file
 from tft_lighthouse import defaults
 from tft_lighthouse.server import LighthouseServer, check_addresses, lighthouse_config
-from tft_lighthouse.settings import BY_NAME, DEFAULT, Settings
+from tft_lighthouse.settings import BY_NAME, DEFAULT, Settings, Value
 
 TOKEN_VARIABLES = ("TFT_TOKEN", "TFT_TOKEN_FILE")
 
@@ -102,10 +102,15 @@ def _reloadable(settings: Settings) -> dict[str, Any]:
             max_streams=settings["max_streams"],
         ),
         "jobs": {
-            job: JobSettings(**{name: found.value for name, found in values.items()})
+            job: JobSettings(**{name: _number_of(found) for name, found in values.items()})
             for job, values in settings.jobs.items()
         },
     }
+
+
+def _number_of(found: Value) -> int:
+    assert isinstance(found.value, int), "the settings of a job are numbers"
+    return found.value
 
 
 def _timeouts(settings: Settings) -> dict[str, Any]:

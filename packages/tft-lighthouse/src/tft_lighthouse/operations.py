@@ -129,7 +129,8 @@ class Operations:
         if not found.address:
             raise RefusedError(f"the address of replica {found.replica_id} is not known yet; try again", code="unknown")
         message = f"{reason or 'it is killed'} (asked by {caller})"
-        logger.warning("job %s: replica %s is asked to end: %s", its_job.name, found.replica_id, message)
+        facts = {"job": its_job.name, "replica_id": found.replica_id, "reason": message}
+        logger.warning("job %s: replica %s is asked to end: %s", its_job.name, found.replica_id, message, extra=facts)
         await kill_group(found.address, message, token=self._token, timeouts=self._config.timeouts)
         return found.replica_id
 
@@ -142,7 +143,8 @@ class Operations:
                 more = f"; {torchft} is torchft's, which can't be asked to leave: end its process" if torchft else ""
                 raise RefusedError(order.message + more, code=order.refusal.value)
             if isinstance(order, effects.AskToLeave):
-                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
+                facts = {"job": drain.job, "replica_id": drain.replica, "reason": reason}
+                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason, extra=facts)
             self._send(order)
 
     def description(self) -> LighthouseDescription:

@@ -92,7 +92,7 @@ class Setting:
             return f"{self.least:g} to {self.most:.15g}{self.unit}"
         if self.kind is Kind.CHOICE:
             return f"{', '.join(self.choices[:-1])} or {self.choices[-1]}"
-        return self.kind.value
+        return str(self.kind.value)
 
     def parsed(self, text: str, source: str) -> Given:
         """Return the value in the text of a flag or a variable. Raises: ConfigError: it is not allowed."""
@@ -119,17 +119,25 @@ class Setting:
         Raises: ConfigError: it is not allowed.
         """
         where, kind = where or self.name, self.kind
-        types: dict[Kind, tuple[type, ...]] = {Kind.NUMBER: (int,), Kind.RATIO: (int, float), Kind.SWITCH: (bool,)}
-        if not isinstance(value, types.get(kind, (str,))) or (isinstance(value, bool) and kind is not Kind.SWITCH):
+        if not _is_of(kind, value):
             range_of = f", {self.allowed}" if kind in (Kind.NUMBER, Kind.RATIO) else ""
-            raise _wrong(source, where, value, self.allowed if kind is Kind.CHOICE else kind.value + range_of)
+            raise _wrong(source, where, value, self.allowed if kind is Kind.CHOICE else f"{kind.value}{range_of}")
         if kind in (Kind.NUMBER, Kind.RATIO) and not self.least <= value <= self.most:
             raise _wrong(source, where, value, self.allowed)
         if kind is Kind.CHOICE and value not in self.choices:
             raise _wrong(source, where, value, self.allowed)
-        if isinstance(value, str) and not value.isprintable():
+        if kind is Kind.TEXT and not value.isprintable():
             raise _wrong(source, where, value, "printable characters only")
-        return value  # type: ignore[no-any-return]  # its type was checked
+        found: Given = value
+        return found
+
+
+def _is_of(kind: Kind, value: object) -> bool:
+    """Return whether a value has the type of a kind; bool is a kind of int to Python only."""
+    if isinstance(value, bool):
+        return kind is Kind.SWITCH
+    types: dict[Kind, tuple[type, ...]] = {Kind.NUMBER: (int,), Kind.RATIO: (int, float), Kind.SWITCH: ()}
+    return isinstance(value, types.get(kind, (str,)))
 
 
 def _number(name: str, default: int, help_text: str, least: int, most: int, **more: Any) -> Setting:
