@@ -15,8 +15,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tft_coord.core.types import Member, Quorum, QuorumKey
-from tft_coord.lighthouse import JobState, JobStatus, Limits, Refusal, ReplicaState, ReplicaStatus
+from tft_coord.lighthouse import JobState, JobStatus, Limits, Refusal, ReplicaState, ReplicaStatus, Spent, TrainerReport
 from tft_lighthouse.counters import Counters
+from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import Incident, IncidentKind, Phase
 from tft_lighthouse.http.metrics import Metrics
 from tft_lighthouse.view import LighthouseView
@@ -33,6 +34,7 @@ VALUES = {
     "limit": {"max_jobs", "max_replicas", "max_streams"},
     "kind": {each.value for each in IncidentKind},
     "phase": {each.value for each in Phase},
+    "cause": {each.value for each in Spent},
 }
 WORDS = {"by", "on", "ignoring", "group_left", "group_right", "and", "or", "unless", "bool", "offset", "without"}
 
@@ -50,6 +52,8 @@ def served() -> dict[str, set[str]]:
         now_ms=2_000,
         cluster_id="c",
         is_ready=True,
+        address="a:1",
+        has_secret=True,
         min_replicas=1,
         heartbeat_timeout_ms=5_000,
         join_timeout_ms=60_000,
@@ -59,7 +63,9 @@ def served() -> dict[str, set[str]]:
     )
     counts = Counters(lambda _: None)
     counts._of("job")
-    metrics = Metrics(lambda: view, counts)
+    goodput = Goodput()
+    goodput.reported("job", "a", TrainerReport(dict.fromkeys(Spent, 1)), 1_000)
+    metrics = Metrics(lambda: view, counts, goodput)
     metrics.closed(
         Incident(
             number=1,
