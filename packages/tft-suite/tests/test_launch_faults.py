@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from typing import Any
 
+import psutil
 import pytest
 
 from tft_suite.errors import ConfigError
-from tft_suite.launch.chaos import is_this_host, process_here
+from tft_suite.launch.chaos import Chaos, Disturbance, is_this_host, process_here
 from tft_suite.launch.faults import (
     ChaosSettings,
     Fault,
@@ -95,3 +97,58 @@ def test_a_process_is_a_victim_only_if_the_address_is_its_own() -> None:
             assert process_here(f"localhost:{port}", pid) is None
     assert is_this_host("127.0.0.1")
     assert not is_this_host("192.0.2.1")
+
+
+def chaos_at(monkeypatch: pytest.MonkeyPatch, status: dict[str, Any]) -> Chaos:
+    monkeypatch.setattr("tft_suite.launch.chaos.fetch", lambda *_, **__: status)
+    return Chaos(ChaosSettings(), ["head:29511"], {}, "job", print)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        ({"jobs": []}, "no replica of job job trains on this host"),
+        ({}, "head:29511 does not answer like a lighthouse"),
+        ({"jobs": [{"name": "job", "step": "x", "quorum": None, "replicas": []}]}, "does not answer like a lighthouse"),
+        (
+            {
+                "jobs": [
+                    {
+                        "name": "job",
+                        "step": 3,
+                        "quorum": None,
+                        "replicas": [{"replica_id": "a", "state": "training", "address": "", "pid": os.getpid()}],
+                    }
+                ]
+            },
+            "no replica of job job trains on this host",
+        ),
+    ],
+)
+def test_without_replicas_here_nothing_is_broken(
+    status: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        chaos_at(monkeypatch, status).run()
+
+
+def test_a_stopped_process_goes_on_at_the_end_of_its_fault() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            process = psutil.Process(child.pid)
+            stop = Disturbance("a", process, FaultKind.STOP, 0.0, 5.0)
+            assert stop.keep_up(1.0, 0.5)
+            while process.status() != psutil.STATUS_STOPPED:
+                assert child.poll() is None
+            assert not stop.keep_up(5.0, 0.5)
+            while process.status() == psutil.STATUS_STOPPED:
+                assert child.poll() is None
+            slow = Disturbance("a", process, FaultKind.SLOW, 0.0, 5.0)
+            assert [(slow.keep_up(at_s, 0.5), slow.is_stopped) for at_s in (1.01, 1.06, 1.11, 5.0)] == [
+                (True, True),
+                (True, False),
+                (True, True),
+                (False, False),
+            ]
+        finally:
+            child.kill()

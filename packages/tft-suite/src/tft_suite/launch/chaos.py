@@ -181,22 +181,36 @@ class Chaos:
                 raise
             return []
         self._heard_s = time.monotonic()
+        try:
+            return self._training(status)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{', '.join(self._addresses)} does not answer like a lighthouse ({error!r})") from error
+
+    def _training(self, status: Mapping[str, Any]) -> list[dict[str, Any]]:
         for job in status["jobs"]:
             if job["name"] == self._job:
                 step, members = int(job["step"]), job["quorum"]["num_members"] if job["quorum"] is not None else 0
                 if self._step:  # else this is the first look
                     self._batches += max(0, step - self._step) * members
                 self._step = max(self._step, step)
-                return [each for each in job["replicas"] if each["state"] == "training"]
+                return [
+                    {
+                        "replica_id": str(each["replica_id"]),
+                        "address": str(each["address"]),
+                        "pid": int(each["pid"] or 0),
+                    }
+                    for each in job["replicas"]
+                    if each["state"] == "training"
+                ]
         return []
 
     def _victims(self, replicas: Sequence[Mapping[str, Any]]) -> dict[str, psutil.Process]:
         """Return the processes of the replicas that run on this host and were not killed."""
         found = {}
         for each in replicas:
-            process = process_here(str(each["address"]), int(each["pid"] or 0))
+            process = process_here(each["address"], each["pid"])
             if process is not None and each["replica_id"] not in self._killed:
-                found[str(each["replica_id"])] = process
+                found[each["replica_id"]] = process
         return found
 
 
