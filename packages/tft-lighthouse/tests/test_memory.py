@@ -22,10 +22,13 @@ from tft_coord.lighthouse import (
     LighthouseCore,
     ReplicaState,
     ReplicaStatus,
+    Spent,
     TorchftCore,
+    TrainerReport,
     effects,
     events,
 )
+from tft_lighthouse import goodput
 from tft_lighthouse.history import INCIDENTS_MOST
 from tft_lighthouse.http.metrics import Metrics
 from tft_lighthouse.journal import Journal
@@ -58,7 +61,7 @@ class Load:
             now_ms=lambda: self.now_ms,
             wall_ms=lambda: STARTED_MS + self.now_ms,
         )
-        self.metrics = Metrics(self.view, self.journal.counters)
+        self.metrics = Metrics(self.view, self.journal.counters, self.journal.goodput)
         self.journal.on_closed = self.metrics.closed
         self._tick_ms, self._beat_ms, self._scrape_ms = tick_ms, beat_ms, scrape_ms
         self._random = random.Random(1)
@@ -77,6 +80,8 @@ class Load:
             now_ms=STARTED_MS + self.now_ms,
             cluster_id="c",
             is_ready=True,
+            address="a:1",
+            has_secret=True,
             min_replicas=1,
             heartbeat_timeout_ms=1,
             join_timeout_ms=1,
@@ -128,6 +133,7 @@ class Load:
         for stream, (job, _) in self._replicas.items():
             progress = Progress(self._steps[job], Phase.OWN, since_ms=10, excused=False, slowest_step_ms=600_000)
             self._give(events.BeatReceived(stream, 1, progress))
+            self.journal.reported(stream, TrainerReport({Spent.COMMIT: self.now_ms, Spent.WAIT: self.now_ms // 9}))
 
     def _kill(self) -> None:
         """Kill a replica, let another one take its place, and let all of its job ask."""
@@ -152,7 +158,8 @@ class Load:
 
 
 @pytest.fixture
-def quiet() -> Iterator[None]:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(goodput, "REPLICAS_MOST", 2 * JOBS * REPLICAS)  # the day fills it
     logger = logging.getLogger("tft_lighthouse")
     before, logger.level = logger.level, logging.CRITICAL
     yield
@@ -211,6 +218,8 @@ def test_metrics_of_a_thousand_replicas_take_a_fifth_of_a_second() -> None:
         now_ms=2,
         cluster_id="c",
         is_ready=True,
+        address="a:1",
+        has_secret=True,
         min_replicas=1,
         heartbeat_timeout_ms=1,
         join_timeout_ms=1,
@@ -218,7 +227,7 @@ def test_metrics_of_a_thousand_replicas_take_a_fifth_of_a_second() -> None:
         jobs=(JobStatus(name="job", state=JobState.TRAINING, replicas=replicas),),
     )
     load = Load(tick_ms=1_000, beat_ms=1_000, scrape_ms=1_000)
-    metrics = Metrics(lambda: view, load.journal.counters)
+    metrics = Metrics(lambda: view, load.journal.counters, load.journal.goodput)
     took_s = []
     for _ in range(5):
         began_s = time.thread_time()
