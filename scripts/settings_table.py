@@ -24,7 +24,6 @@ def row(setting: Setting) -> str:
     in_words = f"; {setting.allowed}" if setting.kind in (Kind.NUMBER, Kind.RATIO) else ""
     in_words = f": {', '.join(f'`{each}`' for each in setting.choices)}" if setting.choices else in_words
     when = "SIGHUP" if setting.reloads else "restart"
-    when = "SIGHUP (new secret)" if setting.name == "token_file" else when
     return f"| `{setting.name}` | `{setting.environment}` | {default} | {setting.help}{in_words} | {when} |"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -187,7 +186,19 @@ def settings(**flags: str) -> Settings:
 def test_what_needs_a_restart_is_said_again_until_it_is_done() -> None:
     before, after = settings(), settings(join_timeout_ms="7", max_streams="9")
     with LighthouseServer("127.0.0.1:0") as lighthouse:
-        said = apply(lighthouse, before, after)
-        assert re.fullmatch(
-            r"reloaded the settings; max_streams 50000 -> 9; these need a restart: join_timeout_ms 60000 -> 7", said
-        )
+        in_force, said = apply(lighthouse, before, after)
+        late = "these need a restart: join_timeout_ms 60000 -> 7"
+        assert said == f"reloaded the settings; max_streams 50000 -> 9; {late}"
+        assert (in_force["join_timeout_ms"], in_force["max_streams"]) == (60_000, 9)
+        assert apply(lighthouse, in_force, after)[1] == f"reloaded the settings; no setting has changed; {late}"
+        assert apply(lighthouse, in_force, before)[1] == "reloaded the settings; max_streams 9 -> 50000"
+
+
+def test_a_secret_is_neither_added_nor_taken_away(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    secret = settings(token_file=str(tmp_path / "secret"))
+    with LighthouseServer("127.0.0.1:0") as lighthouse:
+        with pytest.raises(ConfigError, match="was started without a shared secret; restart it with one"):
+            apply(lighthouse, settings(), secret)
+        with pytest.raises(ConfigError, match="token_file is not set any more; restart the lighthouse"):
+            apply(lighthouse, secret, settings())

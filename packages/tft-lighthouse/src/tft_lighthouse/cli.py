@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 USAGE_ERROR = 2
 ENDED_BY: Final = (signal.SIGINT, signal.SIGTERM)
 HEARD: Final = (*ENDED_BY, signal.SIGHUP)
+STANDARD_ERROR: Final = 2
 # Each replica group holds a connection, and so does each of torchft's.
 FEW_DESCRIPTORS: Final = 4096
 DESCRIPTORS_OF_ONE: Final = 2  # a replica's stream, and its socket
@@ -87,10 +88,10 @@ def _serve(words: argparse.Namespace, settings: Settings) -> int:
             descriptors,
             max(descriptors - OTHER_DESCRIPTORS, 0) // DESCRIPTORS_OF_ONE,
         )
-    has_terminal = os.isatty(sys.stderr.fileno())
+    has_terminal = os.isatty(STANDARD_ERROR)
     with server:
         while (number := signal.sigwait(HEARD)) == signal.SIGHUP:
-            if has_terminal and not os.isatty(sys.stderr.fileno()):
+            if has_terminal and not os.isatty(STANDARD_ERROR):
                 break  # the terminal that it was started in is closed
             settings = _reload(server, words, settings)
         logging.getLogger("tft_lighthouse").info(
@@ -108,12 +109,12 @@ def _reload(server: LighthouseServer, words: argparse.Namespace, before: Setting
     """
     from tft_lighthouse.launch import apply
 
-    settings = None
+    now = None
     try:
-        settings = _settings(words)
-        said = apply(server, before, settings)
+        now = _settings(words)
+        settings, said = apply(server, before, now)
     except ConfigError as error:
-        sources = settings.sources_of(str(error)) if settings else ""
+        sources = now.sources_of(str(error)) if now else ""
         logging.getLogger("tft_lighthouse").error(
             "received SIGHUP, and keeps all settings as they were: %s%s", error, sources
         )

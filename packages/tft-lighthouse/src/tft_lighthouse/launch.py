@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from tft_coord import ConfigError, StragglerAction, StragglerPolicy
@@ -53,17 +54,19 @@ def check(settings: Settings) -> str | None:
     return source
 
 
-def apply(server: LighthouseServer, before: Settings, now: Settings) -> str:
+def apply(server: LighthouseServer, before: Settings, now: Settings) -> tuple[Settings, str]:
     """Use what may change of other settings.
 
     Args:
         server: it runs with `before`.
         before, now: the settings.
-    Returns: what has changed, and what needs a restart, in words.
+    Returns: the settings in force from now on; and what has changed, and what needs a restart, in words.
     Raises: ConfigError: a setting is wrong; nothing has changed.
     """
     check(now)
     token, source = _secret(now)
+    if token is None and before["token_file"] is not None:
+        raise ConfigError("token_file is not set any more; restart the lighthouse to run it without a shared secret")
     changes = list(_changes(before, now))
     reloaded = [sentence for sentence, reloads in changes if reloads]
     late = [sentence for sentence, reloads in changes if not reloads]
@@ -71,7 +74,8 @@ def apply(server: LighthouseServer, before: Settings, now: Settings) -> str:
     said = f"reloaded {now.file or 'the settings'}; {', '.join(reloaded) or 'no setting has changed'}"
     if source not in (None, "TFT_TOKEN"):
         said += "; the shared secret was read again, and counts for new connections"
-    return f"{said}; these need a restart: {', '.join(late)}" if late else said
+    values = {name: (now if setting.reloads else before).values[name] for name, setting in BY_NAME.items()}
+    return replace(now, values=values), f"{said}; these need a restart: {', '.join(late)}" if late else said
 
 
 def http_bind_of(text: str, bind: str) -> str | None:

@@ -177,6 +177,7 @@ SETTINGS: Final = (
         "file with the secret that every process of the jobs must share",
         "FILE",
         variable="TFT_TOKEN_FILE",
+        reloads=True,
     ),
     Setting(
         name="insecure",
