@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,7 +81,12 @@ def checked_pod(pod: dict[str, Any]) -> dict[str, Any]:
 def launch_settings(words: list[str], script: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchSettings:
     """Return what `tft launch` makes of its words. The script of the words is replaced by one that exists."""
     taken: list[LaunchSettings] = []
-    monkeypatch.setattr(run, "run_launch", lambda settings, environ: taken.append(settings) or 0)
+
+    def take(settings: LaunchSettings, environ: Mapping[str, str]) -> int:
+        taken.append(settings)
+        return 0
+
+    monkeypatch.setattr(run, "run_launch", take)
     script.touch()
     given = [str(script) if word.endswith(".py") else word for word in words]
     assert exit_code_of(["launch", *given]) == 0

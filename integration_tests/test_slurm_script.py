@@ -169,9 +169,9 @@ def test_a_killed_group_comes_back_and_all_end_with_one_digest(
         each.join(TIMEOUT_S)
     assert slurm.codes == {0: 0, 1: 0}, slurm.outputs
     assert "launching replica 1 (attempt 2) on" in slurm.outputs[1]
-    logs = [log.read_text(encoding="utf-8") for log in tmp_path.glob("tft-logs/slurm-7/*/replica-*.log")]
-    ends = re.findall(r"digest (\w+) step (\d+)", "".join(logs))
-    assert len(ends) == 2, logs
+    text = "".join(log.read_text(encoding="utf-8") for log in tmp_path.glob("tft-logs/slurm-7/*/replica-*.log"))
+    ends = re.findall(r"digest (\w+) step (\d+)", text)
+    assert len(ends) == 2, text
     assert len(set(ends)) == 1, ends
 
 
