@@ -52,8 +52,8 @@ def browser() -> Iterator[Browser]:
 
 @contextmanager
 def serving(**settings: Any) -> Iterator[LighthouseServer]:
-    settings = {"bind": "127.0.0.1:0", "quorum_tick_ms": 20, "http_bind": "127.0.0.1:0"} | settings
-    with LighthouseServer(**settings) as lighthouse:
+    usual: dict[str, Any] = {"bind": "127.0.0.1:0", "quorum_tick_ms": 20, "http_bind": "127.0.0.1:0"}
+    with LighthouseServer(**(usual | settings)) as lighthouse:
         yield lighthouse
 
 
