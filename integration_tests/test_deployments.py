@@ -196,7 +196,7 @@ def test_systemd_accepts_a_unit(unit: Path, tmp_path: Path) -> None:
         assert set(sections(unit).sections()) == {"Unit", "Service", "Install"}
         return
     copy = tmp_path / unit.name
-    copy.write_text(re.sub(r"/opt/tft/bin/\S+", "/bin/true", unit.read_text(encoding="utf-8")), encoding="utf-8")
+    copy.write_text(re.sub(r"/srv/tft/env/bin/\S+", "/bin/true", unit.read_text(encoding="utf-8")), encoding="utf-8")
     done = subprocess.run([verify, "verify", str(copy)], capture_output=True, text=True, timeout=50, check=False)
     ours = [line for line in done.stderr.splitlines() if unit.stem.rstrip("@") in line]
     assert done.returncode == 0, done.stderr
