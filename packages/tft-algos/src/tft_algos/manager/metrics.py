@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from tft_algos.errors import ConfigError
 from tft_algos.manager.manager import Manager
@@ -18,17 +18,29 @@ from tft_coord.core.names import base_name
 from tft_coord.core.stalls import Spent
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry, Metric
+    from prometheus_client import Metric
 
 __all__ = ["export_metrics"]
 
 
-def export_metrics(manager: Manager, registry: CollectorRegistry | None = None) -> None:
+class Registry(Protocol):
+    """A `CollectorRegistry` of prometheus-client, which is imported when it is needed."""
+
+    def register(self, collector: Any) -> None:
+        """Collect from a collector too."""
+        ...
+
+    def unregister(self, collector: Any) -> None:
+        """Collect from a collector no longer."""
+        ...
+
+
+def export_metrics(manager: Manager, registry: Registry | None = None) -> None:
     """Add the metrics of a Manager to a registry of prometheus-client, until the Manager's `shutdown`.
 
     Args:
         manager: of this process.
-        registry: None: prometheus-client's own, which its `start_http_server` serves.
+        registry: a `CollectorRegistry`. None: prometheus-client's own, which its `start_http_server` serves.
     Raises: ConfigError: prometheus-client is not installed, or the registry has the metrics of another Manager.
         ManagerClosedError: the Manager was shut down.
     """
@@ -37,7 +49,7 @@ def export_metrics(manager: Manager, registry: CollectorRegistry | None = None) 
         from prometheus_client import REGISTRY
     except ImportError as error:
         raise ConfigError("export_metrics needs prometheus-client; install tft-algos[metrics]") from error
-    into = REGISTRY if registry is None else registry
+    into: Registry = REGISTRY if registry is None else registry
     collector = _Collector(manager)
     try:
         into.register(collector)
