@@ -208,7 +208,7 @@ def test_chaos_breaks_replicas_that_the_launcher_brings_back(launch: Launch, tmp
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.in_parts(always=["text1", "text5"])
+@pytest.mark.in_parts(always=["exit code 3", "given up"])
 @pytest.mark.parametrize(
     ("text", "options", "words", "code", "said"),
     [
@@ -219,6 +219,7 @@ def test_chaos_breaks_replicas_that_the_launcher_brings_back(launch: Launch, tmp
         ("import argparse\nargparse.ArgumentParser().parse_args()", [], ["--nonsense"], 3, "unrecognized arguments"),
         ("raise OSError('disk')", ["--max-restarts", "1"], [], 1, "given up after 2 failures in a row"),
     ],
+    ids=["done", "exit code 3", "syntax", "setting", "argument", "given up"],
 )
 def test_exit_codes(
     launch: Launch, tmp_path: Path, text: str, options: list[str], words: list[str], code: int, said: str
