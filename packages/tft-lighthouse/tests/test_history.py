@@ -161,6 +161,18 @@ def test_the_break_of_a_stream_is_part_of_the_loss() -> None:
     assert job.last.phases == {Phase.DETECT: 300}
 
 
+def test_a_replica_that_comes_back_after_a_failed_round_is_one_join() -> None:
+    job = Job()
+    job.trains("a", "b")
+    job.hello("c")
+    job.ask("c", 5, commit_failures=1)
+    job.ask("a", 7)
+    job.ask("b", 7)
+    kinds = [each.kind for each in job.journal.history.incidents()]
+    assert IncidentKind.JOIN in kinds
+    assert IncidentKind.FAILED_ROUND not in kinds
+
+
 def test_a_newcomer_joins_and_heals_while_the_others_resume() -> None:
     job = Job()
     job.trains("a", "b")

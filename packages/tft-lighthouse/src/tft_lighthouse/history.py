@@ -424,7 +424,8 @@ def _begun(
     joined = tuple(sorted(set(quorum.replica_ids).difference(before)))
     if joined:
         yield IncidentKind.START if previous is None else IncidentKind.JOIN, joined
-    failed = tuple(member.replica_id for member in quorum.members if member.commit_failures)
+    # A replica that was lost and comes back has failed rounds of its own, which cost the others nothing now.
+    failed = tuple(each.replica_id for each in quorum.members if each.commit_failures and each.replica_id in before)
     if is_explained:
         return
     if failed:
