@@ -14,6 +14,7 @@ from tft_algos.manager.recovery.healing import state_key
 from tft_algos.manager.reduce.reduction import Reduction
 from tft_algos.testing import ManualClock, plan_of
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.stalls import TrainerReport
 from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import RequestTimeoutError
 
@@ -42,7 +43,7 @@ def make(rigs: Any, clock: ManualClock) -> Any:
 
 def test_between_two_steps_it_is_outside(make: Any, clock: ManualClock) -> None:
     rig = make(plan_of(size=2))
-    assert look(rig) == Progress(0, Phase.OUTSIDE, 0, True, LIMIT_MS)
+    assert look(rig) == Progress(0, Phase.OUTSIDE, 0, True, LIMIT_MS, report=TrainerReport())
     rig.step()
     clock.now_s += 300
     assert look(rig).phase is Phase.OUTSIDE

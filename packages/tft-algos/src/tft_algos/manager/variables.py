@@ -20,6 +20,7 @@ KNOWN: Final = frozenset(
         "TFT_HEARTBEAT_TIMEOUT_SEC",
         "TFT_INSECURE",
         "TFT_JOB_ID",
+        "TFT_LAUNCH_ID",
         "TFT_LEASE_SEC",
         "TFT_LIGHTHOUSE",
         "TFT_LIGHTHOUSE_BIND",
