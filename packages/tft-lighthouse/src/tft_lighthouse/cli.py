@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final, NoReturn, final
 
 from tft_lighthouse import __version__, defaults
+from tft_lighthouse.etcd import flags
 
 USAGE_ERROR = 2
 ENDED_BY: Final = (signal.SIGINT, signal.SIGTERM)
@@ -49,6 +50,7 @@ def _serve(settings: argparse.Namespace) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from tft_coord import ConfigError, StragglerAction, StragglerPolicy
     from tft_coord.lighthouse import configure_process, raise_limit, read_insecure, read_token
+    from tft_lighthouse.etcd.settings import read_flags
     from tft_lighthouse.server import LighthouseServer
 
     configure_process(logging.getLevelName(settings.log_level.upper()), as_json=settings.log_format == "json")
@@ -71,6 +73,7 @@ def _serve(settings: argparse.Namespace) -> int:
             stragglers=StragglerPolicy(action=StragglerAction(settings.stragglers), ratio=settings.straggler_ratio),
             token=read_token(os.environ),
             insecure=settings.insecure or read_insecure(os.environ),
+            etcd=read_flags(settings, os.environ),
             http_bind=http_bind_of(settings.http_bind or os.environ.get(defaults.HTTP_BIND_ENV, ""), settings.bind),
         )
     except ConfigError as error:
@@ -142,6 +145,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="name shared by all lighthouses of a job; without it this lighthouse gets a random one",
     )
+    flags.add(parser)
     parser.add_argument(
         "--stragglers",
         choices=defaults.STRAGGLERS,

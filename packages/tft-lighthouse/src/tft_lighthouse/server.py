@@ -30,6 +30,7 @@ from tft_lighthouse.http.listeners import listen
 from tft_lighthouse.shell import LighthouseShell
 
 if TYPE_CHECKING:
+    from tft_lighthouse.etcd.settings import EtcdConfig
     from tft_lighthouse.http.app import HttpServer
 
 logger = logging.getLogger("tft_lighthouse")
@@ -71,6 +72,8 @@ class LighthouseServer:
         insecure: serve everybody without a secret.
         stragglers: the policy for a replica that slows the others down; None: a warning.
         http_bind: `host:port` for status, metrics and health over HTTP; port 0 takes a free one. None: no such port.
+        etcd: settings of the election of one lighthouse among several (`tft-lighthouse[etcd]`); None: this lighthouse
+            always serves.
     Raises: ConfigError: an argument is invalid, two of them clash, or the address can't be bound.
     """
 
@@ -90,6 +93,7 @@ class LighthouseServer:
         insecure: bool = False,
         stragglers: StragglerPolicy | None = None,
         http_bind: str | None = None,
+        etcd: EtcdConfig | None = None,
     ) -> None:
         host = _host_of(bind)
         if hostname is not None:
@@ -122,7 +126,7 @@ class LighthouseServer:
         listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(config, bind, cluster_id, token))
+            self._shell, port = self._share.run(self._start(config, bind, cluster_id, token, etcd))
         except BaseException:
             for listener in listeners:
                 listener.close()
@@ -138,18 +142,17 @@ class LighthouseServer:
             on_lost_state,
             config.lost_state_ms / 1_000,
         )
-        if is_for_this_machine:
-            sentence = "no shared secret is set, so only this machine is served, at %s; %s"
-            logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
-        elif token is None:
-            logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
-        if listeners:
-            name = hostname or _host_of(http_bind or "") or _this_machine()
-            try:
+        if token is None:
+            _warn_without_secret(self._address, is_insecure=insecure)
+        try:
+            if etcd is not None:
+                self._share.run(self._campaign(self._address))
+            if listeners:
+                name = hostname or _host_of(http_bind or "") or _this_machine()
                 self._serve_http(listeners, name, token=token, insecure=insecure)
-            except BaseException:
-                self.shutdown()
-                raise
+        except BaseException:
+            self.shutdown()
+            raise
 
     @property
     def http_address(self) -> str | None:
@@ -180,10 +183,15 @@ class LighthouseServer:
 
     @staticmethod
     async def _start(
-        config: LighthouseConfig, bind: str, cluster_id: str | None, token: str | None
+        config: LighthouseConfig, bind: str, cluster_id: str | None, token: str | None, etcd: EtcdConfig | None
     ) -> tuple[LighthouseShell, int]:
-        shell = LighthouseShell(config, cluster_id=cluster_id, token=token)
+        shell = LighthouseShell(config, cluster_id=cluster_id, token=token, etcd=etcd)
         return shell, await shell.start(bind)
+
+    async def _campaign(self, address: str) -> None:
+        assert self._shell is not None, "it was started"
+        assert self._shell.candidate is not None, "it has etcd's settings"
+        self._shell.candidate.start(address)
 
     def _serve_http(self, listeners: Sequence[socket.socket], host: str, *, token: str | None, insecure: bool) -> None:
         """Answer HTTP requests from now on; `host` is this machine's name for others."""
@@ -203,6 +211,14 @@ class LighthouseServer:
         self._http = self._share.run(start())
         self._http_address = f"http://{join_host_port(host, listeners[0].getsockname()[1])}"
         logger.info("status, metrics and health at %s (/, /api/v1/status, /metrics, /healthz)", self._http_address)
+
+
+def _warn_without_secret(address: str, *, is_insecure: bool) -> None:
+    if is_insecure:
+        logger.warning("insecure: any host that reaches %s can join, end and change the job", address)
+    else:
+        sentence = "no shared secret is set, so only this machine is served, at %s; %s"
+        logger.warning(sentence, address, HOW_TO_SERVE_OTHERS)
 
 
 def _config(

@@ -11,24 +11,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import time
 import uuid
-from collections.abc import Iterable
-from typing import Final, TypeAlias, cast, final
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final, TypeAlias, cast, final
 
 from tft_coord import ConfigError, Member, ProtocolError, RefusedError
 from tft_coord.lighthouse import (
     TORCHFT_JOB,
     Context,
     LighthouseConfig,
-    LighthouseCore,
     Outbox,
-    ProtocolRouter,
     Quorum,
     Refusal,
     Server,
-    TorchftCore,
     codec,
     effects,
     events,
@@ -39,9 +35,14 @@ from tft_coord.lighthouse import (
     services,
 )
 from tft_lighthouse import log
+from tft_lighthouse.cores import new_cores
 from tft_lighthouse.encoders import Encoders
 from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
+
+if TYPE_CHECKING:
+    from tft_lighthouse.etcd.candidate import Candidate
+    from tft_lighthouse.etcd.settings import EtcdConfig
 
 logger = logging.getLogger("tft_lighthouse")
 
@@ -60,32 +61,25 @@ class LighthouseShell:
         config: limits and timeouts.
         cluster_id: of the lighthouses that replace each other, or None for one alone.
         token: shared secret, or None.
+        etcd: settings of the election of one lighthouse among several, or None: this one always serves.
 
     Attributes:
         operations: what an operator may see and ask for.
+        candidate: of the election; it takes part once it is started. None: there is no election.
     """
 
-    def __init__(self, config: LighthouseConfig, *, cluster_id: str | None, token: str | None) -> None:
+    def __init__(
+        self, config: LighthouseConfig, *, cluster_id: str | None, token: str | None, etcd: EtcdConfig | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._tick_s = config.timeouts.quorum_tick_ms / 1000
-        self._grace_s = config.timeouts.reconnect_grace_ms / 1000
-        # A connection whose other host is silent ends after heartbeat_timeout, by pings or by missing acknowledgements.
-        # A stream on which a message came a moment before its end was therefore closed by that host.
-        self._peer_closed_within_s = config.timeouts.heartbeat_timeout_ms / 2000
+        self._config = config
+        if cluster_id is None:
+            cluster_id = f"etcd {etcd.prefix}" if etcd is not None else str(uuid.uuid4())
+        self.candidate = _new_candidate(etcd, began=self._begin_again, ended=self._end_to_lead)
+        self._journal: Journal | None = None
         self._serves_since_ms = self._wall_ms()
-        self._core = LighthouseCore(
-            config,
-            started_ms=self._serves_since_ms,
-            cluster_id=cluster_id if cluster_id is not None else str(uuid.uuid4()),
-            nonces=lambda: secrets.randbits(64),
-            now_ms=self._now_ms(),
-        )
-        self._torchft_core = TorchftCore(config, started_ms=self._serves_since_ms)
-        self._router = ProtocolRouter(
-            self._core,
-            self._torchft_core,
-            undecided_ms=config.timeouts.heartbeat_timeout_ms,
-            now_ms=self._now_ms(),
+        self._core, self._torchft_core, self._router = new_cores(
+            config, started_ms=self._serves_since_ms, cluster_id=cluster_id, now_ms=self._now_ms()
         )
         self.operations = Operations(
             self._core,
@@ -95,6 +89,7 @@ class LighthouseShell:
             send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
             now_ms=self._now_ms,
             wall_ms=self._wall_ms,
+            candidate=self.candidate,
         )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
@@ -106,7 +101,6 @@ class LighthouseShell:
         self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
         self._refusals = log.Refusals(self._loop.time)
         self._failures = log.Failures()
-        self._journal: Journal | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
@@ -150,16 +144,49 @@ class LighthouseShell:
         for call in list(self._calls):
             self._answer(call, None)
         await self._server.stop(LAST_ANSWERS_S)
+        if self.candidate is not None:
+            await self.candidate.stop()
 
     def keep_journal(self) -> Journal:
         """Count and record from now on what has happened to the jobs, and return the journal."""
         self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
         return self._journal
 
+    # --- the election -------------------------------------------------------------------------------------------------
+
+    def _begin_again(self, started_ms: int, is_successor: bool) -> None:
+        """Serve from now on with no memory, by quorum ids above `started_ms`."""
+        self._core, self._torchft_core, self._router = new_cores(
+            self._config,
+            started_ms=started_ms,
+            cluster_id=self._core.cluster_id,
+            now_ms=self._now_ms(),
+            is_successor=is_successor,
+        )
+        self._serves_since_ms = started_ms
+        self.operations.renew(self._core, self._torchft_core)
+        if self._journal is not None:
+            self._journal.renew(self._core, self._torchft_core)
+
+    def _end_to_lead(self) -> None:
+        """Forget all jobs and end all streams, with what waits to be written: nothing is answered from now on."""
+        streams, self._streams = list(self._streams.values()), {}
+        for outbox in streams:
+            outbox.abandon()
+        self._received_s.clear()
+        for call in list(self._calls):
+            self._answer(call, None)
+        self._begin_again(self._core.started_ms, True)
+
+    def _leads(self) -> bool:
+        return self.candidate is None or self.candidate.leads()
+
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
+        self._timer = self._loop.call_later(self._config.timeouts.quorum_tick_ms / 1000, self._tick)
+        if not self._leads():
+            return
         self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
         if self._journal is not None:
             self._journal.tick()
@@ -176,7 +203,8 @@ class LighthouseShell:
             self._graces.discard(timer)
             self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
 
-        ends_s = self._loop.time() + self._grace_s + 0.001  # the core's milliseconds are whole numbers
+        grace_s = self._config.timeouts.reconnect_grace_ms / 1000
+        ends_s = self._loop.time() + grace_s + 0.001  # the core's milliseconds are whole numbers
         if self._last_look_s < ends_s:
             self._last_look_s = ends_s + LOOKS_APART_S
             timer = self._loop.call_at(self._last_look_s, look)
@@ -200,6 +228,8 @@ class LighthouseShell:
         self._perform(self._router.handle_unary(event, self._now_ms(), self._wall_ms()))
 
     def _perform(self, decisions: Iterable[_Decision]) -> None:
+        if not self._leads():
+            return
         for decision in decisions:
             if self._journal is not None:
                 self._journal.note(decision)
@@ -272,6 +302,8 @@ class LighthouseShell:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     async def _serve_session(self, _messages: object, context: Context) -> None:
+        if self.candidate is not None and not self.candidate.leads():
+            return await context.write(codec.encode_from_lighthouse(self.candidate.refusal()))
         stream, serves = next(self._numbers), asyncio.current_task()
         assert serves is not None
 
@@ -282,16 +314,24 @@ class LighthouseShell:
             self._received_s.pop(stream, None)
             serves.cancel()
 
+        async def write(message: bytes) -> None:
+            if self._leads():  # else the stream has ended, and this message with it
+                await context.write(message)
+
         outbox = self._streams[stream] = Outbox(overflows)
         self._received_s[stream] = self._loop.time()
         reader = self._loop.create_task(self._read(stream, outbox, context))
         try:
-            await outbox.write_all(context.write)
+            await outbox.write_all(write)
         finally:
             reader.cancel()
             last_s = self._received_s.pop(stream, None)
-            by_peer = last_s is not None and self._loop.time() - last_s < self._peer_closed_within_s
-            del self._streams[stream]
+            # A connection whose other host is silent ends after heartbeat_timeout, by pings or by missing
+            # acknowledgements. A stream on which a message came a moment before its end was therefore closed by that
+            # host.
+            within_s = self._config.timeouts.heartbeat_timeout_ms / 2000
+            by_peer = last_s is not None and self._loop.time() - last_s < within_s
+            self._streams.pop(stream, None)
             self._was_asked.discard(stream)
             self._unpacks.discard(stream)
             self._handle(events.StreamClosed(stream, by_peer))
@@ -303,6 +343,8 @@ class LighthouseShell:
 
         def receive(message: bytes) -> None:
             nonlocal last
+            if stream not in self._streams:
+                return  # it has ended, with all that this lighthouse knew of it
             if not outbox.closed:
                 self._received_s[stream] = self._loop.time()
             event = codec.decode_to_lighthouse(stream, message, last, was_asked=stream in self._was_asked)
@@ -326,7 +368,8 @@ class LighthouseShell:
         finally:
             outbox.close()
 
-    async def _answer_describe(self, _request: bytes, _context: Context) -> bytes:
+    async def _answer_describe(self, _request: bytes, context: Context) -> bytes:
+        await _check_leads(self.operations, context)
         return codec.encode_description(self.operations.description())
 
     async def _answer_drain(self, request: bytes, context: Context) -> bytes:
@@ -343,6 +386,7 @@ class LighthouseShell:
     # --- torchft's unary calls ----------------------------------------------------------------------------------------
 
     async def _answer_heartbeat(self, request: bytes, context: Context) -> bytes:
+        await _check_leads(self.operations, context)
         try:
             replica_id = codec.decode_heartbeat(request)
         except ProtocolError as error:
@@ -351,6 +395,7 @@ class LighthouseShell:
         return b""
 
     async def _answer_quorum(self, request: bytes, context: Context) -> bytes:
+        await _check_leads(self.operations, context)
         try:
             member = codec.decode_lighthouse_request(request)
         except ProtocolError as error:
@@ -366,8 +411,27 @@ class LighthouseShell:
             raise
         finally:
             del self._calls[call]
+        await _check_leads(self.operations, context)
         if isinstance(answer, Quorum):
             return self._encode.response(answer)
         if answer is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
         return await fail(context, answer.refusal.value, answer.message)
+
+
+def _new_candidate(
+    etcd: EtcdConfig | None, *, began: Callable[[int, bool], None], ended: Callable[[], None]
+) -> Candidate | None:
+    if etcd is None:
+        return None
+    from tft_lighthouse.etcd.candidate import Candidate  # only a lighthouse with an election pays for the import
+
+    return Candidate(etcd, began=began, ended=ended)
+
+
+async def _check_leads(operations: Operations, context: Context) -> None:
+    """End a call that only a leader answers, if this lighthouse does not lead."""
+    try:
+        operations.check_leads()
+    except RefusedError as error:
+        await fail(context, error.code, str(error.args[0]))

@@ -27,12 +27,13 @@ class LighthouseView:
         version: of this package.
         started_ms, now_ms: milliseconds since 1970.
         cluster_id: of the lighthouses that replace each other.
-        is_ready: no newer lighthouse of the cluster serves its jobs.
+        is_ready: no other lighthouse of the cluster serves its jobs.
         address: of its gRPC port.
         min_replicas: smallest quorum.
         heartbeat_timeout_ms, join_timeout_ms: its timeouts.
         stragglers: its policy for stragglers.
         jobs: the known jobs.
+        leader: address of the lighthouse that leads, as etcd names it; "": there is no election, or no leader.
     """
 
     version: str
@@ -45,6 +46,7 @@ class LighthouseView:
     join_timeout_ms: int
     stragglers: str
     jobs: tuple[JobStatus, ...]
+    leader: str = ""
 
 
 def as_json(view: LighthouseView) -> dict[str, Any]:
@@ -57,6 +59,7 @@ def as_json(view: LighthouseView) -> dict[str, Any]:
             "started_ms": view.started_ms,
             "cluster_id": view.cluster_id,
             "is_ready": view.is_ready,
+            "leader": view.leader or None,
             "min_replicas": view.min_replicas,
             "heartbeat_timeout_ms": view.heartbeat_timeout_ms,
             "join_timeout_ms": view.join_timeout_ms,

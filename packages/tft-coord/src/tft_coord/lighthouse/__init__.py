@@ -44,6 +44,7 @@ from tft_coord.transport.address import (
     target,
 )
 from tft_coord.transport.loop import LoopShare
+from tft_coord.transport.names import names
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
 from tft_coord.transport.settings import fail, server_options
@@ -104,6 +105,7 @@ __all__ = [
     "kill_group",
     "let_go_in_child",
     "logger_for_people",
+    "names",
     "packing",
     "peer_address",
     "raise_limit",

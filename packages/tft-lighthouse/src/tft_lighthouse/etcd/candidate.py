@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, final
 
-from tft_coord.lighthouse import election
+from tft_coord.lighthouse import Refusal, effects, election
 from tft_lighthouse.etcd.client import EtcdClient
 from tft_lighthouse.etcd.settings import EtcdConfig
 
@@ -34,13 +34,12 @@ class Candidate:
 
     Args:
         config: of the election.
-        began: called when this lighthouse leads from now on.
+        began: called when this lighthouse leads from now on, with the number above which its quorum ids rise, and
+            whether another one has led before.
         ended: called when it leads no more.
     """
 
-    def __init__(
-        self, config: EtcdConfig, *, began: Callable[[election.Began], None], ended: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: EtcdConfig, *, began: Callable[[int, bool], None], ended: Callable[[], None]) -> None:
         self._config = config
         self._core = election.ElectionCore(ttl_ms=1_000 * config.ttl_s)
         self._began = began
@@ -90,6 +89,12 @@ class Candidate:
             return "this lighthouse stands by, and no lighthouse leads yet; one does within seconds"
         return f"this lighthouse stands by; use the leader at {leader.address}"
 
+    def refusal(self) -> effects.RefuseSession:
+        """Return the message for a replica that comes to a standby."""
+        leader = self._core.leader
+        address = leader.address if leader is not None else ""
+        return effects.RefuseSession(0, Refusal.STANDBY, self.sentence(), leader=address)
+
     async def _run(self, client: EtcdClient) -> None:
         while True:
             try:
@@ -120,7 +125,7 @@ class Candidate:
                         leader.started_ms,
                         "; it follows another leader, with no memory of any job" if is_successor else "",
                     )
-                    self._began(decision)
+                    self._began(leader.started_ms, is_successor)
                 case election.Ended(leader, reason):
                     logger.warning(
                         "this lighthouse leads no more (token %d): %s. It answers nothing until it leads again",

@@ -14,9 +14,19 @@ from typing import Any, Final, final
 from google.protobuf.message import DecodeError, Message
 
 from tft_coord import ProtocolError
-from tft_coord.lighthouse import MAX_ADDRESS_BYTES, MAX_INT64, election, grpc, services
+from tft_coord.lighthouse import (
+    MAX_ADDRESS_BYTES,
+    MAX_INT64,
+    Inheritance,
+    election,
+    grpc,
+    let_go_in_child,
+    names,
+    services,
+)
 from tft_lighthouse.etcd import etcd_pb2 as pb
-from tft_lighthouse.etcd.settings import CA_ENV, CERT_ENV, KEY_ENV, EtcdConfig
+from tft_lighthouse.etcd.flags import CA_ENV, CERT_ENV, KEY_ENV
+from tft_lighthouse.etcd.settings import EtcdConfig
 
 RANGE: Final = "/etcdserverpb.KV/Range"
 TXN: Final = "/etcdserverpb.KV/Txn"
@@ -65,6 +75,14 @@ class EtcdClient:
             for each in self._targets
         ]
         self.failure = ""
+        for each in self._targets:
+            names.look_up(each)
+        let_go_in_child(self)
+
+    def forked(self) -> Inheritance:
+        """Return what a forked child inherits; the connections belong to the parent."""
+        places = {place for each in self._targets for place in names.places(each)}
+        return Inheritance(places=places, kept=self._channels)
 
     async def make(self, call: election.Call) -> election.Answer:
         """Make a call to one member. An error or the time limit gives `Failed`, and the next call another member."""

@@ -13,14 +13,8 @@ from typing import Final, final
 
 from tft_coord import ConfigError
 from tft_coord.lighthouse import MAX_NAME_BYTES, target
+from tft_lighthouse.etcd.flags import CA_ENV, CERT_ENV, ENDPOINTS_ENV, KEY_ENV, PREFIX, PREFIX_ENV, TTL_S
 
-ENDPOINTS_ENV: Final = "TFT_LIGHTHOUSE_ETCD"
-PREFIX_ENV: Final = "TFT_LIGHTHOUSE_ETCD_PREFIX"
-CA_ENV: Final = "TFT_LIGHTHOUSE_ETCD_CA"
-CERT_ENV: Final = "TFT_LIGHTHOUSE_ETCD_CERT"
-KEY_ENV: Final = "TFT_LIGHTHOUSE_ETCD_KEY"
-PREFIX: Final = "/tft/lighthouse"
-TTL_S: Final = 2  # the least that etcd grants with its own defaults
 LONGEST_TTL_S: Final = 60
 MOST_ENDPOINTS: Final = 16
 
@@ -88,32 +82,6 @@ class EtcdConfig:
             return Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(f"{name} is {path!r}, which can't be read: {error.strerror}") from None
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the election."""
-    parser.add_argument(
-        "--etcd",
-        default="",
-        metavar="HOST:PORT,...",
-        help="endpoints of etcd, with commas between them: of all lighthouses with the same etcd and prefix one leads, "
-        f"and another one takes over when it dies (env {ENDPOINTS_ENV})",
-    )
-    parser.add_argument(
-        "--etcd_prefix",
-        "--etcd-prefix",
-        default="",
-        metavar="PREFIX",
-        help=f"prefix of the keys in etcd; without it {PREFIX} (env {PREFIX_ENV})",
-    )
-    parser.add_argument(
-        "--etcd_ttl_s",
-        "--etcd-ttl-s",
-        type=int,
-        default=TTL_S,
-        metavar="N",
-        help="seconds after which a standby takes over from a leader that has died",
-    )
 
 
 def read_flags(settings: argparse.Namespace, environment: Mapping[str, str]) -> EtcdConfig | None:

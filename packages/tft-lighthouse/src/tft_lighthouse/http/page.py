@@ -34,9 +34,16 @@ def whole_page(view: LighthouseView) -> str:
 def fragment(view: LighthouseView) -> str:
     """Return the same as a part of a page."""
     up_s = (view.now_ms - view.started_ms) // 1_000
-    ready = "" if view.is_ready else " A newer lighthouse of this cluster serves the replicas."
+    ready = "" if view.is_ready else f" {escape(why_not_ready(view))}."
     head = f"<p>Version {escape(view.version)}, up for {up_s} s, {len(view.jobs)} jobs.{ready}</p>\n"
     return head + ("".join(_job(job) for job in view.jobs) or "<p>No replica has connected yet.</p>\n")
+
+
+def why_not_ready(view: LighthouseView) -> str:
+    """Return who serves the replicas, if this lighthouse does not."""
+    if view.leader:
+        return f"This lighthouse stands by. The one at {view.leader} serves the replicas"
+    return "Another lighthouse of this cluster serves the replicas"
 
 
 def _job(job: JobStatus) -> str:
