@@ -130,9 +130,8 @@ class EtcdProgram:
             with socket.socket() as probe:
                 return probe.connect_ex(("127.0.0.1", self._clients[number])) == 0
         with grpc.insecure_channel(f"127.0.0.1:{self._clients[number]}") as channel:
-            read: Any = channel.unary_unary(
-                "/etcdserverpb.KV/Range", request_serializer=None, response_deserializer=None
-            )
+            method = "/etcdserverpb.KV/Range"
+            read: Any = channel.unary_unary(method, request_serializer=None, response_deserializer=None)
             try:
                 read(b"\x0a\x01x", timeout=1)
             except grpc.RpcError:

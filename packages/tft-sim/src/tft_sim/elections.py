@@ -114,6 +114,8 @@ class Candidate(Process):
         super().__init__(name, election.clock)
         self.core = core
         self.wall_ahead_ms = 0
+        self.slow_until_ms = 0  # answers to it are late
+        self.cut_until_ms = 0  # no call of it arrives, once its answers are no longer late
         self._election = election
         self._speed = 1 + election.random.uniform(-DRIFT_MOST, DRIFT_MOST)
         self._term: Leader | None = None
@@ -208,6 +210,7 @@ class Election:
         self.clock.run_until(faults_ms)
         self.is_calm, self._stalled_until_ms, self._cut_off = True, 0, None
         for candidate in self._candidates.values():
+            candidate.slow_until_ms = candidate.cut_until_ms = 0
             candidate.resume()
         led = self.clock.run_until(self.clock.now_ms + LEADS_WITHIN_MS, self._one_leads)
         if not led:
@@ -218,6 +221,10 @@ class Election:
         """Carry a call to a member of the store, and its answer back. Both take time, and either may be lost."""
         there_ms, back_ms = self._delay_ms(), self._delay_ms()
         is_lost = not self.is_calm and self.random.random() < 0.05
+        if self.clock.now_ms < candidate.slow_until_ms:
+            there_ms, back_ms = 0, self.random.randint(DEADLINE_MS // 2, DEADLINE_MS - 1)
+        elif self.clock.now_ms < candidate.cut_until_ms:
+            return
 
         def arrive() -> None:
             what = self._handle(call, candidate.name)
@@ -267,7 +274,7 @@ class Election:
         return any(each.state is State.RUNNING and each.core.leads(each.now_ms()) for each in self._candidates.values())
 
     def _delay_ms(self) -> int:
-        slow = not self.is_calm and self.random.random() < 0.15
+        slow = not self.is_calm and self.random.random() < 0.05
         return self.random.randint(0, 700) if slow else self.random.randint(0, 5)
 
     def _handle(self, call: Call, address: str) -> Answer | None:
@@ -283,7 +290,7 @@ class Election:
             return
         self.clock.after(self.random.randint(100, 3_000), self._strike)
         victim = self._candidates[self.random.choice(self._names)]
-        match self.random.choice(("stop", "kill", "stall", "elect", "jump")):
+        match self.random.choice(("stop", "kill", "stall", "elect", "jump", "cut")):
             case "stop":
                 self.stop(victim)
             case "kill":
@@ -295,6 +302,9 @@ class Election:
             case "elect":
                 self._cut_off = self.store.term, self.clock.now_ms + self.random.randint(100, 4_000)
                 self.store.elect()
+            case "cut":
+                victim.slow_until_ms = self.clock.now_ms + self.random.randint(0, 3_000)
+                victim.cut_until_ms = victim.slow_until_ms + self.random.randint(500, 5_000)
             case "jump":
                 victim.wall_ahead_ms = self.random.randint(-JUMP_MOST_MS, JUMP_MOST_MS)
 
