@@ -82,7 +82,9 @@ class _Collector(Collector):
             "tft_lighthouse_start_time_seconds", "Start, in seconds since 1970.", view.started_ms / 1_000
         )
         yield GaugeMetricFamily(
-            "tft_lighthouse_ready", "1: replicas should come here. 0: a newer lighthouse serves them.", view.is_ready
+            "tft_lighthouse_ready",
+            "1: replicas should come here. 0: another lighthouse serves them, or none leads.",
+            view.is_ready,
         )
         yield from _jobs(view.jobs)
         yield from _replicas(view.jobs)
