@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,7 +65,7 @@ def test_a_certificate_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     async def make() -> None:
         EtcdClient(config, "us:1", within_s=1)
 
-    with pytest.raises(ConfigError, match="TFT_LIGHTHOUSE_ETCD_CA is .*ca.pem', which can't be read: No such file"):
+    with pytest.raises(ConfigError, match=r"TFT_LIGHTHOUSE_ETCD_CA is .*ca.pem', which can't be read: No such file"):
         asyncio.run(make())
 
 
@@ -88,7 +87,7 @@ def test_a_certificate_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_of_another_program_is_named(value: bytes) -> None:
-    with pytest.raises(ConfigError | ValueError, match="was not written by a lighthouse"):
+    with pytest.raises(ValueError, match="was not written by a lighthouse"):
         _leader_of(pb.KeyValue(key=b"/x/leader", value=value))
 
 
@@ -102,10 +101,3 @@ def test_what_a_lighthouse_wrote_is_read() -> None:
 def test_a_floor_of_another_program_is_named(value: bytes) -> None:
     with pytest.raises(ValueError, match="was not written by a lighthouse"):
         _floor_of(value)
-
-
-def test_the_floor_of_another_program_is_no_number() -> None:
-    shown: Any = None
-    with pytest.raises(ValueError, match="was not written by a lighthouse") as shown:
-        _floor_of(b"x" * 1_000)
-    assert len(str(shown.value)) < 300

@@ -83,7 +83,7 @@ class _Collector(Collector):
         )
         yield GaugeMetricFamily(
             "tft_lighthouse_ready",
-            "1: replicas should come here. 0: another lighthouse serves them, or none leads.",
+            "1: replicas should come here. 0: another lighthouse serves them.",
             view.is_ready,
         )
         yield from _jobs(view.jobs)
