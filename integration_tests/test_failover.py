@@ -23,6 +23,7 @@ from typing import cast, final
 
 import grpc
 import pytest
+import trustme
 
 from integration_tests.conftest import Spawn
 from integration_tests.etcd_program import EtcdProgram
@@ -279,6 +280,54 @@ def test_a_server_that_is_not_etcd_is_named(tmp_path: Path) -> None:
             until(lambda: words in program.log_text, "it says so", lambda: program.log_text)
         finally:
             program.end()
+
+
+def test_etcd_over_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    files = {"ca": authority.cert_pem, "stranger": stranger.cert_pem}
+    for name in ("etcd", "lighthouse"):
+        issued = authority.issue_cert("127.0.0.1", "localhost")
+        files |= {f"{name}_cert": issued.cert_chain_pems[0], f"{name}_key": issued.private_key_pem}
+    for name, pem in files.items():
+        pem.write_to_path(str(tmp_path / f"{name}.pem"))
+    etcd = EtcdProgram(
+        tmp_path,
+        size=1,
+        scheme="https",
+        settings=(
+            f"--cert-file={tmp_path / 'etcd_cert.pem'}",
+            f"--key-file={tmp_path / 'etcd_key.pem'}",
+            "--client-cert-auth",
+            f"--trusted-ca-file={tmp_path / 'ca.pem'}",
+        ),
+    )
+    own = {"TFT_LIGHTHOUSE_ETCD_CERT": "lighthouse_cert.pem", "TFT_LIGHTHOUSE_ETCD_KEY": "lighthouse_key.pem"}
+    chosen = {
+        "right": {**own, "TFT_LIGHTHOUSE_ETCD_CA": "ca.pem"},
+        "no certificate": {"TFT_LIGHTHOUSE_ETCD_CA": "ca.pem"},
+        "another authority": {**own, "TFT_LIGHTHOUSE_ETCD_CA": "stranger.pem"},
+    }
+    command: list[str | Path] = [COMMAND, f"--etcd={etcd.endpoints}", "--http_bind=0"]
+    programs = {
+        name: LighthouseProgram(
+            [*command, f"--etcd_prefix=/{number}"],
+            tmp_path / f"{name}.log",
+            environment={variable: str(tmp_path / file) for variable, file in variables.items()},
+        )
+        for number, (name, variables) in enumerate(chosen.items())
+    }
+    try:
+        etcd.start()
+        for program in programs.values():
+            program.start()
+        until(lambda: LEADS.search(programs["right"].log_text), "it leads", lambda: programs["right"].log_text)
+        for name in ("no certificate", "another authority"):
+            until(lambda name=name: "etcd does not answer" in programs[name].log_text, name)  # type: ignore[misc]
+            assert not LEADS.search(programs[name].log_text)
+    finally:
+        for program in programs.values():
+            program.end()
+        etcd.end()
 
 
 # --- under a job ------------------------------------------------------------------------------------------------------
