@@ -33,7 +33,7 @@ from tft_coord import CoordinationError, LighthouseClient, ManagerClient, Manage
 from tft_lighthouse import LighthouseServer
 from tft_lighthouse.etcd import etcd_pb2 as pb
 
-pytestmark = pytest.mark.timeout(240)  # several real processes, on a machine that may be busy
+pytestmark = pytest.mark.timeout(480)  # several real processes, on a machine that may be busy
 
 COMMAND = Path(sys.executable).parent / "tft-lighthouse"
 LEADS = re.compile(
