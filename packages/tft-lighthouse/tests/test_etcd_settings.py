@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,51 +12,57 @@ from tft_coord import ConfigError
 from tft_coord.lighthouse import election
 from tft_lighthouse import EtcdConfig
 from tft_lighthouse.etcd import etcd_pb2 as pb
-from tft_lighthouse.etcd import flags
 from tft_lighthouse.etcd.client import EtcdClient, _floor_of, _leader_of
-from tft_lighthouse.etcd.settings import read_flags
+from tft_lighthouse.launch import _etcd
+from tft_lighthouse.settings import resolve
 
 
-def read(*words: str, **environment: str) -> EtcdConfig | None:
-    parser = argparse.ArgumentParser()
-    flags.add(parser)
-    return read_flags(parser.parse_args(words), environment)
+def read(file: Mapping[str, str | int] = {}, /, *, path: str = "l.toml", **flags: str) -> EtcdConfig | None:
+    return _etcd(resolve(flags, {}, file, path if file else None))
 
 
 def test_without_endpoints_there_is_no_election() -> None:
     assert read() is None
-    assert read(TFT_LIGHTHOUSE_ETCD_PREFIX="/a") is None, "a variable for all hosts may stand beside no endpoints"
+    assert read(etcd_prefix="/tft/lighthouse", etcd_ttl_s="2") is None, "the defaults, as --print-config writes them"
 
 
-def test_flags_beat_the_environment() -> None:
-    variables = {"TFT_LIGHTHOUSE_ETCD": "a:1, http://b:2", "TFT_LIGHTHOUSE_ETCD_PREFIX": "/x"}
-    found = read(**variables)
+def test_each_setting_reaches_the_election_from_the_file_and_from_flags() -> None:
+    found = read({"etcd": "a:1, http://b:2", "etcd_prefix": "/x", "etcd_ttl_s": 3})
     assert found is not None
-    assert (found.addresses, found.prefix, found.ttl_s) == (("a:1", "b:2"), "/x", 2)
-    found = read("--etcd=c:3", "--etcd-prefix=/y", "--etcd-ttl-s=5", **variables)
+    assert (found.addresses, found.prefix, found.ttl_s) == (("a:1", "b:2"), "/x", 3)
+    found = read({"etcd": "a:1", "etcd_prefix": "/x"}, etcd="c:3", etcd_prefix="/y", etcd_ttl_s="5")
     assert found is not None
     assert (found.addresses, found.prefix, found.ttl_s) == (("c:3",), "/y", 5)
 
 
+def test_certificates_in_the_file_are_relative_to_its_folder() -> None:
+    file = {"etcd": "https://a:1", "etcd_ca": "ca.pem", "etcd_cert": "cert.pem", "etcd_key": "/k/key.pem"}
+    found = read(file, path="/etc/tft/l.toml", etcd_cert="here.pem")
+    assert found is not None
+    assert (found.ca, found.cert, found.key) == ("/etc/tft/ca.pem", "here.pem", "/k/key.pem")
+
+
 @pytest.mark.parametrize(
-    ("words", "environment", "sentence"),
+    ("flags", "sentence"),
     [
-        (("--etcd_ttl_s=5",), {}, "have no effect without --etcd"),
-        (("--etcd_prefix=/a",), {}, "have no effect without --etcd"),
-        (("--etcd=nowhere",), {}, "etcd endpoint 'nowhere' is no address; give host:port, such as 10.0.0.1:2379"),
-        (("--etcd=a:1,",), {}, "etcd endpoint '' is no address"),
-        (("--etcd=" + ",".join(["a:1"] * 17),), {}, "etcd has 17 endpoints; give 1 to 16"),
-        (("--etcd=a:1,https://b:1",), {}, "give it to all or to none"),
-        (("--etcd=a:1", "--etcd_prefix=/"), {}, "the etcd prefix is '/'; give 1 to 256 bytes, printable"),
-        (("--etcd=a:1", "--etcd_prefix=/a\nb"), {}, "the etcd prefix is"),
-        (("--etcd=a:1", "--etcd_ttl_s=1"), {}, "etcd_ttl_s is 1; give 2 to 60 seconds"),
-        (("--etcd=a:1",), {"TFT_LIGHTHOUSE_ETCD_CA": "ca"}, "no effect without https:// endpoints"),
-        (("--etcd=https://a:1",), {"TFT_LIGHTHOUSE_ETCD_CERT": "c"}, "a certificate for etcd needs its key"),
+        ({"etcd_ttl_s": "5"}, "etcd_ttl_s has no effect without etcd; give etcd its endpoints, or leave"),
+        ({"etcd_prefix": "/a"}, "etcd_prefix has no effect without etcd"),
+        ({"etcd_key": "k"}, "etcd_key has no effect without etcd"),
+        ({"etcd": "nowhere"}, "etcd endpoint 'nowhere' is no address; give host:port, such as 10.0.0.1:2379"),
+        ({"etcd": "a:1,"}, "etcd endpoint '' is no address"),
+        ({"etcd": ",".join(["a:1"] * 17)}, "etcd has 17 endpoints; give 1 to 16"),
+        ({"etcd": "a:1,https://b:1"}, "give it to all or to none"),
+        ({"etcd": "a:1", "etcd_prefix": "/"}, "etcd_prefix is '/'; give 1 to 256 bytes, printable"),
+        ({"etcd": "a:1", "etcd_prefix": "/a\nb"}, "--etcd_prefix: etcd_prefix is"),
+        ({"etcd": "a:1", "etcd_ttl_s": "1"}, "etcd_ttl_s is 1; give 2 to 60 seconds"),
+        ({"etcd": "a:1", "etcd_ca": "ca"}, "etcd_ca has no effect without https:// endpoints"),
+        ({"etcd": "https://a:1", "etcd_cert": "c"}, "set both etcd_cert and etcd_key, or neither"),
     ],
 )
-def test_a_wrong_setting_is_named(words: tuple[str, ...], environment: dict[str, str], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence.replace("(", "\\(")):
-        read(*words, **environment)
+def test_a_wrong_setting_is_named(flags: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(**flags)  # type: ignore[arg-type]  # the keys are names of settings
+    assert sentence in str(caught.value)
 
 
 def test_a_certificate_that_can_not_be_read_is_named(tmp_path: Path) -> None:
@@ -65,7 +71,7 @@ def test_a_certificate_that_can_not_be_read_is_named(tmp_path: Path) -> None:
     async def make() -> None:
         EtcdClient(config, "us:1", within_s=1)
 
-    with pytest.raises(ConfigError, match=r"TFT_LIGHTHOUSE_ETCD_CA is .*ca.pem', which can't be read: No such file"):
+    with pytest.raises(ConfigError, match=r"etcd_ca is .*ca.pem', which can't be read: No such file"):
         asyncio.run(make())
 
 

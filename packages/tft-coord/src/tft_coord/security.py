@@ -41,18 +41,31 @@ def read_token(environment: Mapping[str, str]) -> str | None:
     if path is not None:
         if not path:
             raise ConfigError("TFT_TOKEN_FILE is empty; give the path of a file, or unset it")
-        try:
-            token = _read_file(path).decode().rstrip("\r\n")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"TFT_TOKEN_FILE names {path}, which can't be read: {error}") from error
+        return read_token_file(path, "TFT_TOKEN_FILE")
     if token is None:
         return None
     try:
         return check_token(token)
     except ConfigError as error:
-        if path is not None:
-            raise ConfigError(f"TFT_TOKEN_FILE names {path}, which holds no valid secret: {error}") from None
         raise ConfigError(f"TFT_TOKEN is {'invalid' if token else 'empty; set it, or unset it'}: {error}") from None
+
+
+def read_token_file(path: str, setting: str) -> str:
+    """Return the secret in a file.
+
+    Args:
+        path: of the file.
+        setting: what names it, for messages.
+    Raises: ConfigError: the file can't be read, or holds no valid secret.
+    """
+    try:
+        token = _read_file(path).decode().rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{setting} names {path}, which can't be read: {error}") from error
+    try:
+        return check_token(token)
+    except ConfigError as error:
+        raise ConfigError(f"{setting} names {path}, which holds no valid secret: {error}") from None
 
 
 def _read_file(path: str) -> bytes:

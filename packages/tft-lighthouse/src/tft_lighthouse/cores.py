@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 
-from tft_coord.lighthouse import LighthouseConfig, LighthouseCore, ProtocolRouter, TorchftCore
+from tft_coord.lighthouse import TORCHFT_JOB, LighthouseConfig, LighthouseCore, ProtocolRouter, TorchftCore
 
 
 def new_cores(
@@ -30,7 +30,7 @@ def new_cores(
         now_ms=now_ms,
         had_earlier_life=is_successor,
     )
-    torchft = TorchftCore(config, started_ms=started_ms)
+    torchft = TorchftCore(config.of_job(TORCHFT_JOB), started_ms=started_ms)
     return (
         core,
         torchft,

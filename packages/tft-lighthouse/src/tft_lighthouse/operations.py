@@ -42,9 +42,13 @@ class Operations:
         config: limits and timeouts.
         token: shared secret, or None.
         send: sends an order to its stream.
+        num_streams: returns the number of open streams and waiting calls.
         now_ms: returns the time of a monotonic clock.
         wall_ms: returns milliseconds since 1970.
         candidate: of the election among several lighthouses; None: this one is alone.
+
+    Attributes:
+        address: under which replicas come to this lighthouse; "": not known yet.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Operations:
         *,
         token: str | None,
         send: Callable[[effects.AskToLeave | effects.TellNewest], None],
+        num_streams: Callable[[], int],
         now_ms: Callable[[], int],
         wall_ms: Callable[[], int],
         candidate: Candidate | None = None,
@@ -65,8 +70,14 @@ class Operations:
         self._config = config
         self._token = token
         self._send = send
+        self._num_streams = num_streams
         self._now_ms = now_ms
         self._wall_ms = wall_ms
+        self.address = ""
+
+    def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
+        """Use other settings, and the secret for calls of this lighthouse, from now on."""
+        self._config, self._token = config, token
 
     def renew(self, core: LighthouseCore, torchft: TorchftCore) -> None:
         """Show other cores from now on: this lighthouse begins again, without memory."""
@@ -81,6 +92,8 @@ class Operations:
             version=__version__,
             started_ms=self._core.started_ms,
             now_ms=self._wall_ms(),
+            address=self.address,
+            has_secret=self._token is not None,
             cluster_id=self._core.cluster_id,
             is_ready=self.is_ready,
             leader=leader.address if leader is not None else "",
@@ -88,8 +101,15 @@ class Operations:
             heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
             join_timeout_ms=timeouts.join_timeout_ms,
             stragglers=self._config.stragglers.describe(),
+            num_streams=self._num_streams(),
+            limits=self._config.limits,
             jobs=(*self._core.status(now_ms), *((theirs,) if theirs is not None else ())),
         )
+
+    @property
+    def started_ms(self) -> int:
+        """Return when the lighthouse started, in milliseconds since 1970."""
+        return self._core.started_ms
 
     @property
     def is_ready(self) -> bool:
@@ -135,7 +155,8 @@ class Operations:
         if not found.address:
             raise RefusedError(f"the address of replica {found.replica_id} is not known yet; try again", code="unknown")
         message = f"{reason or 'it is killed'} (asked by {caller})"
-        logger.warning("job %s: replica %s is asked to end: %s", its_job.name, found.replica_id, message)
+        facts = {"job": its_job.name, "replica_id": found.replica_id, "reason": message}
+        logger.warning("job %s: replica %s is asked to end: %s", its_job.name, found.replica_id, message, extra=facts)
         await kill_group(found.address, message, token=self._token, timeouts=self._config.timeouts)
         return found.replica_id
 
@@ -149,7 +170,8 @@ class Operations:
                 more = f"; {torchft} is torchft's, which can't be asked to leave: end its process" if torchft else ""
                 raise RefusedError(order.message + more, code=order.refusal.value)
             if isinstance(order, effects.AskToLeave):
-                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
+                facts = {"job": drain.job, "replica_id": drain.replica, "reason": reason}
+                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason, extra=facts)
             self._send(order)
 
     def description(self) -> LighthouseDescription:

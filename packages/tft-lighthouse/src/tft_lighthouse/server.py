@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, final
 
@@ -16,7 +17,9 @@ from tft_coord.lighthouse import (
     HOW_TO_SERVE_OTHERS,
     MAX_MEMBERS,
     MAX_NAME_BYTES,
+    JobSettings,
     LighthouseConfig,
+    Limits,
     LoopShare,
     bind_without_secret,
     check_host,
@@ -72,6 +75,9 @@ class LighthouseServer:
         insecure: serve everybody without a secret.
         stragglers: the policy for a replica that slows the others down; None: a warning.
         http_bind: `host:port` for status, metrics and health over HTTP; port 0 takes a free one. None: no such port.
+        limits: what clients may use; None: the defaults of `Limits`.
+        jobs: the settings of single jobs that differ from the others', by name.
+        max_message_bytes: the largest message that a client may send.
         etcd: settings of the election of one lighthouse among several (`tft-lighthouse[etcd]`); None: this lighthouse
             always serves.
     Raises: ConfigError: an argument is invalid, two of them clash, or the address can't be bound.
@@ -93,57 +99,44 @@ class LighthouseServer:
         insecure: bool = False,
         stragglers: StragglerPolicy | None = None,
         http_bind: str | None = None,
+        limits: Limits | None = None,
+        jobs: Mapping[str, JobSettings] | None = None,
+        max_message_bytes: int = defaults.MAX_MESSAGE_BYTES,
         etcd: EtcdConfig | None = None,
     ) -> None:
-        host = _host_of(bind)
-        if hostname is not None:
-            check_host("hostname", hostname)
-        if http_bind is not None:
-            _host_of(http_bind, "http_bind")
-        config = _config(
-            min_replicas,
-            Timeouts(
-                join_timeout_ms=join_timeout_ms,
-                quorum_tick_ms=quorum_tick_ms,
-                heartbeat_timeout_ms=heartbeat_timeout_ms,
-            ),
+        is_for_this_machine = token is None and not insecure
+        bind, http_bind = check_addresses(bind, http_bind, for_this_machine=is_for_this_machine)
+        host = _check_hostname(hostname, bind, for_this_machine=is_for_this_machine)
+        if token is not None:
+            check_token(token)
+        self._config = lighthouse_config(
+            min_replicas=min_replicas,
+            join_timeout_ms=join_timeout_ms,
+            quorum_tick_ms=quorum_tick_ms,
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
             on_lost_state=on_lost_state,
             lost_state_timeout_ms=lost_state_timeout_ms,
             cluster_id=cluster_id,
             stragglers=stragglers,
+            limits=limits,
+            jobs=jobs,
         )
-        is_for_this_machine = token is None and not insecure
-        if token is not None:
-            check_token(token)
-        elif is_for_this_machine:
-            bind = bind_without_secret(bind)
-            host = _host_of(bind)
-            check_host_without_secret("hostname", hostname or host)
-            http_bind = bind_without_secret(http_bind, "http_bind") if http_bind is not None else None
+        check_message_bytes(max_message_bytes)
         self._shell: LighthouseShell | None = None
         self._http: HttpServer | None = None
         self._http_address: str | None = None
         listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(config, bind, cluster_id, token, etcd))
+            self._shell, port = self._share.run(self._start(bind, cluster_id, token, max_message_bytes, etcd))
         except BaseException:
             for listener in listeners:
                 listener.close()
             self._share.give_back()
             raise
-        self._address = Address(f"http://{join_host_port(hostname or host or _this_machine(), port)}")
-        logger.info(
-            "listening at %s (bind %s, min_replicas %d, stragglers %s, on_lost_state %s, for %g s)",
-            self._address,
-            bind,
-            min_replicas,
-            config.stragglers.describe(),
-            on_lost_state,
-            config.lost_state_ms / 1_000,
-        )
-        if token is None:
-            _warn_without_secret(self._address, is_insecure=insecure)
+        self._address = Address(f"http://{join_host_port(host or _this_machine(), port)}")
+        self._token = token
+        self._log_start(bind, on_lost_state, is_for_this_machine=is_for_this_machine)
         try:
             if etcd is not None:
                 self._share.run(self._campaign(self._address))
@@ -154,6 +147,22 @@ class LighthouseServer:
             self.shutdown()
             raise
 
+    def _log_start(self, bind: str, on_lost_state: str, *, is_for_this_machine: bool) -> None:
+        logger.info(
+            "listening at %s (bind %s, min_replicas %d, stragglers %s, on_lost_state %s, for %g s)",
+            self._address,
+            bind,
+            self._config.min_replicas,
+            self._config.stragglers.describe(),
+            on_lost_state,
+            self._config.lost_state_ms / 1_000,
+        )
+        if is_for_this_machine:
+            sentence = "no shared secret is set, so only this machine is served, at %s; %s"
+            logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
+        elif self._token is None:
+            logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
+
     @property
     def http_address(self) -> str | None:
         """Return `http://host:port` of the HTTP port; None: there is none."""
@@ -163,6 +172,44 @@ class LighthouseServer:
     def address(self) -> Address:
         """Return `http://host:port`, for the managers. It is also callable, as torchft's is."""
         return self._address
+
+    def reconfigure(
+        self,
+        *,
+        min_replicas: int = defaults.MIN_REPLICAS,
+        limits: Limits | None = None,
+        jobs: Mapping[str, JobSettings] | None = None,
+        token: str | None = None,
+    ) -> None:
+        """Use other settings from now on, while the jobs go on.
+
+        A larger or smaller least number counts for the next quorum. A limit ends no replica that is connected. Another
+        secret counts for new connections and calls; open streams go on.
+
+        Args:
+            min_replicas, limits, jobs: as at the start. Values that are left out become the defaults.
+            token: another shared secret; None: as it is.
+        Raises: ConfigError: a value is wrong, or the lighthouse has no shared secret to replace; nothing has changed.
+            CoordinationClosedError: it was shut down.
+        """
+        shell = self._shell
+        if shell is None:
+            raise CoordinationClosedError("this lighthouse was shut down; make a new one")
+        if token is not None:
+            if self._token is None:
+                raise ConfigError("this lighthouse was started without a shared secret; restart it with one")
+            check_token(token)
+        _check_min_replicas(min_replicas)
+        config = replace(self._config, min_replicas=min_replicas, limits=limits or Limits(), jobs=dict(jobs or {}))
+        token = token or self._token
+
+        async def apply() -> None:
+            shell.reconfigure(config, token)
+            if self._http is not None and token is not None:
+                self._http.use_token(token)
+
+        self._share.run(apply())
+        self._config, self._token = config, token
 
     def shutdown(self) -> None:
         """Shut down: nothing is answered any more, on any connection; port and thread are free. Idempotent."""
@@ -181,11 +228,12 @@ class LighthouseServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.shutdown()
 
-    @staticmethod
     async def _start(
-        config: LighthouseConfig, bind: str, cluster_id: str | None, token: str | None, etcd: EtcdConfig | None
+        self, bind: str, cluster_id: str | None, token: str | None, max_message_bytes: int, etcd: EtcdConfig | None
     ) -> tuple[LighthouseShell, int]:
-        shell = LighthouseShell(config, cluster_id=cluster_id, token=token, etcd=etcd)
+        shell = LighthouseShell(
+            self._config, cluster_id=cluster_id, token=token, max_message_bytes=max_message_bytes, etcd=etcd
+        )
         return shell, await shell.start(bind)
 
     async def _campaign(self, address: str) -> None:
@@ -202,6 +250,7 @@ class LighthouseServer:
         access = Access(token, names=(host, _this_machine(), socket.gethostname()), insecure=insecure)
         shell = self._shell
         assert shell is not None
+        shell.operations.address = str(self._address)
 
         async def start() -> HttpServer:
             server = HttpServer(shell.operations, shell.keep_journal(), listeners, access)
@@ -213,26 +262,34 @@ class LighthouseServer:
         logger.info("status, metrics and health at %s (/, /api/v1/status, /metrics, /healthz)", self._http_address)
 
 
-def _warn_without_secret(address: str, *, is_insecure: bool) -> None:
-    if is_insecure:
-        logger.warning("insecure: any host that reaches %s can join, end and change the job", address)
-    else:
-        sentence = "no shared secret is set, so only this machine is served, at %s; %s"
-        logger.warning(sentence, address, HOW_TO_SERVE_OTHERS)
+def _check_hostname(hostname: str | None, bind: str, *, for_this_machine: bool) -> str:
+    """Return the host under which others reach this one; "": by this machine's name. Raises: ConfigError: wrong."""
+    if hostname is not None:
+        check_host("hostname", hostname)
+    host = hostname or _host_of(bind)
+    if for_this_machine:
+        check_host_without_secret("hostname", host)
+    return host
 
 
-def _config(
-    min_replicas: int,
-    timeouts: Timeouts,
+def lighthouse_config(
     *,
+    min_replicas: int,
+    join_timeout_ms: int,
+    quorum_tick_ms: int,
+    heartbeat_timeout_ms: int,
     on_lost_state: str,
     lost_state_timeout_ms: int,
     cluster_id: str | None,
     stragglers: StragglerPolicy | None,
+    limits: Limits | None,
+    jobs: Mapping[str, JobSettings] | None,
 ) -> LighthouseConfig:
     """Return the core's settings. Raises: ConfigError: one is invalid, or two of them clash."""
-    if min_replicas > MAX_MEMBERS:
-        raise ConfigError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
+    timeouts = Timeouts(
+        join_timeout_ms=join_timeout_ms, quorum_tick_ms=quorum_tick_ms, heartbeat_timeout_ms=heartbeat_timeout_ms
+    )
+    _check_min_replicas(min_replicas)
     if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
         raise ConfigError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
     if on_lost_state not in defaults.LOST_STATE_CHOICES:
@@ -253,7 +310,37 @@ def _config(
         timeouts=timeouts,
         stragglers=stragglers or StragglerPolicy(),
         lost_state_timeout_ms=lost_state_timeout_ms if on_lost_state == "wait" else 0,
+        limits=limits or Limits(),
+        jobs=dict(jobs or {}),
     )
+
+
+def check_addresses(bind: str, http_bind: str | None, *, for_this_machine: bool) -> tuple[str, str | None]:
+    """Return where a lighthouse listens: without a secret at loopback alone.
+
+    Args:
+        bind, http_bind: `host:port`, as asked for; None: no HTTP port.
+        for_this_machine: no other machine is served.
+    Raises: ConfigError: one is no `host:port`, or names an interface that other machines reach.
+    """
+    _host_of(bind)
+    if http_bind is not None:
+        _host_of(http_bind, "http_bind")
+    if not for_this_machine:
+        return bind, http_bind
+    return bind_without_secret(bind), bind_without_secret(http_bind, "http_bind") if http_bind is not None else None
+
+
+def check_message_bytes(max_message_bytes: int) -> None:
+    """Check the limit for one message. Raises: ConfigError: it is out of its range."""
+    least, most = defaults.MESSAGE_BYTES_LEAST, defaults.MESSAGE_BYTES_MOST
+    if not least <= max_message_bytes <= most:
+        raise ConfigError(f"max_message_bytes is {max_message_bytes}; give {least} to {most} bytes")
+
+
+def _check_min_replicas(min_replicas: int) -> None:
+    if min_replicas > MAX_MEMBERS:
+        raise ConfigError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
 
 
 def _host_of(bind: str, name: str = "bind") -> str:

@@ -22,14 +22,12 @@ from tft_coord.lighthouse import (
     Context,
     LighthouseConfig,
     Outbox,
-    Quorum,
     Refusal,
     Server,
     codec,
     effects,
     events,
     fail,
-    grpc,
     peer_address,
     server_options,
     services,
@@ -37,8 +35,10 @@ from tft_coord.lighthouse import (
 from tft_lighthouse import log
 from tft_lighthouse.cores import new_cores
 from tft_lighthouse.encoders import Encoders
+from tft_lighthouse.graces import Graces
 from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
+from tft_lighthouse.unary import UnaryCalls, check_leads
 
 if TYPE_CHECKING:
     from tft_lighthouse.etcd.candidate import Candidate
@@ -48,7 +48,6 @@ logger = logging.getLogger("tft_lighthouse")
 
 LAST_ANSWERS_S: Final = 0.2
 LOOK_AT_WAITS_S: Final = 1.0
-LOOKS_APART_S: Final = 0.01  # streams that break together are judged together
 
 _Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed
 
@@ -61,6 +60,7 @@ class LighthouseShell:
         config: limits and timeouts.
         cluster_id: of the lighthouses that replace each other, or None for one alone.
         token: shared secret, or None.
+        max_message_bytes: the largest message of a client.
         etcd: settings of the election of one lighthouse among several, or None: this one always serves.
 
     Attributes:
@@ -69,17 +69,24 @@ class LighthouseShell:
     """
 
     def __init__(
-        self, config: LighthouseConfig, *, cluster_id: str | None, token: str | None, etcd: EtcdConfig | None = None
+        self,
+        config: LighthouseConfig,
+        *,
+        cluster_id: str | None,
+        token: str | None,
+        max_message_bytes: int,
+        etcd: EtcdConfig | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._config = config
-        if cluster_id is None:
-            cluster_id = f"etcd {etcd.prefix}" if etcd is not None else str(uuid.uuid4())
         self.candidate = _new_candidate(etcd, began=self._begin_again, ended=self._end_to_lead)
         self._journal: Journal | None = None
         self._serves_since_ms = self._wall_ms()
         self._core, self._torchft_core, self._router = new_cores(
-            config, started_ms=self._serves_since_ms, cluster_id=cluster_id, now_ms=self._now_ms()
+            config,
+            started_ms=self._serves_since_ms,
+            cluster_id=cluster_id or _own_cluster_id(etcd),
+            now_ms=self._now_ms(),
         )
         self.operations = Operations(
             self._core,
@@ -87,6 +94,7 @@ class LighthouseShell:
             config,
             token=token,
             send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
+            num_streams=lambda: len(self._streams) + len(self._unary),
             now_ms=self._now_ms,
             wall_ms=self._wall_ms,
             candidate=self.candidate,
@@ -96,28 +104,35 @@ class LighthouseShell:
         # stream -> time of its last message; without streams that this side ends
         self._received_s: dict[int, float] = {}
         self._was_asked: set[int] = set()  # streams that were asked for the quorum that they hold
-        self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode = Encoders()
+        self._unary = UnaryCalls(
+            self.operations,
+            handle=self._handle_unary,
+            encode=self._encode,
+            number=self._numbers.__next__,
+            full=self._refuse_full_call,
+        )
         self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
         self._refusals = log.Refusals(self._loop.time)
         self._failures = log.Failures()
         self._timer: asyncio.TimerHandle | None = None
-        self._graces: set[asyncio.TimerHandle] = set()
-        self._last_look_s = 0.0
+        self._graces = Graces(lambda: self._perform(self._core.tick(self._now_ms(), self._wall_ms())))
         self._next_look_at_waits_s = 0.0
-        self._server = Server(
-            server_options(config.timeouts, hears_beats=True),
-            services.Services(
-                unary={
-                    services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
-                    services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
-                    services.LIGHTHOUSE_QUORUM: self._answer_quorum,
-                    services.LIGHTHOUSE_DRAIN: self._answer_drain,
-                },
-                streams={services.LIGHTHOUSE_SESSION: self._serve_session},
-                token=token,
-                is_serving=lambda: self.operations.is_ready,
-            ),
+        self._services = self._new_services(token)
+        options = server_options(config.timeouts, hears_beats=True, max_request_bytes=max_message_bytes)
+        self._server = Server(options, self._services)
+
+    def _new_services(self, token: str | None) -> services.Services:
+        return services.Services(
+            unary={
+                services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
+                services.LIGHTHOUSE_HEARTBEAT: self._unary.heartbeat,
+                services.LIGHTHOUSE_QUORUM: self._unary.quorum,
+                services.LIGHTHOUSE_DRAIN: self._answer_drain,
+            },
+            streams={services.LIGHTHOUSE_SESSION: self._serve_session},
+            token=token,
+            is_serving=lambda: self.operations.is_ready,
         )
 
     async def start(self, bind: str) -> int:
@@ -135,14 +150,13 @@ class LighthouseShell:
 
     async def stop(self) -> None:
         """Stop: nothing is answered from now on, on any connection, and the port is free."""
-        for timer in (self._timer, *self._graces):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._graces.end()
         # Waiting callers get an answer, and every stream ends, before the connections close: a clean end, not a break.
         for outbox in self._streams.values():
             outbox.close()
-        for call in list(self._calls):
-            self._answer(call, None)
+        self._unary.end_all()
         await self._server.stop(LAST_ANSWERS_S)
         if self.candidate is not None:
             await self.candidate.stop()
@@ -151,6 +165,14 @@ class LighthouseShell:
         """Count and record from now on what has happened to the jobs, and return the journal."""
         self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
         return self._journal
+
+    def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
+        """Use other settings from now on; see `LighthouseServer.reconfigure`."""
+        self._config = config
+        self._core.reconfigure(config)
+        self._torchft_core.reconfigure(config.of_job(TORCHFT_JOB))
+        self.operations.reconfigure(config, token)
+        self._services.token = token
 
     # --- the election -------------------------------------------------------------------------------------------------
 
@@ -174,8 +196,7 @@ class LighthouseShell:
         for outbox in streams:
             outbox.abandon()
         self._received_s.clear()
-        for call in list(self._calls):
-            self._answer(call, None)
+        self._unary.end_all()
         self._begin_again(self._core.started_ms, True)
 
     def _leads(self) -> bool:
@@ -184,34 +205,18 @@ class LighthouseShell:
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._config.timeouts.quorum_tick_ms / 1000, self._tick)
-        if not self._leads():
-            return
-        self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
-        if self._journal is not None:
+        self._timer = self._loop.call_later(self._config.timeouts.quorum_tick_ms / 1_000, self._tick)
+        if self._leads():
+            self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
+        if self._journal is not None:  # of a standby too: what it recorded as a leader goes on no more
             self._journal.tick()
-        if self._loop.time() >= self._next_look_at_waits_s:
+        if self._leads() and self._loop.time() >= self._next_look_at_waits_s:
             self._next_look_at_waits_s = self._loop.time() + LOOK_AT_WAITS_S
             self._perform(self._core.look_at_waits(self._now_ms()))
 
-    def _look_after_grace(self) -> None:
-        """Judge a broken stream when its grace ends, because the next tick may come much later."""
-        if self._timer is None or self._timer.cancelled():
-            return  # this lighthouse ends
-
-        def look() -> None:
-            self._graces.discard(timer)
-            self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
-
-        grace_s = self._config.timeouts.reconnect_grace_ms / 1000
-        ends_s = self._loop.time() + grace_s + 0.001  # the core's milliseconds are whole numbers
-        if self._last_look_s < ends_s:
-            self._last_look_s = ends_s + LOOKS_APART_S
-            timer = self._loop.call_at(self._last_look_s, look)
-            self._graces.add(timer)
-
     def _handle(self, event: events.LighthouseEvent) -> None:
-        self._perform(self._router.handle(event, self._now_ms(), self._wall_ms()))
+        job = event.hello.job if isinstance(event, events.HelloReceived) else None
+        self._perform(self._router.handle(event, self._now_ms(), self._wall_ms()), job)
         if self._core.started_ms != self._serves_since_ms:
             self._serves_since_ms = self._core.started_ms
             log.took_over()
@@ -227,7 +232,8 @@ class LighthouseShell:
     def _handle_unary(self, event: events.UnaryEvent) -> None:
         self._perform(self._router.handle_unary(event, self._now_ms(), self._wall_ms()))
 
-    def _perform(self, decisions: Iterable[_Decision]) -> None:
+    def _perform(self, decisions: Iterable[_Decision], hello_job: str | None = None) -> None:
+        """Perform decisions in order; `hello_job` is the job that a hello has named, if that is what they answer."""
         if not self._leads():
             return
         for decision in decisions:
@@ -241,7 +247,7 @@ class LighthouseShell:
                 case effects.TellNewest(stream, news):
                     self._send(stream, self._encode.news(news))
                 case effects.RefuseSession(stream, refusal, message):
-                    self._refusals.log("a stream", refusal, message, job=self._core.job_of(stream))
+                    self._log_refusal("a stream", refusal, message, self._core.job_of(stream) or hello_job)
                     self._send(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
                 case effects.RefuseRequest(stream, _, refusal, message):
@@ -270,12 +276,36 @@ class LighthouseShell:
                 case effects.JobFailed():
                     self._failures.log(decision)
                 case effects.AnswerUnaryQuorum(call, quorum):
-                    self._answer(call, quorum)
+                    self._unary.answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
-                    self._refusals.log("a call", refusal, message, job=TORCHFT_JOB)
-                    self._answer(call, decision)
+                    self._log_refusal("a call", refusal, message, TORCHFT_JOB)
+                    self._unary.answer(call, decision)
                 case _:
                     self._send(decision.stream, codec.encode_from_lighthouse(decision))
+
+    def _log_refusal(self, what: str, refusal: Refusal, message: str, job: str | None) -> None:
+        # Whoever may come may come under a thousand names, and of one limit one line is enough.
+        is_known = job == TORCHFT_JOB or job in self._core.jobs
+        about = f"{job if is_known else ''} is full" if refusal is Refusal.FULL else None
+        self._refusals.log(what, refusal, message, job=job, about=about)
+
+    def _full_of_streams(self) -> str | None:
+        """Return why no further stream or waiting call is served, or None."""
+        most, number = self._config.limits.max_streams, len(self._streams) + len(self._unary)
+        if number < most:
+            return None
+        return (
+            f"this lighthouse serves {number} streams and waiting calls, the most that it may serve (max_streams {most}"
+            "). Raise max_streams of the lighthouse, or end replicas"
+        )
+
+    def _refuse_full_call(self) -> effects.RefuseUnary | None:
+        full = self._full_of_streams()
+        if full is None:
+            return None
+        refused = effects.RefuseUnary(0, Refusal.FULL, full)  # no call has that number
+        self._perform([refused])
+        return refused
 
     def _send(self, stream: int, message: bytes) -> None:
         outbox = self._streams.get(stream)
@@ -287,11 +317,6 @@ class LighthouseShell:
         outbox = self._streams.get(stream)
         if outbox is not None:
             outbox.close()
-
-    def _answer(self, call: int, answer: Quorum | effects.RefuseUnary | None) -> None:
-        waiting = self._calls.get(call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
@@ -306,6 +331,12 @@ class LighthouseShell:
             return await context.write(codec.encode_from_lighthouse(self.candidate.refusal()))
         stream, serves = next(self._numbers), asyncio.current_task()
         assert serves is not None
+        full = self._full_of_streams()
+        if full is not None:
+            refused = effects.RefuseSession(stream, Refusal.FULL, full)
+            self._perform([refused])
+            await context.write(codec.encode_from_lighthouse(refused))
+            return None
 
         def overflows() -> None:
             name, job = self._core.replica_of(stream) or "(no hello yet)", self._core.job_of(stream) or "(no hello yet)"
@@ -329,13 +360,13 @@ class LighthouseShell:
             # A connection whose other host is silent ends after heartbeat_timeout, by pings or by missing
             # acknowledgements. A stream on which a message came a moment before its end was therefore closed by that
             # host.
-            within_s = self._config.timeouts.heartbeat_timeout_ms / 2000
+            within_s = self._config.timeouts.heartbeat_timeout_ms / 2_000
             by_peer = last_s is not None and self._loop.time() - last_s < within_s
             self._streams.pop(stream, None)
             self._was_asked.discard(stream)
             self._unpacks.discard(stream)
             self._handle(events.StreamClosed(stream, by_peer))
-            self._look_after_grace()
+            self._graces.begin(self._config.timeouts.reconnect_grace_ms)
 
     async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
         """Read the stream until its manager server closes its side, the stream breaks, or a message is invalid."""
@@ -358,6 +389,10 @@ class LighthouseShell:
             elif isinstance(event, events.HelloReceived) and event.hello.unpacks:
                 self._unpacks.add(stream)
             self._handle(event)
+            if self._journal is not None and isinstance(event, events.BeatReceived):
+                report = event.progress.report if event.progress is not None else None
+                if report is not None:
+                    self._journal.reported(stream, report)
 
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
@@ -369,7 +404,7 @@ class LighthouseShell:
             outbox.close()
 
     async def _answer_describe(self, _request: bytes, context: Context) -> bytes:
-        await _check_leads(self.operations, context)
+        await check_leads(self.operations, context)
         return codec.encode_description(self.operations.description())
 
     async def _answer_drain(self, request: bytes, context: Context) -> bytes:
@@ -383,40 +418,10 @@ class LighthouseShell:
             await fail(context, error.code, str(error.args[0]))
         return b""
 
-    # --- torchft's unary calls ----------------------------------------------------------------------------------------
 
-    async def _answer_heartbeat(self, request: bytes, context: Context) -> bytes:
-        await _check_leads(self.operations, context)
-        try:
-            replica_id = codec.decode_heartbeat(request)
-        except ProtocolError as error:
-            await fail(context, Refusal.MALFORMED.value, str(error))
-        self._handle_unary(events.HeartbeatReceived(replica_id))
-        return b""
-
-    async def _answer_quorum(self, request: bytes, context: Context) -> bytes:
-        await _check_leads(self.operations, context)
-        try:
-            member = codec.decode_lighthouse_request(request)
-        except ProtocolError as error:
-            await fail(context, Refusal.MALFORMED.value, str(error))
-        call = next(self._numbers)
-        waiting = self._calls[call] = self._loop.create_future()
-        try:
-            self._handle_unary(events.UnaryQuorumRequested(call, member))
-            answer = await waiting
-        except asyncio.CancelledError:
-            # The caller disconnected or its deadline passed: it is no member of later quorums.
-            self._handle_unary(events.UnaryRequestWithdrawn(call))
-            raise
-        finally:
-            del self._calls[call]
-        await _check_leads(self.operations, context)
-        if isinstance(answer, Quorum):
-            return self._encode.response(answer)
-        if answer is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
-        return await fail(context, answer.refusal.value, answer.message)
+def _own_cluster_id(etcd: EtcdConfig | None) -> str:
+    """Return the name of the lighthouses that replace each other, if the operator gives none."""
+    return f"etcd {etcd.prefix}" if etcd is not None else str(uuid.uuid4())
 
 
 def _new_candidate(
@@ -427,11 +432,3 @@ def _new_candidate(
     from tft_lighthouse.etcd.candidate import Candidate  # only a lighthouse with an election pays for the import
 
     return Candidate(etcd, began=began, ended=ended)
-
-
-async def _check_leads(operations: Operations, context: Context) -> None:
-    """End a call that only a leader answers, if this lighthouse does not lead."""
-    try:
-        operations.check_leads()
-    except RefusedError as error:
-        await fail(context, error.code, str(error.args[0]))

@@ -16,9 +16,11 @@ from tft_coord.compat.router import TORCHFT_JOB, ProtocolRouter
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.core import effects, election, events
+from tft_coord.core.config import JobSettings, LighthouseConfig, Limits
 from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.lighthouse import LighthouseCore
 from tft_coord.core.names import base_name, shorten
+from tft_coord.core.stalls import Spent, Stall, TrainerReport
 from tft_coord.core.status import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
 from tft_coord.core.types import MAX_INT64, Quorum, QuorumNews, Refusal
 from tft_coord.descriptors import raise_limit
@@ -33,6 +35,7 @@ from tft_coord.security import (
     check_token,
     read_insecure,
     read_token,
+    read_token_file,
 )
 from tft_coord.transport.address import (
     check_host,
@@ -64,11 +67,13 @@ __all__ = [
     "Inheritance",
     "JobEnded",
     "JobFailed",
+    "JobSettings",
     "JobState",
     "JobStatus",
     "LighthouseConfig",
     "LighthouseCore",
     "LighthouseDescription",
+    "Limits",
     "LoopShare",
     "Outbox",
     "PaceChanged",
@@ -82,7 +87,10 @@ __all__ = [
     "ReplicaState",
     "ReplicaStatus",
     "Server",
+    "Spent",
+    "Stall",
     "TorchftCore",
+    "TrainerReport",
     "WaitNoticed",
     "WaitStatus",
     "admits",
@@ -111,6 +119,7 @@ __all__ = [
     "raise_limit",
     "read_insecure",
     "read_token",
+    "read_token_file",
     "server_options",
     "services",
     "shorten",

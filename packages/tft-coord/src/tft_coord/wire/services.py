@@ -61,7 +61,7 @@ class Services(grpc.GenericRpcHandler):
         unary: handlers of calls with one message each way, by full name of the method.
         streams: handlers of calls with a stream each way; they read and write through the context.
         token: the job's shared secret, or None. The server refuses a call without it by its headers. It reads no
-            message of such a call, so the call costs no memory.
+            message of such a call, so the call costs no memory. Another one counts for the calls that begin then.
         is_serving: returns the answer to grpc's health checks; None: they are not answered. They need no secret,
             because an orchestrator's probe has none.
     """
@@ -74,7 +74,7 @@ class Services(grpc.GenericRpcHandler):
         token: str | None,
         is_serving: Callable[[], bool] | None = None,
     ) -> None:
-        self._token = token
+        self.token = token
         handlers: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()
         }
@@ -98,7 +98,7 @@ class Services(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """Return the handler of that call, or None for an unknown method. grpc asks once for each call."""
-        allowed = admits(self._token, handler_call_details.invocation_metadata)
+        allowed = admits(self.token, handler_call_details.invocation_metadata)
         return (self._handlers if allowed else self._refusals).get(handler_call_details.method)
 
 

@@ -25,7 +25,6 @@ from tft_coord.lighthouse import (
     services,
 )
 from tft_lighthouse.etcd import etcd_pb2 as pb
-from tft_lighthouse.etcd.flags import CA_ENV, CERT_ENV, KEY_ENV
 from tft_lighthouse.etcd.settings import EtcdConfig
 
 RANGE: Final = "/etcdserverpb.KV/Range"
@@ -196,8 +195,7 @@ def _shown(data: bytes) -> str:
 def _credentials(config: EtcdConfig) -> grpc.ChannelCredentials | None:
     if not config.is_encrypted:
         return None
+    files = config.read_files()
     return grpc.ssl_channel_credentials(
-        root_certificates=config.read(CA_ENV, config.ca),
-        private_key=config.read(KEY_ENV, config.key),
-        certificate_chain=config.read(CERT_ENV, config.cert),
+        root_certificates=files["etcd_ca"], private_key=files["etcd_key"], certificate_chain=files["etcd_cert"]
     )

@@ -1,21 +1,18 @@
 """The settings of the election: endpoints of etcd, the prefix of its keys, the time to live of the lease.
 
-Law of this file: flags and environment variables to one checked value; nothing is opened.
+Law of this file: one checked value, and the files that it names; nothing else is opened.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 from tft_coord import ConfigError
 from tft_coord.lighthouse import MAX_NAME_BYTES, target
-from tft_lighthouse.etcd.flags import CA_ENV, CERT_ENV, ENDPOINTS_ENV, KEY_ENV, PREFIX, PREFIX_ENV, TTL_S
+from tft_lighthouse import defaults
 
-LONGEST_TTL_S: Final = 60
 MOST_ENDPOINTS: Final = 16
 
 
@@ -34,8 +31,8 @@ class EtcdConfig:
     """
 
     endpoints: tuple[str, ...]
-    prefix: str = PREFIX
-    ttl_s: int = TTL_S
+    prefix: str = defaults.ETCD_PREFIX
+    ttl_s: int = defaults.ETCD_TTL_S
     ca: str | None = None
     cert: str | None = None
     key: str | None = None
@@ -54,15 +51,15 @@ class EtcdConfig:
             raise ConfigError("some etcd endpoints have https:// and others have not; give it to all or to none")
         prefix = self.prefix
         if not (prefix.isprintable() and 0 < len(prefix.encode()) <= MAX_NAME_BYTES) or not prefix.strip("/"):
-            raise ConfigError(f"the etcd prefix is {prefix[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
-        if not TTL_S <= self.ttl_s <= LONGEST_TTL_S:
-            raise ConfigError(f"etcd_ttl_s is {self.ttl_s}; give {TTL_S} to {LONGEST_TTL_S} seconds")
-        files = {CA_ENV: self.ca, CERT_ENV: self.cert, KEY_ENV: self.key}
-        given = [name for name, path in files.items() if path is not None]
+            raise ConfigError(f"etcd_prefix is {prefix[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
+        least, most = defaults.ETCD_TTL_S, defaults.ETCD_TTL_S_MOST
+        if not least <= self.ttl_s <= most:
+            raise ConfigError(f"etcd_ttl_s is {self.ttl_s}; give {least} to {most} seconds")
+        given = [name for name, path in self._files.items() if path is not None]
         if given and not self.is_encrypted:
             raise ConfigError(f"{given[0]} has no effect without https:// endpoints of etcd; leave one of the two out")
         if (self.cert is None) is not (self.key is None):
-            raise ConfigError(f"a certificate for etcd needs its key: set both {CERT_ENV} and {KEY_ENV}, or neither")
+            raise ConfigError("a certificate for etcd needs its key: set both etcd_cert and etcd_key, or neither")
 
     @property
     def is_encrypted(self) -> bool:
@@ -74,35 +71,22 @@ class EtcdConfig:
         """Return the endpoints as grpc takes them."""
         return tuple(dict.fromkeys(target(_without_scheme(endpoint)) for endpoint in self.endpoints))
 
-    def read(self, name: str, path: str | None) -> bytes | None:
-        """Return the content of a file of a setting, or None for no file. Raises: ConfigError: it can't be read."""
-        if path is None:
-            return None
-        try:
-            return Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{name} is {path!r}, which can't be read: {error.strerror}") from None
+    @property
+    def _files(self) -> dict[str, str | None]:
+        return {"etcd_ca": self.ca, "etcd_cert": self.cert, "etcd_key": self.key}
 
+    def read_files(self) -> dict[str, bytes | None]:
+        """Return the content of each file by the name of its setting, None for no file.
 
-def read_flags(settings: argparse.Namespace, environment: Mapping[str, str]) -> EtcdConfig | None:
-    """Return the settings of the election, or None for a lighthouse without etcd.
-
-    Raises: ConfigError: a value is invalid, or there is one without endpoints.
-    """
-    endpoints = settings.etcd or environment.get(ENDPOINTS_ENV, "")
-    prefix = settings.etcd_prefix or environment.get(PREFIX_ENV, "")
-    if not endpoints:
-        if settings.etcd_prefix or settings.etcd_ttl_s != TTL_S:
-            raise ConfigError("--etcd_prefix and --etcd_ttl_s have no effect without --etcd; give the endpoints")
-        return None
-    return EtcdConfig(
-        endpoints=tuple(endpoint.strip() for endpoint in endpoints.split(",")),
-        prefix=prefix or PREFIX,
-        ttl_s=settings.etcd_ttl_s,
-        ca=environment.get(CA_ENV) or None,
-        cert=environment.get(CERT_ENV) or None,
-        key=environment.get(KEY_ENV) or None,
-    )
+        Raises: ConfigError: one can't be read.
+        """
+        found: dict[str, bytes | None] = {}
+        for name, path in self._files.items():
+            try:
+                found[name] = Path(path).read_bytes() if path is not None else None
+            except OSError as error:
+                raise ConfigError(f"{name} is {path!r}, which can't be read: {error.strerror}") from None
+        return found
 
 
 def _without_scheme(endpoint: str) -> str:

@@ -78,6 +78,10 @@ class Access:
         self._names = frozenset(name.lower().strip("[]") for name in names if name)
         self._insecure = insecure
 
+    def use_token(self, token: str) -> None:
+        """Ask for another secret from now on."""
+        self._token = token
+
     def denial(self, visitor: Visitor, kind: Kind) -> Denial | None:
         """Return why a request is denied, or None."""
         if kind is Kind.HEALTH:
