@@ -29,11 +29,11 @@ from tft_coord.lighthouse import (
     join_host_port,
 )
 from tft_lighthouse import defaults
+from tft_lighthouse.etcd.settings import EtcdConfig
 from tft_lighthouse.http.listeners import listen
 from tft_lighthouse.shell import LighthouseShell
 
 if TYPE_CHECKING:
-    from tft_lighthouse.etcd.settings import EtcdConfig
     from tft_lighthouse.http.app import HttpServer
 
 logger = logging.getLogger("tft_lighthouse")
