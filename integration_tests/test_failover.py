@@ -231,7 +231,7 @@ def test_a_standby_names_the_leader_on_every_port(cluster: Cluster) -> None:
     status, body = get(standby, "/api/v1/status")
     told = json.loads(body)["lighthouse"]
     assert (status, told["is_ready"], told["leader"]) == (200, False, leader.address)
-    assert leader.address in get(standby, "/")[1]
+    assert leader.address in get(standby, "/status")[1]
     assert get(standby, "/replica/a/drain", b"")[0] == 409
     assert get(leader, "/readyz") == (200, "ready\n")
 
