@@ -71,6 +71,10 @@ class LighthouseProgram:
         """Kill it with kill -9, and return when it is gone."""
         self._signal(signal.SIGKILL)
 
+    def terminate(self) -> None:
+        """End it with SIGTERM, and return when it is gone."""
+        self._signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """Stop it with SIGSTOP, until `go_on`."""
         assert self._process is not None, "it does not live"

@@ -15,31 +15,41 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE_ROOT = ROOT / "packages" / "tft-coord" / "src"
-PROTO = "tft_coord/wire/coordination.proto"
-GENERATED = ("tft_coord/wire/coordination_pb2.py", "tft_coord/wire/coordination_pb2.pyi")
+# Package -> its .proto, at its import path.
+PROTOS = {
+    "tft-coord": "tft_coord/wire/coordination.proto",
+    "tft-lighthouse": "tft_lighthouse/etcd/etcd.proto",
+}
 
 
-def generate(destination: Path) -> None:
+def source_of(package: str) -> Path:
+    return ROOT / "packages" / package / "src"
+
+
+def generate(package: str, destination: Path) -> None:
     """Write the generated files under `destination`, at their import path. Raises SystemExit: the .proto is wrong."""
     arguments = [
         "protoc",
-        f"--proto_path={SOURCE_ROOT}",
+        f"--proto_path={source_of(package)}",
         f"--proto_path={files('grpc_tools') / '_proto'}",
         f"--python_out={destination}",
         f"--pyi_out={destination}",
-        PROTO,
+        PROTOS[package],
     ]
     if protoc.main(arguments) != 0:
-        raise SystemExit(f"{PROTO} does not compile; the compiler's message is above.")
+        raise SystemExit(f"{PROTOS[package]} does not compile; the compiler's message is above.")
 
 
 def stale() -> list[str]:
     """Return the generated files that differ from the .proto's output, by their path under the package's source."""
-    with tempfile.TemporaryDirectory() as folder:
-        fresh = Path(folder)
-        generate(fresh)
-        return [name for name in GENERATED if not same(fresh / name, SOURCE_ROOT / name)]
+    found = []
+    for package, proto in PROTOS.items():
+        generated = [proto.removesuffix(".proto") + ending for ending in ("_pb2.py", "_pb2.pyi")]
+        with tempfile.TemporaryDirectory() as folder:
+            fresh = Path(folder)
+            generate(package, fresh)
+            found += [name for name in generated if not same(fresh / name, source_of(package) / name)]
+    return found
 
 
 def same(left: Path, right: Path) -> bool:
@@ -50,7 +60,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a generated file is stale")
     if not parser.parse_args().check:
-        generate(SOURCE_ROOT)
+        for package in PROTOS:
+            generate(package, source_of(package))
     elif names := stale():
         sys.exit(f"Stale: {', '.join(names)}. Run `make proto` and commit the result.")
 

@@ -363,6 +363,23 @@ def test_one_that_answers_no_more_is_left_for_the_next() -> None:
     assert dialed(core.stream_broke(5)) == 1
 
 
+def test_a_standby_is_left_for_the_leader_that_it_names_and_that_for_the_next() -> None:
+    core = several()
+    core.start(0)
+    core.stream_opened(1)
+    assert core.told_refused(Refusal.STANDBY, "use the leader", 5, leader=2) == [HangUp()]
+    assert core.stream_broke(5) == [Dial(5 + 75, 2)]
+    assert dialed(core.stream_broke(80)) == 0, "it is dead, and its key stands for a while"
+
+
+def test_a_standby_that_knows_no_leader_is_left_for_the_next() -> None:
+    core = several()
+    core.start(0)
+    core.stream_opened(1)
+    assert core.told_refused(Refusal.STANDBY, "none leads yet", 5) == [HangUp()]
+    assert dialed(core.stream_broke(5)) == 1
+
+
 def test_who_is_refused_as_stale_says_a_newer_session_to_the_same() -> None:
     core = several()
     core.start(0)

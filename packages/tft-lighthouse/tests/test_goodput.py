@@ -69,3 +69,11 @@ def test_jobs_and_replicas_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         found.reported(f"job {number}", f"replica {number}", report(commit=1), number)
     assert list(found.jobs) == [f"job {number}" for number in range(95, 100)]
     assert len(found._replicas) == 7
+
+
+def test_a_lighthouse_that_leads_again_counts_from_then_on_and_keeps_its_sums() -> None:
+    found = Goodput()
+    found.reported("job", "a", report(commit=5_000), 1_000)
+    found.begin_again()
+    found.reported("job", "a", report(commit=HUGE), HUGE)
+    assert found.jobs["job"] == {Spent.COMMIT: 5_000 + STARTED_BEFORE_MS}, "another lighthouse has counted meanwhile"

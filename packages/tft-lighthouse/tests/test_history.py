@@ -25,6 +25,7 @@ from tft_coord.lighthouse import (
 from tft_lighthouse import history, log
 from tft_lighthouse.history import History, Incident, IncidentKind, Phase
 from tft_lighthouse.journal import Journal
+from tft_lighthouse.timeline import Lane
 
 NAMES = "abcdefgh"
 
@@ -443,3 +444,23 @@ def test_hundreds_that_are_lost_together_cost_the_lighthouse_little() -> None:
     for name in names[300:]:
         found.reported("job", name, [stall(commit=5)], 1_500)
     assert {each.num_reports for each in found.incidents() if each.kind is IncidentKind.LOSS} >= {700}
+
+
+def test_a_lighthouse_that_begins_again_keeps_its_records_and_closes_those_that_go_on() -> None:
+    job = Job()
+    job.trains("a", "b")
+    job.give(events.StreamClosed(job.stream("b"), True))
+    job.pass_ms(10_000, "a")
+    assert job.last.kind is IncidentKind.LOSS
+    assert job.last.is_open
+    again = Job()
+    job.journal.renew(again.core, TorchftCore(LighthouseConfig(), started_ms=2_000))
+    job.core = again.core
+    job.pass_ms(500)
+    assert [each.is_open for each in job.records()] == [False, False]
+    lanes = job.journal.timeline.lanes("job")
+    assert {name: runs[-1][1] for name, runs in lanes.items()} == dict.fromkeys("ab", Lane.GONE)
+    assert job.journal.timeline.points("job"), "the page still shows what was"
+    job.held.clear()
+    job.trains("c")
+    assert (job.last.kind, job.last.quorum_before) == (IncidentKind.START, None), "the quorums of before are forgotten"

@@ -202,3 +202,19 @@ def test_a_secret_is_neither_added_nor_taken_away(tmp_path: Path) -> None:
             apply(lighthouse, settings(), secret)
         with pytest.raises(ConfigError, match="token_file is not set any more; restart the lighthouse"):
             apply(lighthouse, secret, settings())
+
+
+def test_what_changed_counts_for_the_next_term_of_a_leader_too() -> None:
+    with LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse:
+        lighthouse.reconfigure(min_replicas=2, limits=Limits(max_jobs=7), jobs={"default": JobSettings(min_replicas=3)})
+        shell = lighthouse._shell
+        assert shell is not None
+
+        async def lead_again() -> None:
+            shell._begin_again(shell._core.started_ms + 1, True)
+
+        lighthouse._share.run(lead_again())
+        assert (shell._core._config.min_replicas, shell._core._config.limits.max_jobs) == (2, 7)
+        assert shell._torchft_core._config.min_replicas == 3, "torchft's clients are the job default"
+        lighthouse.reconfigure(min_replicas=4)
+        assert shell._core._config.min_replicas == shell._torchft_core._config.min_replicas == 4

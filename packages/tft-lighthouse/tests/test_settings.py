@@ -40,6 +40,12 @@ max_jobs = 7
 max_replicas = 8
 max_streams = 9
 max_message_bytes = 65536
+etcd = "https://10.0.0.1:2379"
+etcd_prefix = "/ours"
+etcd_ttl_s = 3
+etcd_ca = "ca.pem"
+etcd_cert = "cert.pem"
+etcd_key = "key.pem"
 log_format = "json"
 log_level = "error"
 
@@ -245,6 +251,8 @@ def test_a_pipe_without_a_writer_is_refused_at_once(tmp_path: Path) -> None:
 
 def test_what_is_printed_is_the_same_settings_again_with_sources_and_no_secret(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text(f"{SECRET}\n")
+    for name in ("ca.pem", "cert.pem", "key.pem"):
+        (tmp_path / name).write_text("PEM")
     (tmp_path / "l.toml").write_text(ALL)
     words = ("--config", "l.toml", "--print-config", "--min_replicas", "6")
     done = run(*words, cwd=tmp_path, TFT_LIGHTHOUSE_MAX_JOBS="12")
@@ -282,6 +290,8 @@ def test_print_config_without_anything_shows_the_defaults() -> None:
         ("quorum_tick_ms = 6_000", "quorum_tick_ms is set by {file}"),
         ("bind = 'here'", "bind is 'here'; give host:port, such as [::]:29510 (bind is set by {file})"),
         ("http_bind = '1.2.3.4:x'", "give host:port, such as [::]:29510 (http_bind is set by {file})"),
+        ("etcd_ttl_s = 5", "etcd_ttl_s has no effect without etcd"),
+        ("etcd = 'https://a:1'\netcd_ca = 'none'", "etcd_ca is '{folder}/none', which can't be read"),
         ("bind = '192.0.2.1:1'", "bind is '192.0.2.1:1' and no shared secret is set"),
         ("token_file = 'none'", "token_file in {file} names {folder}/none, which can't be read"),
         ("[jobs.a]\nmin_replicas = 9\nmax_replicas = 8", "min_replicas of job a (9) exceeds max_replicas of job a (8)"),

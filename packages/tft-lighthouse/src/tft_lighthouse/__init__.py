@@ -13,18 +13,21 @@ from tft_lighthouse.version import __version__
 if TYPE_CHECKING:
     from tft_coord import ConfigError, CoordinationClosedError, CoordinationError
     from tft_coord.lighthouse import JobSettings, Limits
+    from tft_lighthouse.etcd.settings import EtcdConfig
     from tft_lighthouse.server import LighthouseServer
 
 __all__ = [
     "ConfigError",
     "CoordinationClosedError",
     "CoordinationError",
+    "EtcdConfig",
     "JobSettings",
     "LighthouseServer",
     "Limits",
     "__version__",
 ]
 _HOMES = {
+    "EtcdConfig": "tft_lighthouse.etcd.settings",
     "LighthouseServer": "tft_lighthouse.server",
     "JobSettings": "tft_coord.lighthouse",
     "Limits": "tft_coord.lighthouse",

@@ -59,6 +59,10 @@ class Goodput:
             replica.counted_ms += counts_ms
             sums[each] = sums.get(each, 0) + counts_ms
 
+    def begin_again(self) -> None:
+        """Forget the replicas' last sums, because another lighthouse has counted since. The sums of the jobs stay."""
+        self._replicas.clear()
+
     def _sums_of(self, job: str) -> dict[Spent, int]:
         sums = self.jobs.get(job)
         if sums is None:

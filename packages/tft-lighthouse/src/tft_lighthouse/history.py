@@ -206,6 +206,10 @@ class History:
         found = [each for each in self._records.values() if each.change > after_change]
         return sorted(found, key=lambda each: each.change)
 
+    def begin_again(self) -> None:
+        """Forget which quorums run: the decisions are of other cores from now on. The records stay."""
+        self._quorums.clear()
+
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def note(self, decision: object, now_ms: int, wall_ms: int) -> None:

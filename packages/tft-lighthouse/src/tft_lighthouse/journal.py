@@ -63,15 +63,25 @@ class Journal:
         self._healing: dict[str, Set[str]] = {}  # of the last look
         self._next_look_ms = 0
         self._last_notice: LossNotice | None = None
-        self.counters = Counters(core.job_of)
+        self.counters = Counters(lambda stream: self._core.job_of(stream))
         self.goodput = Goodput()
         self.history = History(
-            job_of=core.job_of, step_of=self._step_of, healing_of=self._healing_of, closed=self._closed
+            job_of=lambda stream: self._core.job_of(stream),
+            step_of=self._step_of,
+            healing_of=self._healing_of,
+            closed=self._closed,
         )
         self.timeline = Timeline()
         self._next_look_at_jobs_ms = 0
         self.on_change: Callable[[], None] = lambda: None
         self.on_closed: Callable[[Incident], None] = lambda _: None
+
+    def renew(self, core: LighthouseCore, torchft: TorchftCore) -> None:
+        """Follow other cores from now on: this lighthouse begins again, without memory. The records stay."""
+        self._core, self._torchft = core, torchft
+        self._healing, self._next_look_ms = {}, 0
+        self.goodput.begin_again()
+        self.history.begin_again()
 
     def note(self, decision: object) -> None:
         """Count and record a decision of the cores, before it is performed."""

@@ -1,6 +1,6 @@
 """From settings to a lighthouse, and from other settings to the same lighthouse.
 
-Law of this file: values of settings to arguments of the server; it reads the secret, and nothing else.
+Law of this file: values of settings to arguments of the server; it reads the files that they name, and nothing else.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from tft_coord import ConfigError, StragglerAction, StragglerPolicy
 from tft_coord.lighthouse import JobSettings, Limits, read_token, read_token_file
 from tft_lighthouse import defaults
+from tft_lighthouse.etcd.settings import EtcdConfig
 from tft_lighthouse.server import LighthouseServer, check_addresses, lighthouse_config
 from tft_lighthouse.settings import BY_NAME, DEFAULT, Settings, Value
 
@@ -21,6 +22,7 @@ TOKEN_VARIABLES = ("TFT_TOKEN", "TFT_TOKEN_FILE")
 
 def start(settings: Settings) -> LighthouseServer:
     """Return a lighthouse with these settings. Raises: ConfigError: one is wrong, or an address can't be bound."""
+    check(settings)
     return LighthouseServer(
         bind=settings["bind"],
         on_lost_state=settings["on_lost_state"],
@@ -30,6 +32,7 @@ def start(settings: Settings) -> LighthouseServer:
         http_bind=http_bind_of(settings["http_bind"] or "", settings["bind"]),
         max_message_bytes=settings["max_message_bytes"],
         stragglers=_stragglers(settings),
+        etcd=_etcd(settings),
         **_timeouts(settings),
         **_reloadable(settings),
     )
@@ -48,6 +51,9 @@ def check(settings: Settings) -> str | None:
         **_timeouts(settings),
         **_reloadable(settings),
     )
+    etcd = _etcd(settings)
+    if etcd is not None:
+        etcd.read_files()
     token, source = _secret(settings)
     http_bind = http_bind_of(settings["http_bind"] or "", settings["bind"])
     check_addresses(settings["bind"], http_bind, for_this_machine=token is None and not settings["insecure"])
@@ -139,8 +145,33 @@ def _secret(settings: Settings) -> tuple[str | None, str | None]:
         return from_environment, next(name for name in TOKEN_VARIABLES if name in os.environ)
     if source == DEFAULT:
         return None, None
-    place = os.path.join(os.path.dirname(settings.file or ""), str(path))
+    place = str(_place(settings, "token_file"))
     return read_token_file(place, f"token_file in {source}"), f"token_file in {source}"
+
+
+def _etcd(settings: Settings) -> EtcdConfig | None:
+    """Return the settings of the election; None: there is none. Raises: ConfigError: one is wrong, or has no use."""
+    if not settings["etcd"]:
+        for name in ("etcd_prefix", "etcd_ttl_s", "etcd_ca", "etcd_cert", "etcd_key"):
+            if settings[name] != BY_NAME[name].default:
+                raise ConfigError(f"{name} has no effect without etcd; give etcd its endpoints, or leave {name} out")
+        return None
+    return EtcdConfig(
+        endpoints=tuple(endpoint.strip() for endpoint in settings["etcd"].split(",")),
+        prefix=settings["etcd_prefix"],
+        ttl_s=settings["etcd_ttl_s"],
+        ca=_place(settings, "etcd_ca"),
+        cert=_place(settings, "etcd_cert"),
+        key=_place(settings, "etcd_key"),
+    )
+
+
+def _place(settings: Settings, name: str) -> str | None:
+    """Return the path in a setting, None for no path. A path in the file of settings is relative to its folder."""
+    path, source = settings.values[name].value, settings.values[name].source
+    if path is None or source != settings.file:
+        return str(path) if path is not None else None
+    return os.path.join(os.path.dirname(source), str(path))
 
 
 def _changes(before: Settings, now: Settings) -> Iterator[tuple[str, bool]]:

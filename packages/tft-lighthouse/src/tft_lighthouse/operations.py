@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from tft_coord import RefusedError
 from tft_coord.lighthouse import (
@@ -18,6 +18,7 @@ from tft_coord.lighthouse import (
     LighthouseCore,
     LighthouseDescription,
     Quorum,
+    Refusal,
     TorchftCore,
     effects,
     events,
@@ -25,6 +26,9 @@ from tft_coord.lighthouse import (
 )
 from tft_lighthouse.version import __version__
 from tft_lighthouse.view import LighthouseView, find_replica
+
+if TYPE_CHECKING:
+    from tft_lighthouse.etcd.candidate import Candidate
 
 logger = logging.getLogger("tft_lighthouse")
 
@@ -41,6 +45,7 @@ class Operations:
         num_streams: returns the number of open streams and waiting calls.
         now_ms: returns the time of a monotonic clock.
         wall_ms: returns milliseconds since 1970.
+        candidate: of the election among several lighthouses; None: this one is alone.
 
     Attributes:
         address: under which replicas come to this lighthouse; "": not known yet.
@@ -57,7 +62,9 @@ class Operations:
         num_streams: Callable[[], int],
         now_ms: Callable[[], int],
         wall_ms: Callable[[], int],
+        candidate: Candidate | None = None,
     ) -> None:
+        self._candidate = candidate
         self._core = core
         self._torchft = torchft
         self._config = config
@@ -72,10 +79,15 @@ class Operations:
         """Use other settings, and the secret for calls of this lighthouse, from now on."""
         self._config, self._token = config, token
 
+    def renew(self, core: LighthouseCore, torchft: TorchftCore) -> None:
+        """Show other cores from now on: this lighthouse begins again, without memory."""
+        self._core, self._torchft = core, torchft
+
     def view(self) -> LighthouseView:
         """Return what an operator may see."""
         now_ms, timeouts = self._now_ms(), self._config.timeouts
         theirs = self._torchft.status(TORCHFT_JOB, now_ms)
+        leader = self._candidate.leader if self._candidate is not None else None
         return LighthouseView(
             version=__version__,
             started_ms=self._core.started_ms,
@@ -84,6 +96,7 @@ class Operations:
             has_secret=self._token is not None,
             cluster_id=self._core.cluster_id,
             is_ready=self.is_ready,
+            leader=leader.address if leader is not None else "",
             min_replicas=self._config.min_replicas,
             heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
             join_timeout_ms=timeouts.join_timeout_ms,
@@ -100,8 +113,19 @@ class Operations:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether replicas should come here: no newer lighthouse of the cluster serves them."""
-        return not self._core.is_replaced
+        """Return whether replicas should come here: no other lighthouse of the cluster serves them."""
+        return not self.why_not_ready()
+
+    def why_not_ready(self) -> str:
+        """Return why replicas should use another lighthouse, as one sentence; "": they should come here."""
+        if self._candidate is not None and not self._candidate.leads():
+            return self._candidate.sentence()
+        return "a newer lighthouse of this cluster serves its replicas" if self._core.is_replaced else ""
+
+    def check_leads(self) -> None:
+        """Check before an answer that this lighthouse may give it. Raises: RefusedError: it stands by."""
+        if self._candidate is not None and not self._candidate.leads():
+            raise RefusedError(self._candidate.sentence(), code=Refusal.STANDBY.value)
 
     def drain(self, job: str | None, replica: str, *, reason: str, caller: str) -> str:
         """Ask a replica to leave after its running step.
@@ -114,6 +138,7 @@ class Operations:
         Returns: the id of the replica.
         Raises: RefusedError: there is no such replica, or it can't be asked.
         """
+        self.check_leads()
         its_job, found = find_replica(self.view().jobs, replica, job)
         self.ask_to_leave(events.DrainRequested(0, its_job.name, found.replica_id, reason), caller)
         return found.replica_id
@@ -125,6 +150,7 @@ class Operations:
         Returns: the id of the replica.
         Raises: RefusedError: there is no such replica, or it refuses. CoordinationError: it can't be reached.
         """
+        self.check_leads()
         its_job, found = find_replica(self.view().jobs, replica, job)
         if not found.address:
             raise RefusedError(f"the address of replica {found.replica_id} is not known yet; try again", code="unknown")
@@ -136,6 +162,7 @@ class Operations:
 
     def ask_to_leave(self, drain: events.DrainRequested, caller: str) -> None:
         """Ask a replica to leave, by the core's own rule for names. Raises: RefusedError: it can't be asked."""
+        self.check_leads()
         reason = f"{drain.reason or 'it is drained'} (asked by {caller})"
         for order in self._core.drain(replace(drain, reason=reason)):
             if isinstance(order, effects.RefuseUnary):

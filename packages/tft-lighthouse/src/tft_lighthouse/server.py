@@ -29,6 +29,7 @@ from tft_coord.lighthouse import (
     join_host_port,
 )
 from tft_lighthouse import defaults
+from tft_lighthouse.etcd.settings import EtcdConfig
 from tft_lighthouse.http.listeners import listen
 from tft_lighthouse.shell import LighthouseShell
 
@@ -77,6 +78,8 @@ class LighthouseServer:
         limits: what clients may use; None: the defaults of `Limits`.
         jobs: the settings of single jobs that differ from the others', by name.
         max_message_bytes: the largest message that a client may send.
+        etcd: settings of the election of one lighthouse among several (`tft-lighthouse[etcd]`); None: this lighthouse
+            always serves.
     Raises: ConfigError: an argument is invalid, two of them clash, or the address can't be bound.
     """
 
@@ -99,17 +102,14 @@ class LighthouseServer:
         limits: Limits | None = None,
         jobs: Mapping[str, JobSettings] | None = None,
         max_message_bytes: int = defaults.MAX_MESSAGE_BYTES,
+        etcd: EtcdConfig | None = None,
     ) -> None:
         is_for_this_machine = token is None and not insecure
         bind, http_bind = check_addresses(bind, http_bind, for_this_machine=is_for_this_machine)
-        host = _host_of(bind)
-        if hostname is not None:
-            check_host("hostname", hostname)
-        if is_for_this_machine:
-            check_host_without_secret("hostname", hostname or host)
+        host = _check_hostname(hostname, bind, for_this_machine=is_for_this_machine)
         if token is not None:
             check_token(token)
-        self._config = config = lighthouse_config(
+        self._config = lighthouse_config(
             min_replicas=min_replicas,
             join_timeout_ms=join_timeout_ms,
             quorum_tick_ms=quorum_tick_ms,
@@ -128,22 +128,24 @@ class LighthouseServer:
         listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(config, bind, cluster_id, token, max_message_bytes))
+            self._shell, port = self._share.run(self._start(bind, cluster_id, token, max_message_bytes, etcd))
         except BaseException:
             for listener in listeners:
                 listener.close()
             self._share.give_back()
             raise
-        self._address = Address(f"http://{join_host_port(hostname or host or _this_machine(), port)}")
+        self._address = Address(f"http://{join_host_port(host or _this_machine(), port)}")
         self._token = token
         self._log_start(bind, on_lost_state, is_for_this_machine=is_for_this_machine)
-        if listeners:
-            name = hostname or _host_of(http_bind or "") or _this_machine()
-            try:
+        try:
+            if etcd is not None:
+                self._share.run(self._campaign(self._address))
+            if listeners:
+                name = hostname or _host_of(http_bind or "") or _this_machine()
                 self._serve_http(listeners, name, token=token, insecure=insecure)
-            except BaseException:
-                self.shutdown()
-                raise
+        except BaseException:
+            self.shutdown()
+            raise
 
     def _log_start(self, bind: str, on_lost_state: str, *, is_for_this_machine: bool) -> None:
         logger.info(
@@ -226,12 +228,18 @@ class LighthouseServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.shutdown()
 
-    @staticmethod
     async def _start(
-        config: LighthouseConfig, bind: str, cluster_id: str | None, token: str | None, max_message_bytes: int
+        self, bind: str, cluster_id: str | None, token: str | None, max_message_bytes: int, etcd: EtcdConfig | None
     ) -> tuple[LighthouseShell, int]:
-        shell = LighthouseShell(config, cluster_id=cluster_id, token=token, max_message_bytes=max_message_bytes)
+        shell = LighthouseShell(
+            self._config, cluster_id=cluster_id, token=token, max_message_bytes=max_message_bytes, etcd=etcd
+        )
         return shell, await shell.start(bind)
+
+    async def _campaign(self, address: str) -> None:
+        assert self._shell is not None, "it was started"
+        assert self._shell.candidate is not None, "it has etcd's settings"
+        self._shell.candidate.start(address)
 
     def _serve_http(self, listeners: Sequence[socket.socket], host: str, *, token: str | None, insecure: bool) -> None:
         """Answer HTTP requests from now on; `host` is this machine's name for others."""
@@ -252,6 +260,16 @@ class LighthouseServer:
         self._http = self._share.run(start())
         self._http_address = f"http://{join_host_port(host, listeners[0].getsockname()[1])}"
         logger.info("status, metrics and health at %s (/, /api/v1/status, /metrics, /healthz)", self._http_address)
+
+
+def _check_hostname(hostname: str | None, bind: str, *, for_this_machine: bool) -> str:
+    """Return the host under which others reach this one; "": by this machine's name. Raises: ConfigError: wrong."""
+    if hostname is not None:
+        check_host("hostname", hostname)
+    host = hostname or _host_of(bind)
+    if for_this_machine:
+        check_host_without_secret("hostname", host)
+    return host
 
 
 def lighthouse_config(

@@ -245,6 +245,38 @@ SETTINGS: Final = (
         defaults.MESSAGE_BYTES_MOST,
         unit=" bytes",
     ),
+    _text(
+        "etcd",
+        None,
+        "endpoints of etcd, with commas between them: of all lighthouses with the same etcd and prefix one leads, and "
+        "another one takes over when it dies; without it there is no election",
+        "HOST:PORT,...",
+    ),
+    _text(
+        "etcd_prefix",
+        defaults.ETCD_PREFIX,
+        "prefix of the keys in etcd, another one for each group of lighthouses",
+        "PREFIX",
+    ),
+    _number(
+        "etcd_ttl_s",
+        defaults.ETCD_TTL_S,
+        "time to live of the leader's lease: a standby leads about that long after the leader's death",
+        defaults.ETCD_TTL_S,
+        defaults.ETCD_TTL_S_MOST,
+        unit=" seconds",
+    ),
+    _text(
+        "etcd_ca",
+        None,
+        "for https:// endpoints of etcd: file with the certificates that sign etcd's, PEM; without it those of this "
+        "machine",
+        "FILE",
+    ),
+    _text(
+        "etcd_cert", None, "for https:// endpoints of etcd: file with this lighthouse's own certificate, PEM", "FILE"
+    ),
+    _text("etcd_key", None, "file with the key of etcd_cert, PEM", "FILE"),
     _choice(
         "log_format",
         defaults.LOG_FORMATS[0],

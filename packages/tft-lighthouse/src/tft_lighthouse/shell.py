@@ -11,43 +11,43 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 import time
 import uuid
-from collections.abc import Iterable
-from typing import Final, TypeAlias, cast, final
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final, TypeAlias, cast, final
 
 from tft_coord import ConfigError, Member, ProtocolError, RefusedError
 from tft_coord.lighthouse import (
     TORCHFT_JOB,
     Context,
     LighthouseConfig,
-    LighthouseCore,
     Outbox,
-    ProtocolRouter,
-    Quorum,
     Refusal,
     Server,
-    TorchftCore,
     codec,
     effects,
     events,
     fail,
-    grpc,
     peer_address,
     server_options,
     services,
 )
 from tft_lighthouse import log
+from tft_lighthouse.cores import new_cores
 from tft_lighthouse.encoders import Encoders
+from tft_lighthouse.graces import Graces
 from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
+from tft_lighthouse.unary import UnaryCalls, check_leads
+
+if TYPE_CHECKING:
+    from tft_lighthouse.etcd.candidate import Candidate
+    from tft_lighthouse.etcd.settings import EtcdConfig
 
 logger = logging.getLogger("tft_lighthouse")
 
 LAST_ANSWERS_S: Final = 0.2
 LOOK_AT_WAITS_S: Final = 1.0
-LOOKS_APART_S: Final = 0.01  # streams that break together are judged together
 
 _Decision: TypeAlias = effects.LighthouseEffect | effects.UnaryEffect | effects.WaitNoticed
 
@@ -61,29 +61,31 @@ class LighthouseShell:
         cluster_id: of the lighthouses that replace each other, or None for one alone.
         token: shared secret, or None.
         max_message_bytes: the largest message of a client.
+        etcd: settings of the election of one lighthouse among several, or None: this one always serves.
 
     Attributes:
         operations: what an operator may see and ask for.
+        candidate: of the election; it takes part once it is started. None: there is no election.
     """
 
     def __init__(
-        self, config: LighthouseConfig, *, cluster_id: str | None, token: str | None, max_message_bytes: int
+        self,
+        config: LighthouseConfig,
+        *,
+        cluster_id: str | None,
+        token: str | None,
+        max_message_bytes: int,
+        etcd: EtcdConfig | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._config = config
+        self.candidate = _new_candidate(etcd, began=self._begin_again, ended=self._end_to_lead)
+        self._journal: Journal | None = None
         self._serves_since_ms = self._wall_ms()
-        self._core = LighthouseCore(
+        self._core, self._torchft_core, self._router = new_cores(
             config,
             started_ms=self._serves_since_ms,
-            cluster_id=cluster_id if cluster_id is not None else str(uuid.uuid4()),
-            nonces=lambda: secrets.randbits(64),
-            now_ms=self._now_ms(),
-        )
-        self._torchft_core = TorchftCore(config.of_job(TORCHFT_JOB), started_ms=self._serves_since_ms)
-        self._router = ProtocolRouter(
-            self._core,
-            self._torchft_core,
-            undecided_ms=config.timeouts.heartbeat_timeout_ms,
+            cluster_id=cluster_id or _own_cluster_id(etcd),
             now_ms=self._now_ms(),
         )
         self.operations = Operations(
@@ -92,38 +94,46 @@ class LighthouseShell:
             config,
             token=token,
             send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
-            num_streams=lambda: len(self._streams) + len(self._calls),
+            num_streams=lambda: len(self._streams) + len(self._unary),
             now_ms=self._now_ms,
             wall_ms=self._wall_ms,
+            candidate=self.candidate,
         )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
         # stream -> time of its last message; without streams that this side ends
         self._received_s: dict[int, float] = {}
         self._was_asked: set[int] = set()  # streams that were asked for the quorum that they hold
-        self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
         self._encode = Encoders()
+        self._unary = UnaryCalls(
+            self.operations,
+            handle=self._handle_unary,
+            encode=self._encode,
+            number=self._numbers.__next__,
+            full=self._refuse_full_call,
+        )
         self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
         self._refusals = log.Refusals(self._loop.time)
         self._failures = log.Failures()
-        self._journal: Journal | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._graces: set[asyncio.TimerHandle] = set()
-        self._last_look_s = 0.0
+        self._graces = Graces(lambda: self._perform(self._core.tick(self._now_ms(), self._wall_ms())))
         self._next_look_at_waits_s = 0.0
-        self._services = services.Services(
+        self._services = self._new_services(token)
+        options = server_options(config.timeouts, hears_beats=True, max_request_bytes=max_message_bytes)
+        self._server = Server(options, self._services)
+
+    def _new_services(self, token: str | None) -> services.Services:
+        return services.Services(
             unary={
                 services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
-                services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
-                services.LIGHTHOUSE_QUORUM: self._answer_quorum,
+                services.LIGHTHOUSE_HEARTBEAT: self._unary.heartbeat,
+                services.LIGHTHOUSE_QUORUM: self._unary.quorum,
                 services.LIGHTHOUSE_DRAIN: self._answer_drain,
             },
             streams={services.LIGHTHOUSE_SESSION: self._serve_session},
             token=token,
             is_serving=lambda: self.operations.is_ready,
         )
-        options = server_options(config.timeouts, hears_beats=True, max_request_bytes=max_message_bytes)
-        self._server = Server(options, self._services)
 
     async def start(self, bind: str) -> int:
         """Listen. Returns: the port. Raises: ConfigError: the address can't be bound."""
@@ -140,15 +150,16 @@ class LighthouseShell:
 
     async def stop(self) -> None:
         """Stop: nothing is answered from now on, on any connection, and the port is free."""
-        for timer in (self._timer, *self._graces):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._graces.end()
         # Waiting callers get an answer, and every stream ends, before the connections close: a clean end, not a break.
         for outbox in self._streams.values():
             outbox.close()
-        for call in list(self._calls):
-            self._answer(call, None)
+        self._unary.end_all()
         await self._server.stop(LAST_ANSWERS_S)
+        if self.candidate is not None:
+            await self.candidate.stop()
 
     def keep_journal(self) -> Journal:
         """Count and record from now on what has happened to the jobs, and return the journal."""
@@ -163,32 +174,45 @@ class LighthouseShell:
         self.operations.reconfigure(config, token)
         self._services.token = token
 
+    # --- the election -------------------------------------------------------------------------------------------------
+
+    def _begin_again(self, started_ms: int, is_successor: bool) -> None:
+        """Serve from now on with no memory, by quorum ids above `started_ms`."""
+        self._core, self._torchft_core, self._router = new_cores(
+            self._config,
+            started_ms=started_ms,
+            cluster_id=self._core.cluster_id,
+            now_ms=self._now_ms(),
+            is_successor=is_successor,
+        )
+        self._serves_since_ms = started_ms
+        self.operations.renew(self._core, self._torchft_core)
+        if self._journal is not None:
+            self._journal.renew(self._core, self._torchft_core)
+
+    def _end_to_lead(self) -> None:
+        """Forget all jobs and end all streams, with what waits to be written: nothing is answered from now on."""
+        streams, self._streams = list(self._streams.values()), {}
+        for outbox in streams:
+            outbox.abandon()
+        self._received_s.clear()
+        self._unary.end_all()
+        self._begin_again(self._core.started_ms, True)
+
+    def _leads(self) -> bool:
+        return self.candidate is None or self.candidate.leads()
+
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._config.timeouts.quorum_tick_ms / 1_000, self._tick)
-        self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
-        if self._journal is not None:
+        if self._leads():
+            self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
+        if self._journal is not None:  # of a standby too: what it recorded as a leader goes on no more
             self._journal.tick()
-        if self._loop.time() >= self._next_look_at_waits_s:
+        if self._leads() and self._loop.time() >= self._next_look_at_waits_s:
             self._next_look_at_waits_s = self._loop.time() + LOOK_AT_WAITS_S
             self._perform(self._core.look_at_waits(self._now_ms()))
-
-    def _look_after_grace(self) -> None:
-        """Judge a broken stream when its grace ends, because the next tick may come much later."""
-        if self._timer is None or self._timer.cancelled():
-            return  # this lighthouse ends
-
-        def look() -> None:
-            self._graces.discard(timer)
-            self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
-
-        grace_s = self._config.timeouts.reconnect_grace_ms / 1_000
-        ends_s = self._loop.time() + grace_s + 0.001  # the core's milliseconds are whole numbers
-        if self._last_look_s < ends_s:
-            self._last_look_s = ends_s + LOOKS_APART_S
-            timer = self._loop.call_at(self._last_look_s, look)
-            self._graces.add(timer)
 
     def _handle(self, event: events.LighthouseEvent) -> None:
         job = event.hello.job if isinstance(event, events.HelloReceived) else None
@@ -210,6 +234,8 @@ class LighthouseShell:
 
     def _perform(self, decisions: Iterable[_Decision], hello_job: str | None = None) -> None:
         """Perform decisions in order; `hello_job` is the job that a hello has named, if that is what they answer."""
+        if not self._leads():
+            return
         for decision in decisions:
             if self._journal is not None:
                 self._journal.note(decision)
@@ -250,10 +276,10 @@ class LighthouseShell:
                 case effects.JobFailed():
                     self._failures.log(decision)
                 case effects.AnswerUnaryQuorum(call, quorum):
-                    self._answer(call, quorum)
+                    self._unary.answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
                     self._log_refusal("a call", refusal, message, TORCHFT_JOB)
-                    self._answer(call, decision)
+                    self._unary.answer(call, decision)
                 case _:
                     self._send(decision.stream, codec.encode_from_lighthouse(decision))
 
@@ -265,13 +291,21 @@ class LighthouseShell:
 
     def _full_of_streams(self) -> str | None:
         """Return why no further stream or waiting call is served, or None."""
-        most, number = self._config.limits.max_streams, len(self._streams) + len(self._calls)
+        most, number = self._config.limits.max_streams, len(self._streams) + len(self._unary)
         if number < most:
             return None
         return (
             f"this lighthouse serves {number} streams and waiting calls, the most that it may serve (max_streams {most}"
             "). Raise max_streams of the lighthouse, or end replicas"
         )
+
+    def _refuse_full_call(self) -> effects.RefuseUnary | None:
+        full = self._full_of_streams()
+        if full is None:
+            return None
+        refused = effects.RefuseUnary(0, Refusal.FULL, full)  # no call has that number
+        self._perform([refused])
+        return refused
 
     def _send(self, stream: int, message: bytes) -> None:
         outbox = self._streams.get(stream)
@@ -284,11 +318,6 @@ class LighthouseShell:
         if outbox is not None:
             outbox.close()
 
-    def _answer(self, call: int, answer: Quorum | effects.RefuseUnary | None) -> None:
-        waiting = self._calls.get(call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(answer)
-
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
 
@@ -298,6 +327,8 @@ class LighthouseShell:
     # --- streams ------------------------------------------------------------------------------------------------------
 
     async def _serve_session(self, _messages: object, context: Context) -> None:
+        if self.candidate is not None and not self.candidate.leads():
+            return await context.write(codec.encode_from_lighthouse(self.candidate.refusal()))
         stream, serves = next(self._numbers), asyncio.current_task()
         assert serves is not None
         full = self._full_of_streams()
@@ -305,7 +336,7 @@ class LighthouseShell:
             refused = effects.RefuseSession(stream, Refusal.FULL, full)
             self._perform([refused])
             await context.write(codec.encode_from_lighthouse(refused))
-            return
+            return None
 
         def overflows() -> None:
             name, job = self._core.replica_of(stream) or "(no hello yet)", self._core.job_of(stream) or "(no hello yet)"
@@ -314,11 +345,15 @@ class LighthouseShell:
             self._received_s.pop(stream, None)
             serves.cancel()
 
+        async def write(message: bytes) -> None:
+            if self._leads():  # else the stream has ended, and this message with it
+                await context.write(message)
+
         outbox = self._streams[stream] = Outbox(overflows)
         self._received_s[stream] = self._loop.time()
         reader = self._loop.create_task(self._read(stream, outbox, context))
         try:
-            await outbox.write_all(context.write)
+            await outbox.write_all(write)
         finally:
             reader.cancel()
             last_s = self._received_s.pop(stream, None)
@@ -327,11 +362,11 @@ class LighthouseShell:
             # host.
             within_s = self._config.timeouts.heartbeat_timeout_ms / 2_000
             by_peer = last_s is not None and self._loop.time() - last_s < within_s
-            del self._streams[stream]
+            self._streams.pop(stream, None)
             self._was_asked.discard(stream)
             self._unpacks.discard(stream)
             self._handle(events.StreamClosed(stream, by_peer))
-            self._look_after_grace()
+            self._graces.begin(self._config.timeouts.reconnect_grace_ms)
 
     async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
         """Read the stream until its manager server closes its side, the stream breaks, or a message is invalid."""
@@ -339,6 +374,8 @@ class LighthouseShell:
 
         def receive(message: bytes) -> None:
             nonlocal last
+            if stream not in self._streams:
+                return  # it has ended, with all that this lighthouse knew of it
             if not outbox.closed:
                 self._received_s[stream] = self._loop.time()
             event = codec.decode_to_lighthouse(stream, message, last, was_asked=stream in self._was_asked)
@@ -366,7 +403,8 @@ class LighthouseShell:
         finally:
             outbox.close()
 
-    async def _answer_describe(self, _request: bytes, _context: Context) -> bytes:
+    async def _answer_describe(self, _request: bytes, context: Context) -> bytes:
+        await check_leads(self.operations, context)
         return codec.encode_description(self.operations.description())
 
     async def _answer_drain(self, request: bytes, context: Context) -> bytes:
@@ -380,38 +418,17 @@ class LighthouseShell:
             await fail(context, error.code, str(error.args[0]))
         return b""
 
-    # --- torchft's unary calls ----------------------------------------------------------------------------------------
 
-    async def _answer_heartbeat(self, request: bytes, context: Context) -> bytes:
-        try:
-            replica_id = codec.decode_heartbeat(request)
-        except ProtocolError as error:
-            await fail(context, Refusal.MALFORMED.value, str(error))
-        self._handle_unary(events.HeartbeatReceived(replica_id))
-        return b""
+def _own_cluster_id(etcd: EtcdConfig | None) -> str:
+    """Return the name of the lighthouses that replace each other, if the operator gives none."""
+    return f"etcd {etcd.prefix}" if etcd is not None else str(uuid.uuid4())
 
-    async def _answer_quorum(self, request: bytes, context: Context) -> bytes:
-        try:
-            member = codec.decode_lighthouse_request(request)
-        except ProtocolError as error:
-            await fail(context, Refusal.MALFORMED.value, str(error))
-        full = self._full_of_streams()
-        if full is not None:
-            self._perform([effects.RefuseUnary(0, Refusal.FULL, full)])  # no call has that number
-            await fail(context, Refusal.FULL.value, full)
-        call = next(self._numbers)
-        waiting = self._calls[call] = self._loop.create_future()
-        try:
-            self._handle_unary(events.UnaryQuorumRequested(call, member))
-            answer = await waiting
-        except asyncio.CancelledError:
-            # The caller disconnected or its deadline passed: it is no member of later quorums.
-            self._handle_unary(events.UnaryRequestWithdrawn(call))
-            raise
-        finally:
-            del self._calls[call]
-        if isinstance(answer, Quorum):
-            return self._encode.response(answer)
-        if answer is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
-        return await fail(context, answer.refusal.value, answer.message)
+
+def _new_candidate(
+    etcd: EtcdConfig | None, *, began: Callable[[int, bool], None], ended: Callable[[], None]
+) -> Candidate | None:
+    if etcd is None:
+        return None
+    from tft_lighthouse.etcd.candidate import Candidate  # only a lighthouse with an election pays for the import
+
+    return Candidate(etcd, began=began, ended=ended)

@@ -27,7 +27,7 @@ class LighthouseView:
         version: of this package.
         started_ms, now_ms: milliseconds since 1970.
         cluster_id: of the lighthouses that replace each other.
-        is_ready: no newer lighthouse of the cluster serves its jobs.
+        is_ready: no other lighthouse of the cluster serves its jobs.
         address: under which replicas come to it.
         has_secret: a replica and an operator must show the shared secret.
         min_replicas: smallest quorum.
@@ -36,6 +36,7 @@ class LighthouseView:
         jobs: the known jobs.
         num_streams: open streams and waiting calls.
         limits: what clients may use.
+        leader: address of the lighthouse that leads, as etcd names it; "": there is no election, or no leader.
     """
 
     version: str
@@ -52,6 +53,7 @@ class LighthouseView:
     jobs: tuple[JobStatus, ...]
     num_streams: int = 0
     limits: Limits = Limits()  # noqa: RUF009  # frozen
+    leader: str = ""
 
 
 def as_json(view: LighthouseView) -> dict[str, Any]:
@@ -66,6 +68,7 @@ def as_json(view: LighthouseView) -> dict[str, Any]:
             "has_secret": view.has_secret,
             "cluster_id": view.cluster_id,
             "is_ready": view.is_ready,
+            "leader": view.leader or None,
             "min_replicas": view.min_replicas,
             "heartbeat_timeout_ms": view.heartbeat_timeout_ms,
             "join_timeout_ms": view.join_timeout_ms,

@@ -11,6 +11,7 @@ The modules are independent:
 - `simulator`: a cluster under random faults from one seed. `python -m tft_sim --seeds 1000` runs it.
 - `scenario`: a cluster under a script, reported as a transcript.
 - `explore`: every order of a few events on a core alone. `worlds`: the surroundings of the core there.
+- `elections`: several lighthouses that elect a leader in a store, under random faults from one seed.
 - `many`: many seeds on all cores, and the story of one.
 - `marks`: the cases that were reached.
 

@@ -47,13 +47,15 @@ class Welcome:
 class RefuseSession:
     """The order to tell the stream why it is refused, then end it.
 
-    `silent_ms`: for how long the process that keeps its place has been silent, if there is one.
+    `silent_ms`: for how long the process that keeps its place has been silent, if there is one. `leader`: address of
+    the lighthouse to use instead; "": it is unknown.
     """
 
     stream: int
     refusal: Refusal
     message: str
     silent_ms: int = 0
+    leader: str = ""
 
 
 @dataclass(frozen=True, slots=True)

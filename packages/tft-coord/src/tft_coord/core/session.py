@@ -280,7 +280,14 @@ class SessionCore:
         return [self._hello()]
 
     def told_refused(
-        self, refusal: Refusal, message: str, now_ms: int, silent_ms: int = 0, *, hung: bool = False
+        self,
+        refusal: Refusal,
+        message: str,
+        now_ms: int,
+        silent_ms: int = 0,
+        *,
+        hung: bool = False,
+        leader: int | None = None,
     ) -> list[SessionEffect]:
         """Handle the lighthouse's refusal of the session.
 
@@ -289,8 +296,9 @@ class SessionCore:
         meanwhile, and have ended. A duplicate of the replica id may be dead without the lighthouse knowing it. The
         duplicate lives if the lighthouse heard it, `silent_ms` ago, long after this replica first asked. The elapsed
         time alone proves nothing, because a lighthouse that was away or slow declares no losses. The client leaves an
-        older lighthouse for the next dial, and so a lighthouse whose clock is far behind, and one without room. All
-        other refusals are final.
+        older lighthouse for the next dial, and so a lighthouse whose clock is far behind, and one without room. It
+        leaves a standby for the `leader`, the index of that lighthouse's address, or for the next one if that is None.
+        All other refusals are final.
         """
         self._welcomed = self._beats_count = False  # nothing more is sent on this stream
         if refusal in (Refusal.STALE, Refusal.LOST):
@@ -299,8 +307,9 @@ class SessionCore:
                 self.session += 1 << min(self._stale_in_a_row, STALE_DOUBLINGS_MOST)
                 self._stale_in_a_row += 1
             return [HangUp()]
-        if refusal is Refusal.OLD_LIGHTHOUSE:
-            self._redials_same = False
+        if refusal in (Refusal.OLD_LIGHTHOUSE, Refusal.STANDBY):
+            self._redials_same = leader is not None
+            self._address_dialed = self._address_dialed if leader is None else leader
             return [HangUp()]
         if refusal in (Refusal.CLOCK, Refusal.FULL):
             # A replica that was served before waits until the operator has corrected the clock or the limit, as it

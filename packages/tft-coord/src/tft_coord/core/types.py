@@ -239,6 +239,7 @@ class Refusal(enum.Enum):
     MALFORMED = "malformed"  # the message breaks the protocol
     CLOCK = "clock"  # the lighthouse's clock is more than a year behind the numbers of this replica: set it right
     OLD_LIGHTHOUSE = "old_lighthouse"  # a newer lighthouse serves this cluster
+    STANDBY = "standby"  # another lighthouse leads this cluster, or none does yet: use the leader
     LEFT = "left"  # it has left the job: end this process; a new life of it joins under a new replica id
     OVER = "job_over"  # the job ended at a later step: load the state of that step, or start a new run
     UNKNOWN = "unknown"  # the name is unknown: look at the names in the message

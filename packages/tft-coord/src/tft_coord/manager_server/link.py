@@ -63,7 +63,7 @@ from tft_coord.manager_server.trial import try_peers
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import ROUND_TRIPS_TO_BE_BACK, Timeouts
-from tft_coord.transport.address import targets
+from tft_coord.transport.address import index_of, targets
 from tft_coord.transport.diagnosis import OF_ANOTHER_KIND, no_peer, secret_refused
 from tft_coord.transport.dial import DialTimeoutError, cancel_and_wait, dial
 from tft_coord.transport.outbox import Outbox
@@ -515,11 +515,11 @@ class LighthouseLink:
             case Probe(_, number):
                 self._send(events.ProbeAnswered(0, number, *self._stopped(now_ms)))
                 self._arrived(events.ProbeCame(number))
-            case RefuseSession(_, refusal, sentence, silent_ms):
+            case RefuseSession(_, refusal, sentence, silent_ms, leader):
                 self._refusal = f"refuses this replica: {sentence}"
                 self._note_failure("the lighthouse closed the stream")
-                hung = self._is_hung()
-                self._perform(self._core.told_refused(refusal, sentence, now_ms, silent_ms, hung=hung))
+                hung, at = self._is_hung(), index_of(leader, self._targets)
+                self._perform(self._core.told_refused(refusal, sentence, now_ms, silent_ms, hung=hung, leader=at))
             case AskForQuorum(_, key):
                 held = self._quorum()
                 self._send(events.QuorumReported(0, held if held is not None and held.key == key else None))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import unquote
 
@@ -36,6 +37,18 @@ def targets(addresses: str) -> tuple[str, ...]:
     Raises: ConfigError: one of them is invalid, or there is none.
     """
     return tuple(dict.fromkeys(target(address) for address in addresses.split(",")))
+
+
+def index_of(address: str, known: Sequence[str]) -> int | None:
+    """Return the index of an address that a peer names, among those of the user; None: it is none of them.
+
+    Args:
+        address: as `target` takes it, or not valid.
+        known: as `targets` gives them.
+    """
+    with suppress(ConfigError, ValueError):
+        return known.index(target(address))
+    return None
 
 
 def check_host(name: str, host: str) -> None:

@@ -52,6 +52,11 @@ class Outbox:
         self.closed = True
         self._wake()
 
+    def abandon(self) -> None:
+        """Close, and drop the waiting messages."""
+        self._messages.clear()
+        self.close()
+
     async def write_all(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         """Write with `write` until the outbox is closed and empty. For one task. Raises what `write` raises."""
         while True:

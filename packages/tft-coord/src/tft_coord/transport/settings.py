@@ -50,6 +50,7 @@ _STATUS = {
     Refusal.MALFORMED.value: grpc.StatusCode.INVALID_ARGUMENT,
     Refusal.DUPLICATE.value: grpc.StatusCode.ALREADY_EXISTS,
     Refusal.OLD_LIGHTHOUSE.value: grpc.StatusCode.FAILED_PRECONDITION,
+    Refusal.STANDBY.value: grpc.StatusCode.UNAVAILABLE,
     Refusal.LEFT.value: grpc.StatusCode.FAILED_PRECONDITION,
     Refusal.UNKNOWN.value: grpc.StatusCode.NOT_FOUND,
 }

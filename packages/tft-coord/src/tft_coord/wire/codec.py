@@ -54,6 +54,7 @@ from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
 from tft_coord.wire import fields, reports, table
 from tft_coord.wire.limits import (
+    MAX_ADDRESS_BYTES,
     MAX_JOBS_DESCRIBED,
     MAX_MEMBERS,
     MAX_NAME_BYTES,
@@ -227,7 +228,10 @@ def encode_from_lighthouse(effect: SentEffect) -> bytes:
             return pb.FromLighthouse(welcome=welcome).SerializeToString()
         case RefuseSession():
             refused = pb.Refused(
-                code=effect.refusal.value, message=fields.clip(effect.message), silent_ms=effect.silent_ms
+                code=effect.refusal.value,
+                message=fields.clip(effect.message),
+                silent_ms=effect.silent_ms,
+                leader=effect.leader,
             )
             return pb.FromLighthouse(refused=refused).SerializeToString()
         case TellLost():
@@ -293,7 +297,8 @@ def decode_from_lighthouse(data: bytes) -> SentEffect:
         case "refused":
             refusal, sentence = fields.refused_from_wire(message.refused)
             silent_ms = fields.checked_count("silent_ms", message.refused.silent_ms, MAX_INT64)
-            return RefuseSession(0, refusal, sentence, silent_ms)
+            leader = fields.checked_printable("leader", message.refused.leader, MAX_ADDRESS_BYTES)
+            return RefuseSession(0, refusal, sentence, silent_ms, leader)
         case "lost":
             lost = message.lost
             return TellLost(0, lost.session, fields.checked_sentence("message", lost.message))

@@ -601,14 +601,16 @@ class Welcome(_message.Message):
     def __init__(self, session: _Optional[int] = ..., lighthouse_started_ms: _Optional[int] = ..., cluster_id: _Optional[str] = ..., heartbeat_timeout_ms: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("code", "message", "silent_ms")
+    __slots__ = ("code", "message", "silent_ms", "leader")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     SILENT_MS_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
     code: str
     message: str
     silent_ms: int
-    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., silent_ms: _Optional[int] = ...) -> None: ...
+    leader: str
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., silent_ms: _Optional[int] = ..., leader: _Optional[str] = ...) -> None: ...
 
 class Lost(_message.Message):
     __slots__ = ("session", "message")

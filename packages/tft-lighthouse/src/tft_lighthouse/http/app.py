@@ -175,9 +175,8 @@ class HttpServer:
         return web.Response(text="ok\n")
 
     async def _readyz(self, _request: web.Request) -> web.StreamResponse:
-        if self._operations.is_ready:
-            return web.Response(text="ready\n")
-        return web.Response(text="a newer lighthouse of this cluster serves its replicas\n", status=503)
+        reason = self._operations.why_not_ready()
+        return web.Response(text=f"{reason}\n", status=503) if reason else web.Response(text="ready\n")
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         file = self._site.get(request.match_info.get("name", site.INDEX))

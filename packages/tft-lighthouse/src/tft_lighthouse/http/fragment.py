@@ -17,9 +17,16 @@ COLUMNS: Final = ("rank", "replica", "state", "step", "phase", "own part of a st
 def of_view(view: LighthouseView) -> str:
     """Return the state of all jobs as HTML without scripts."""
     up_s = (view.now_ms - view.started_ms) // 1_000
-    ready = "" if view.is_ready else " A newer lighthouse of this cluster serves the replicas."
+    ready = "" if view.is_ready else f" {escape(why_not_ready(view))}."
     head = f"<p>Version {escape(view.version)}, up for {up_s} s, {len(view.jobs)} jobs.{ready}</p>\n"
     return head + ("".join(_job(job) for job in view.jobs) or "<p>No replica has connected yet.</p>\n")
+
+
+def why_not_ready(view: LighthouseView) -> str:
+    """Return who serves the replicas, if this lighthouse does not."""
+    if view.leader and view.leader != view.address:
+        return f"This lighthouse stands by. The one at {view.leader} serves the replicas"
+    return "This lighthouse serves no replica now; /readyz says why"
 
 
 def _job(job: JobStatus) -> str:

@@ -86,7 +86,9 @@ class _Collector(Collector):
             "tft_lighthouse_start_time_seconds", "Start, in seconds since 1970.", view.started_ms / 1_000
         )
         yield GaugeMetricFamily(
-            "tft_lighthouse_ready", "1: replicas should come here. 0: a newer lighthouse serves them.", view.is_ready
+            "tft_lighthouse_ready",
+            "1: replicas should come here. 0: another lighthouse serves them.",
+            view.is_ready,
         )
         yield GaugeMetricFamily("tft_lighthouse_streams", "Open streams and waiting calls.", view.num_streams)
         limits = GaugeMetricFamily("tft_lighthouse_limit", "What clients may use.", labels=["limit"])

@@ -20,7 +20,9 @@ def status_text(status: dict[str, Any], job: str | None = None) -> str:
     """Return the status of all jobs, or of one."""
     lighthouse = status["lighthouse"]
     up = _seconds(status["now_ms"] - lighthouse["started_ms"])
-    ready = "ready" if lighthouse["is_ready"] else "replaced by a newer lighthouse of its cluster"
+    leader = lighthouse.get("leader")  # an older lighthouse names none
+    other = f"stands by for the leader at {_clean(leader)}" if leader else "another lighthouse of its cluster serves"
+    ready = "ready" if lighthouse["is_ready"] else other
     lines = [f"lighthouse {_clean(lighthouse['version'])}, up {up}, {ready}"]
     jobs = [each for each in status["jobs"] if job in (None, each["name"])]
     for each in jobs:

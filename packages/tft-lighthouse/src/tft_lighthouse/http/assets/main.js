@@ -61,7 +61,9 @@ function show() {
 
 function showAbout() {
   const { lighthouse } = status;
-  const ready = lighthouse.is_ready ? "" : " A newer lighthouse of its cluster serves the replicas now.";
+  const isOther = lighthouse.leader && lighthouse.leader !== lighthouse.address;
+  const other = isOther ? ` It stands by: the one at ${lighthouse.leader} serves the replicas.` : " It serves no replica now; /readyz says why.";
+  const ready = lighthouse.is_ready ? "" : other;
   const again = restartedMs === null ? "" : ` It was started again at ${clock(restartedMs)}, and its history begins there.`;
   setText(byId("about"), `Version ${lighthouse.version}, up for ${age(status.now_ms - lighthouse.started_ms)}.${again}${ready}`);
 }
