@@ -215,9 +215,16 @@ def evaluates() -> None:
 
 
 def restarted() -> None:
-    quorum = Scene().core.quorum(JOB)
+    scene = Scene()
+    quorum = scene.core.quorum(JOB)
     assert quorum is not None
     log.resumed(JOB, quorum, whole(2))
+    core = LighthouseCore(
+        LighthouseConfig(timeouts=Timeouts()), started_ms=99, cluster_id="c", nonces=lambda: 9, now_ms=0
+    )
+    torchft = TorchftCore(LighthouseConfig(timeouts=Timeouts()), started_ms=99)
+    anew = Journal(core, torchft, now_ms=lambda: 0, wall_ms=lambda: 0)
+    anew.resumed(JOB, quorum, whole(2))
 
 
 @pytest.mark.parametrize(

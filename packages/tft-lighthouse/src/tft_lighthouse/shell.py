@@ -203,7 +203,7 @@ class LighthouseShell:
         self._handle(event)
         quorum = self._core.quorum(job) if job is not None else None
         if job is not None and quorum is not None and (before is None or before.key != quorum.key):
-            log.resumed(job, quorum, self._core.replica_of(event.stream) or "of an older stream")
+            _resumed(self._journal, job, quorum, self._core.replica_of(event.stream) or "of an older stream")
 
     def _handle_unary(self, event: events.UnaryEvent) -> None:
         self._perform(self._router.handle_unary(event, self._now_ms(), self._wall_ms()))
@@ -415,3 +415,9 @@ class LighthouseShell:
         if answer is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
         return await fail(context, answer.refusal.value, answer.message)
+
+
+def _resumed(journal: Journal | None, job: str, quorum: Quorum, replica_id: str) -> None:
+    log.resumed(job, quorum, replica_id)
+    if journal is not None:
+        journal.resumed(job, quorum, replica_id)
