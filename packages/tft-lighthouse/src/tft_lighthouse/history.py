@@ -314,9 +314,9 @@ class History:
             each.incident = self._timed(each.incident, Phase.QUORUM, now_ms - each.since_ms)
         for kind, replica_ids in _begun(quorum, previous, is_explained=bool(waiting)):
             reason = formed.reason
-            for each in replica_ids if kind is IncidentKind.CHANGE else ():
-                numbers = self._left_out.get((job, each))
-                reason = reason.replace(f"{each} {LEFT_OUT}", f"{each} {numbers}") if numbers else reason
+            for replica_id in replica_ids if kind is IncidentKind.CHANGE else ():
+                numbers = self._left_out.get((job, replica_id))
+                reason = reason.replace(f"{replica_id} {LEFT_OUT}", f"{replica_id} {numbers}") if numbers else reason
             incident = self._new(job, kind, replica_ids, reason, wall_ms)
             waiting.append(self._begin(incident, now_ms))
         stayed = set(quorum.replica_ids)
