@@ -109,7 +109,7 @@ class LighthouseServer:
             check_host_without_secret("hostname", hostname or host)
         if token is not None:
             check_token(token)
-        self._config = config = lighthouse_config(
+        self._config = lighthouse_config(
             min_replicas=min_replicas,
             join_timeout_ms=join_timeout_ms,
             quorum_tick_ms=quorum_tick_ms,
@@ -128,7 +128,7 @@ class LighthouseServer:
         listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(config, bind, cluster_id, token, max_message_bytes))
+            self._shell, port = self._share.run(self._start(bind, cluster_id, token, max_message_bytes, listeners))
         except BaseException:
             for listener in listeners:
                 listener.close()
@@ -226,11 +226,12 @@ class LighthouseServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.shutdown()
 
-    @staticmethod
     async def _start(
-        config: LighthouseConfig, bind: str, cluster_id: str | None, token: str | None, max_message_bytes: int
+        self, bind: str, cluster_id: str | None, token: str | None, max_bytes: int, listeners: Sequence[socket.socket]
     ) -> tuple[LighthouseShell, int]:
-        shell = LighthouseShell(config, cluster_id=cluster_id, token=token, max_message_bytes=max_message_bytes)
+        shell = LighthouseShell(self._config, cluster_id=cluster_id, token=token, max_message_bytes=max_bytes)
+        if listeners:
+            shell.keep_journal()  # now: what replicas say before HTTP is served counts too, such as a quorum to resume
         return shell, await shell.start(bind)
 
     def _serve_http(self, listeners: Sequence[socket.socket], host: str, *, token: str | None, insecure: bool) -> None:

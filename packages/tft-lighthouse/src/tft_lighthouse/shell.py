@@ -151,8 +151,9 @@ class LighthouseShell:
         await self._server.stop(LAST_ANSWERS_S)
 
     def keep_journal(self) -> Journal:
-        """Count and record from now on what has happened to the jobs, and return the journal."""
-        self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
+        """Count and record from now on what has happened to the jobs, and return the journal; there is one."""
+        journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
+        self._journal = self._journal or journal
         return self._journal
 
     def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
@@ -395,8 +396,7 @@ class LighthouseShell:
             member = codec.decode_lighthouse_request(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        full = self._full_of_streams()
-        if full is not None:
+        if (full := self._full_of_streams()) is not None:
             self._perform([effects.RefuseUnary(0, Refusal.FULL, full)])  # no call has that number
             await fail(context, Refusal.FULL.value, full)
         call = next(self._numbers)
