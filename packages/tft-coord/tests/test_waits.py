@@ -195,7 +195,7 @@ def test_with_two_replicas_the_missing_one_is_named_with_its_place_and_address()
         "two steps for 5 s); ends when it asks or is lost"
     )
     lines = [(now_ms, order) for now_ms, order in orders if isinstance(order, effects.WaitNoticed)]
-    assert lines[0] == (7_000, effects.WaitNoticed("job", 5, False, sentence))
+    assert lines[0] == (7_000, effects.WaitNoticed("job", 5, False, sentence, ("b",)))
     assert [(now_ms, line.seconds) for now_ms, line in lines] == [(7_000, 5), (32_000, 30)]
     assert "b at b-host:1" in table.core.wait_sentence("job", table.now_ms)
     table.handle(events.QuorumRequested(2, 2, Member("b", address="b-host:1", step=1), key.key))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import replace
 
 import pytest
 
-from tft_coord import Member, QuorumKey, Timeouts
+from tft_coord import Member, PaceKind, QuorumKey, StragglerNotice, Timeouts
 from tft_coord.core.types import Hello
 from tft_coord.lighthouse import (
     JobEnded,
     LighthouseConfig,
     LighthouseCore,
+    PaceChanged,
     Quorum,
     QuorumFormed,
     ReplicaLost,
@@ -26,6 +28,7 @@ from tft_lighthouse import history, log
 from tft_lighthouse.history import History, Incident, IncidentKind, Phase
 from tft_lighthouse.journal import Journal
 from tft_lighthouse.timeline import Lane
+from tft_lighthouse.view import incident_as_json
 
 NAMES = "abcdefgh"
 
@@ -255,8 +258,13 @@ def quorum(number: int, *names: str) -> Quorum:
     return Quorum(QuorumKey(number, 1), tuple(Member(name) for name in names), 0)
 
 
-def a_history(closed: list[Incident]) -> History:
-    return History(job_of=lambda _: "job", step_of=lambda _: 0, healing_of=lambda _: frozenset(), closed=closed.append)
+def a_history(closed: list[Incident], steps: list[int] | None = None) -> History:
+    return History(
+        job_of=lambda _: "job",
+        step_of=lambda _: (steps or [0])[-1],
+        healing_of=lambda _: frozenset(),
+        closed=closed.append,
+    )
 
 
 def test_a_long_wait_is_noted_in_the_incident() -> None:
@@ -268,6 +276,121 @@ def test_a_long_wait_is_noted_in_the_incident() -> None:
     assert [each.waited_for for each in found.incidents()] == ["b waits for a"] * 2
     found.note(JobEnded("job", 4, ("b",)), 6_000, 6_000)
     assert not found.is_any_open
+
+
+def a_standing_history(closed: list[Incident] | None = None, steps: list[int] | None = None) -> History:
+    """A history in which three have formed their first quorum and committed a step in it."""
+    found = a_history([] if closed is None else closed, steps)
+    found.note(QuorumFormed("job", quorum(1, "a", "b", "c"), None, 0, "it is the first quorum"), 0, 0)
+    found.look(100)
+    return found
+
+
+def test_a_wait_that_no_incident_explains_is_a_record_when_it_is_over() -> None:
+    closed: list[Incident] = []
+    found = a_standing_history(closed, steps=[1])
+    closed.clear()
+    found.note(WaitNoticed("job", 5, False, "a has not asked", ("a",)), 25_000, 25_000)
+    assert len(found.incidents()) == 1, "it is not over"
+    found.note(WaitNoticed("job", 7, True, "a has not asked"), 27_000, 27_000)
+    (wait,) = closed
+    assert (wait.kind, wait.replica_ids, wait.reason, wait.is_open) == (
+        IncidentKind.WAIT,
+        ("a",),
+        "a has not asked",
+        False,
+    )
+    assert (wait.began_ms, wait.phases, wait.lasted_ms, wait.cost_ms) == (20_000, {Phase.WAIT: 7_000}, 7_000, 7_000)
+    assert (wait.quorum_before, wait.quorum_after, wait.members_before, wait.members_after) == (1, 1, 3, 3)
+    found.note(WaitNoticed("job", 9, True, "again"), 30_000, 30_000)
+    assert len(closed) == 1, "each wait is one record"
+
+
+def test_a_wait_belongs_to_the_loss_in_it() -> None:
+    found = a_standing_history(steps=[1])
+    found.note(WaitNoticed("job", 5, False, "b waits for a", ("a",)), 25_000, 25_000)
+    found.note(ReplicaLost("job", "a", 1, "gone", 10), 26_000, 26_000)
+    assert of_kind(found, IncidentKind.LOSS).waited_for == "b waits for a"
+    found.note(WaitNoticed("job", 8, True, "b waits for a"), 28_000, 28_000)
+    assert IncidentKind.WAIT not in {each.kind for each in found.incidents()}
+
+
+def test_a_wait_belongs_to_the_failed_round_before_it() -> None:
+    found = a_standing_history(steps=[1])
+    standing = quorum(1, "a", "b", "c")
+    failed = Quorum(QuorumKey(2, 1), tuple(Member(name, step=1, commit_failures=1) for name in "abc"), 0)
+    found.note(QuorumFormed("job", failed, standing, 0, "a failed to commit"), 20_000, 20_000)
+    found.note(WaitNoticed("job", 5, False, "b waits for a", ("a",)), 25_000, 25_000)
+    found.note(WaitNoticed("job", 8, True, "b waits for a"), 28_000, 28_000)
+    assert of_kind(found, IncidentKind.FAILED_ROUND).waited_for == "b waits for a"
+    assert IncidentKind.WAIT not in {each.kind for each in found.incidents()}
+
+
+def test_a_wait_after_the_members_went_on_is_not_the_joins() -> None:
+    """A newcomer may heal for minutes, beside members that wait for somebody else."""
+    steps, healing = [0], {"d"}
+    found = History(
+        job_of=lambda _: "job", step_of=lambda _: steps[-1], healing_of=lambda _: healing, closed=lambda _: None
+    )
+    found.note(QuorumFormed("job", quorum(1, "a", "b", "c"), None, 0, "first"), 0, 0)
+    found.note(QuorumFormed("job", quorum(2, "a", "b", "c", "d"), quorum(1, "a", "b", "c"), 0, "d joined"), 1, 1)
+    steps.append(1)
+    found.look(1_000)
+    assert of_kind(found, IncidentKind.JOIN).is_open
+    found.note(WaitNoticed("job", 5, False, "b waits for a", ("a",)), 25_000, 25_000)
+    found.note(WaitNoticed("job", 8, True, "b waits for a"), 28_000, 28_000)
+    assert of_kind(found, IncidentKind.JOIN).waited_for == ""
+    assert of_kind(found, IncidentKind.WAIT).replica_ids == ("a",)
+
+
+def test_those_who_wait_in_vain_and_those_without_a_quorum_have_no_record_of_a_wait() -> None:
+    found = a_standing_history(steps=[1])
+    for job, missing in (("job", None), ("another", ("a",))):
+        found.note(WaitNoticed(job, 5, False, "left out", missing), 25_000, 25_000)
+        found.note(WaitNoticed(job, 8, True, "left out"), 28_000, 28_000)
+    assert [each.kind for each in found.incidents()] == [IncidentKind.START]
+
+
+def test_waits_do_not_drive_the_other_records_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "INCIDENTS_MOST", 8)
+    monkeypatch.setattr(history, "WAITS_MOST", 3)
+    found = a_standing_history(steps=[1])
+    for number in range(20):
+        found.note(WaitNoticed("job", 5, False, "each step", ("a",)), number, number)
+        found.note(WaitNoticed("job", 6, True, "each step"), number, number)
+    kinds = [each.kind for each in found.incidents()]
+    assert (kinds.count(IncidentKind.START), kinds.count(IncidentKind.WAIT)) == (1, 3)
+    assert [each.number for each in found.incidents()] == [1, 19, 20, 21]
+
+
+def test_a_resumed_quorum_is_one_record_of_each_job() -> None:
+    closed: list[Incident] = []
+    found = a_history(closed)
+    found.resumed("job", quorum(17, "a", "b", "c"), "b", 5_000)
+    found.resumed("job", quorum(18, "a", "b", "c"), "b", 6_000)
+    found.resumed("other", quorum(3, "x"), "x", 7_000)
+    assert [(each.job, each.kind) for each in closed] == [
+        ("job", IncidentKind.LIGHTHOUSE),
+        ("other", IncidentKind.LIGHTHOUSE),
+    ]
+    one = closed[0]
+    assert one.reason == "this lighthouse has started; it resumed quorum 17 with 3 members, as reported by b"
+    assert (one.replica_ids, one.began_ms, one.quorum_before, one.quorum_after) == ((), 5_000, 17, 17)
+    found.note(QuorumFormed("job", quorum(19, "a", "b"), quorum(18, "a", "b", "c"), 0, "c is gone"), 8_000, 8_000)
+    assert IncidentKind.START not in {each.kind for each in found.incidents()}
+
+
+def test_a_straggler_that_is_left_out_keeps_its_numbers() -> None:
+    found = a_standing_history(steps=[1])
+    news = StragglerNotice("c", PaceKind.LEFT_OUT, own_ms=320, median_ms=80, pause_ms=5_000)
+    found.note(PaceChanged("job", news), 1_000, 1_000)
+    found.note(PaceChanged("job", replace(news, replica_id="b", kind=PaceKind.SLOW)), 1_000, 1_000)
+    reason = "b is left out as a straggler, c is left out as a straggler"
+    found.note(QuorumFormed("job", quorum(2, "a"), quorum(1, "a", "b", "c"), 0, reason), 1_100, 1_100)
+    assert of_kind(found, IncidentKind.CHANGE).reason == (
+        "b is left out as a straggler, c is left out as a straggler: "
+        "its own part of a step takes 0.32 s (median of the others: 0.08 s)"
+    )
 
 
 def test_only_what_has_changed_is_given_again() -> None:
@@ -358,6 +481,23 @@ def test_a_report_is_repeated_and_counts_once() -> None:
     known = found.last_change
     found.reported("job", "b", [stall(commit=7)], 1_500)
     assert found.last_change == known
+
+
+def test_the_step_that_committed_is_no_cost_and_the_phases_are_in_their_order() -> None:
+    found = a_loss("b", "c")
+    found.reported("job", "b", [stall(commit=110, quorum=20, redo=90, detect=300, heal=1)], 1_500)
+    loss = of_kind(found, IncidentKind.LOSS)
+    assert (loss.lasted_ms, loss.cost_ms) == (521, 411)
+    told = incident_as_json(loss)
+    assert list(told["phases_ms"].items()) == [
+        ("detect", 300),
+        ("redo", 90),
+        ("quorum", 20),
+        ("transfer", 1),
+        ("commit", 110),
+    ]
+    assert told["cost_ms"] == 411
+    assert set(history.IN_ORDER) == set(Phase)
 
 
 def test_an_incident_waits_for_reports_only_for_a_while() -> None:

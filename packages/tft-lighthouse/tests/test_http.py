@@ -35,7 +35,9 @@ from tft_coord import (
     RankRequest,
     Timeouts,
 )
+from tft_coord.core import events, types
 from tft_coord.core.types import KillOrder, LeaveRequest
+from tft_coord.wire import codec, services
 from tft_lighthouse import LighthouseServer
 from tft_lighthouse.http import app, connections, site
 from tft_lighthouse.http import incidents as incidents_over_http
@@ -413,6 +415,41 @@ class Reader:
 
     def close(self) -> None:
         self._answer.close()
+
+
+def resume(lighthouse: LighthouseServer) -> None:
+    """Report a quorum that had formed before; the second report, which nobody asked for, ends the stream."""
+    key, now_ms = types.QuorumKey(17, 7), time.time_ns() // 1_000_000
+    hello = events.HelloReceived(0, types.Hello("resumed", "a:1", now_ms, "h:1", held=key, ready=True))
+    report = events.QuorumReported(0, types.Quorum(key, (types.Member("a:1"), types.Member("b:1"))))
+    said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    for event in (hello, report, report):
+        said.put(codec.encode_to_lighthouse(event))
+    with grpc.insecure_channel(lighthouse.address.removeprefix("http://")) as channel:
+        stub: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(services.LIGHTHOUSE_SESSION)
+        assert list(stub(iter(said.get, None), timeout=20))
+        said.put(None)
+
+
+def test_a_lighthouse_that_resumes_a_quorum_says_so(lighthouse: LighthouseServer) -> None:
+    resume(lighthouse)
+    (resumed,) = incidents(lighthouse, "?kind=lighthouse")
+    assert (resumed["job"], resumed["quorum_after"], resumed["members_after"]) == ("resumed", 17, 2)
+    assert resumed["reason"] == "this lighthouse has started; it resumed quorum 17 with 2 members, as reported by a:1"
+    assert (resumed["replica_ids"], resumed["is_open"], resumed["cost_ms"]) == ([], False, 0)
+
+
+def test_what_happens_before_http_is_served_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart the replicas come at once, and the import of the HTTP server takes a while."""
+    serve = LighthouseServer._serve_http
+
+    def serve_late(lighthouse: LighthouseServer, *arguments: Any, **named: Any) -> None:
+        resume(lighthouse)
+        serve(lighthouse, *arguments, **named)
+
+    monkeypatch.setattr(LighthouseServer, "_serve_http", serve_late)
+    with LighthouseServer("127.0.0.1:0", http_bind="127.0.0.1:0") as started:
+        assert [each["kind"] for each in incidents(started)][:1] == ["lighthouse"]
 
 
 def test_a_start_and_a_loss_are_told_as_they_happen_and_kept(lighthouse: LighthouseServer, group: Group) -> None:

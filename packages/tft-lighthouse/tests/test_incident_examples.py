@@ -16,7 +16,16 @@ import pytest
 from tft_coord import Member, QuorumKey, StragglerAction, StragglerPolicy, Timeouts
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello
-from tft_coord.lighthouse import LighthouseConfig, LighthouseCore, TorchftCore, effects, events
+from tft_coord.lighthouse import (
+    LighthouseConfig,
+    LighthouseCore,
+    Spent,
+    Stall,
+    TorchftCore,
+    TrainerReport,
+    effects,
+    events,
+)
 from tft_lighthouse import log
 from tft_lighthouse.journal import Journal
 
@@ -86,7 +95,13 @@ class Scene:
         said = Hello(JOB, whole(number), 1, f"node-{number}:40917", ready=True)
         self.give(events.HelloReceived(number + 1, said))
 
-    def ask(self, *numbers: int, failures: int = 0, step: int | None = None) -> None:
+    def report(self, number: int, **spent_ms: int) -> None:
+        """Let the trainer of a member report its newest stall, in which it lost one round, or that it has none."""
+        spent = {Spent(name): ms for name, ms in spent_ms.items()}
+        stalls = (Stall(2, 17, 18, self.step, 1, spent),) if spent else ()
+        self.journal.reported(number + 1, TrainerReport(stalls=stalls))
+
+    def ask(self, *numbers: int, failures: int = 0, step: int | None = None, configures: bool = False) -> None:
         for number in numbers:
             quorum = self.core.quorum(JOB)
             held: QuorumKey | None = None
@@ -100,6 +115,7 @@ class Scene:
                 lineage=step_of,
                 live=step_of > 0,
                 commit_failures=failures,
+                needs_configure=configures,
                 init_sync=False,
             )
             self.give(events.QuorumRequested(number + 1, next(self._requests), member, held))
@@ -154,6 +170,19 @@ def failed() -> None:
     scene.ask(0, 1, 2, failures=1)
     scene.wait(0.2)
     scene.commit()
+
+
+def raised() -> None:
+    scene = Scene()
+    for number in range(3):
+        scene.report(number)
+    scene.ask(1, failures=1, configures=True)
+    scene.wait(0.1)
+    scene.ask(0, 2, failures=1)
+    scene.commit()
+    for number in range(3):
+        scene.report(number, detect=10 + number, abort=29, redo=86, commit=97)
+    scene.wait(0.1)
 
 
 def drained() -> None:
@@ -215,13 +244,20 @@ def evaluates() -> None:
 
 
 def restarted() -> None:
-    quorum = Scene().core.quorum(JOB)
+    scene = Scene()
+    quorum = scene.core.quorum(JOB)
     assert quorum is not None
     log.resumed(JOB, quorum, whole(2))
+    core = LighthouseCore(
+        LighthouseConfig(timeouts=Timeouts()), started_ms=99, cluster_id="c", nonces=lambda: 9, now_ms=0
+    )
+    torchft = TorchftCore(LighthouseConfig(timeouts=Timeouts()), started_ms=99)
+    anew = Journal(core, torchft, now_ms=lambda: 0, wall_ms=lambda: 0)
+    anew.resumed(JOB, quorum, whole(2))
 
 
 @pytest.mark.parametrize(
-    "fault", [killed, stopped, cut, slow, failed, drained, restarted, source_killed, joined, evaluates]
+    "fault", [killed, stopped, cut, slow, failed, raised, drained, restarted, source_killed, joined, evaluates]
 )
 def test_the_page_shows_what_is_logged(fault: Callable[[], None], caplog: pytest.LogCaptureFixture) -> None:
     Scene()

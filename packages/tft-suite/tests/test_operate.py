@@ -78,7 +78,8 @@ INCIDENT: dict[str, Any] = {
     "lasted_ms": 812,
     "phases_ms": {"quorum": 12, "resume": 800},
     "step": 6410,
-    "quorum_after": 18,
+    "quorum_before": 1_795_719_000_017,
+    "quorum_after": 1_795_719_000_018,
     "members_before": 60,
     "members_after": 60,
     "waited_for": "b waits for a",
@@ -105,11 +106,40 @@ def test_the_text_of_incidents() -> None:
     head, line = text.incidents_text([INCIDENT]).splitlines()
     assert tuple(re.split(r"  +", head)) == text.INCIDENT_COLUMNS
     assert line == (
-        "2026-11-26 19:05:50  llama  failed round  0.8 s   quorum 12 ms, resume 800 ms  6410  60 -> 60  "
+        "2026-11-26 19:05:50  llama  failed round  812 ms  0.8 s   quorum 12 ms, resume 800 ms  6410  0017 -> 0018  "
+        "60 -> 60  "
         "a:0f3a9c1d, b, c and 57 more  a failed to commit?; waited for: b waits for a"
     )
-    _, line = text.incidents_text([{**INCIDENT, "slowest": "b:0f3a9c1d-0000-4000-8000-000000000000"}]).splitlines()
-    assert "resume 800 ms (b:0f3a9c1d)" in line
+    spent = {"detect": 1_500, "quorum": 12, "commit": 100, "heal": 1_200}
+    slowest = {"slowest": "b:0f3a9c1d-0000-4000-8000-000000000000", "cost_ms": 1_512, "lasted_ms": 1_612}
+    _, line = text.incidents_text([{**INCIDENT, **slowest, "phases_ms": spent}]).splitlines()
+    shown = "slowest b:0f3a9c1d: detect 1.5 s, quorum 12 ms, commit 100 ms; beside: heal 1.2 s"
+    assert f"  1.5 s  1.6 s   {shown}  " in line
+    of_an_earlier_release = {**INCIDENT, "lasted_ms": 900, "phases_ms": {"commit": 100, "quorum": 800}}
+    assert "  800 ms  0.9 s   commit 100 ms, quorum 800 ms  " in text.incidents_text([of_an_earlier_release])
+
+
+def test_the_text_of_an_incident_about_no_replica() -> None:
+    nobody = {"replica_ids": [], "num_replicas": 0, "phases_ms": {}, "lasted_ms": 0, "waited_for": None}
+    same = {"kind": "lighthouse", "quorum_before": 1_795_719_000_018, "reason": "it has started"}
+    _, line = text.incidents_text([{**INCIDENT, **nobody, **same}]).splitlines()
+    assert re.split(r"  +", line)[2:] == [
+        "lighthouse",
+        "0 ms",
+        "0.0 s",
+        "-",
+        "6410",
+        "0018",
+        "60 -> 60",
+        "-",
+        "it has started",
+    ]
+    begun = {**INCIDENT, "quorum_before": None}
+    assert "none -> 0018" in text.incidents_text([begun])
+    assert re.split(r"  +", text.incidents_text([{**INCIDENT, "quorum_after": None}]).splitlines()[1])[7:9] == [
+        "-",
+        "-",
+    ]
     assert text.incidents_text([]).startswith("no incident is known")
 
 

@@ -80,6 +80,7 @@ def _serve(words: argparse.Namespace, settings: Settings) -> int:
 
     configure_process(level_of(settings), as_json=settings["log_format"] == "json")
     descriptors = raise_limit()
+    has_terminal = os.isatty(STANDARD_ERROR)  # before the first line, at which it may be closed already
     server = start(settings)
     if descriptors < FEW_DESCRIPTORS:
         logging.getLogger("tft_lighthouse").warning(
@@ -88,7 +89,6 @@ def _serve(words: argparse.Namespace, settings: Settings) -> int:
             descriptors,
             max(descriptors - OTHER_DESCRIPTORS, 0) // DESCRIPTORS_OF_ONE,
         )
-    has_terminal = os.isatty(STANDARD_ERROR)
     with server:
         while (number := signal.sigwait(HEARD)) == signal.SIGHUP:
             if has_terminal and not os.isatty(STANDARD_ERROR):

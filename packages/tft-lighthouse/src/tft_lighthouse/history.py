@@ -1,7 +1,10 @@
 """What has happened to the jobs: one record for each incident, with its phases.
 
-An incident is a start, a loss, a leave, a join, a failed round, a broken quorum, another change of members, or the end
-of a job. It begins with a decision of the core, and ends when the members commit a step again.
+An incident is a start, a loss, a leave, a join, a failed round, a broken quorum, another change of members, a wait, or
+the end of a job. It begins with a decision of the core, and ends when the members commit a step again.
+
+A wait of the members that is logged belongs to the incident that goes on then, or begins before the wait is over. Where
+there is none, because somebody evaluates, for example, the wait is an incident of its own.
 
 | phase | from | to |
 |---|---|---|
@@ -27,10 +30,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
-from tft_coord import LossNotice
+from tft_coord import LossNotice, PaceKind
 from tft_coord.lighthouse import (
     TORCHFT_JOB,
     JobEnded,
+    PaceChanged,
     Quorum,
     QuorumFormed,
     ReplicaLeft,
@@ -42,6 +46,7 @@ from tft_coord.lighthouse import (
 )
 
 INCIDENTS_MOST: Final = 1_000  # the oldest is dropped
+WAITS_MOST: Final = 200  # of them; a job whose members wait in each step does not drive the others out
 JOBS_MOST: Final = 1_000
 REPLICAS_NAMED_MOST: Final = 50  # of one incident; a thousand may join together
 REASON_MOST: Final = 1_000  # characters
@@ -50,6 +55,8 @@ REPORTS_WITHIN_MS: Final = 3_000  # of the first commit: by then the survivors' 
 KNOWN_BEFORE_MS: Final = (
     10_000  # a trainer is this much older than its first report, at most; a longer stall is nonsense
 )
+LEFT_OUT: Final = "is left out as a straggler"  # the core's phrase for a member that the next quorum lacks
+LEFT_OUT_MOST: Final = 1_000  # stragglers of all jobs whose numbers are remembered
 JOINED_MOST: Final = 50  # newest records of all jobs, to which a report may belong
 
 
@@ -64,6 +71,8 @@ class IncidentKind(enum.Enum):
     FAILED_ROUND = "failed_round"  # members asked again because a round did not commit
     BROKEN_QUORUM = "broken_quorum"  # a quorum could not go on, although no member of it was lost
     CHANGE = "change"  # the members changed for another reason, such as a straggler that is left out
+    WAIT = "wait"  # members waited for others for 5 s or more, and no other incident was the cause
+    LIGHTHOUSE = "lighthouse"  # this lighthouse started while the job trained; nobody waited for it
     END = "end"  # the job has ended
 
 
@@ -82,6 +91,19 @@ class Phase(enum.Enum):
     HEAL = "heal"
 
 
+# as a stall goes by; what has HEAL goes on beside it. The log has the order of `Phase`, which does not change.
+IN_ORDER: Final = (
+    Phase.DETECT,
+    Phase.ABORT,
+    Phase.REDO,
+    Phase.QUORUM,
+    Phase.RECONFIGURE,
+    Phase.TRANSFER,
+    Phase.WAIT,
+    Phase.COMMIT,
+    Phase.RESUME,
+    Phase.HEAL,
+)
 OF_OTHERS: Final = (IncidentKind.LOSS, IncidentKind.LEAVE, IncidentKind.FINISH, IncidentKind.JOIN)  # than who goes on
 _PHASE_OF: Final[Mapping[Spent, Phase]] = {
     each: Phase.TRANSFER if each in (Spent.HEAL, Spent.SERVE) else Phase(each.value)
@@ -139,6 +161,11 @@ class Incident:
         """Return the time of its phases that follow one another."""
         return sum(ms for phase, ms in self.phases.items() if phase is not Phase.HEAL)
 
+    @property
+    def cost_ms(self) -> int:
+        """Return the same without the step that committed, which would have been there without the incident."""
+        return self.lasted_ms - self.phases.get(Phase.COMMIT, 0)
+
 
 @dataclass(slots=True)
 class _Open:
@@ -152,6 +179,16 @@ class _Open:
     from_step: int | None = None  # None: it waits for a quorum
     awaited: set[str] = field(default_factory=set)
     resumed_ms: int | None = None
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A wait that goes on: when it began, for whom, the sentence, and whether it belongs to another incident."""
+
+    began_ms: int  # since 1970
+    missing: tuple[str, ...]
+    sentence: str
+    is_explained: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +229,8 @@ class History:
         self._number = 0
         self._reporters: dict[tuple[str, str], _Reporter] = {}  # by job and replica
         self._survivors: dict[int, Set[str]] = {}  # of the newest records: the replicas that went on
+        self._waits: dict[str, _Wait] = {}  # by job
+        self._left_out: dict[tuple[str, str], str] = {}  # by job and replica: the phrase with its numbers
         self.last_change = 0
 
     @property
@@ -227,11 +266,22 @@ class History:
                     self._broken(its_job, notice, now_ms, wall_ms)
             case QuorumFormed():
                 self._formed(decision, now_ms, wall_ms)
-            case WaitNoticed(job, _, False, sentence):
-                for each in self._open.values():
-                    if each.incident.job == job:
-                        each.incident = self._changed(replace(each.incident, waited_for=sentence[:REASON_MOST]))
+            case PaceChanged(job, news) if news.kind is PaceKind.LEFT_OUT:
+                self._left_out.pop((job, news.replica_id), None)
+                self._left_out[job, news.replica_id] = (
+                    f"{LEFT_OUT}: its own part of a step takes {news.own_ms / 1_000:.2f} s "
+                    f"(median of the others: {news.median_ms / 1_000:.2f} s)"
+                )
+                if len(self._left_out) > LEFT_OUT_MOST:
+                    del self._left_out[next(iter(self._left_out))]
+            case WaitNoticed(job, seconds, True, _):
+                wait = self._waits.pop(job, None)
+                if wait is not None and not wait.is_explained:
+                    self._waited(job, wait, seconds)
+            case WaitNoticed(job, seconds, False, sentence, missing):
+                self._waits_for(job, missing, sentence, wall_ms - seconds * 1_000)
             case JobEnded(job, step, replica_ids):
+                self._waits.pop(job, None)
                 self._close_all(job)
                 incident = self._new(job, IncidentKind.END, replica_ids, f"ended at step {step}", wall_ms)
                 self._close(replace(incident, step=step))
@@ -267,7 +317,11 @@ class History:
         for each in waiting:
             each.incident = self._timed(each.incident, Phase.QUORUM, now_ms - each.since_ms)
         for kind, replica_ids in _begun(quorum, previous, is_explained=bool(waiting)):
-            incident = self._new(job, kind, replica_ids, formed.reason, wall_ms)
+            reason = formed.reason
+            for replica_id in replica_ids if kind is IncidentKind.CHANGE else ():
+                numbers = self._left_out.get((job, replica_id))
+                reason = reason.replace(f"{replica_id} {LEFT_OUT}", f"{replica_id} {numbers}") if numbers else reason
+            incident = self._new(job, kind, replica_ids, reason, wall_ms)
             waiting.append(self._begin(incident, now_ms))
         stayed = set(quorum.replica_ids)
         if previous is not None:
@@ -285,6 +339,41 @@ class History:
                 replace(each.incident, quorum_after=quorum.key.quorum_id, members_after=len(quorum.members))
             )
         self._note_quorum(job, quorum)
+
+    def resumed(self, job: str, quorum: Quorum, replica_id: str, wall_ms: int) -> None:
+        """Record that this lighthouse goes on with a quorum that had formed before it knew the job.
+
+        A lighthouse that knows the job only follows a newer one of another lighthouse.
+        """
+        is_new = job not in self._quorums
+        self._note_quorum(job, quorum)
+        if is_new:
+            what = f"this lighthouse has started; it resumed quorum {quorum.key.quorum_id}"
+            reason = f"{what} with {len(quorum.members)} members, as reported by {replica_id}"
+            self._close(_standing(self._new(job, IncidentKind.LIGHTHOUSE, (), reason, wall_ms)))
+
+    # --- waits --------------------------------------------------------------------------------------------------------
+
+    def _waits_for(self, job: str, missing: tuple[str, ...] | None, sentence: str, began_ms: int) -> None:
+        """Note a wait in the incidents that it belongs to, or until it is over."""
+        sentence = sentence[:REASON_MOST]
+        causes = [each for each in self._open.values() if each.incident.job == job and each.resumed_ms is None]
+        for each in causes:
+            each.incident = self._changed(replace(each.incident, waited_for=sentence))
+        known = self._waits.pop(job, None)
+        if missing is not None and job in self._quorums:  # before a first quorum there are no members
+            is_explained = bool(causes) or (known is not None and known.is_explained)
+            self._waits[job] = _Wait(began_ms, missing, sentence, is_explained)
+        if len(self._waits) > JOBS_MOST:
+            del self._waits[next(iter(self._waits))]
+
+    def _waited(self, job: str, wait: _Wait, seconds: int) -> None:
+        waits = [each for each in self._kept if self._records[each].kind is IncidentKind.WAIT]
+        if len(waits) >= WAITS_MOST:
+            self._kept.remove(waits[0])
+            del self._records[waits[0]]
+        incident = self._new(job, IncidentKind.WAIT, wait.missing, wait.sentence, wait.began_ms)
+        self._close(replace(_standing(incident), phases={Phase.WAIT: seconds * 1_000}))
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
@@ -366,6 +455,10 @@ class History:
         )
 
     def _begin(self, incident: Incident, now_ms: int) -> _Open:
+        wait = self._waits.get(incident.job)
+        if wait is not None:
+            wait.is_explained = True
+            incident = replace(incident, waited_for=wait.sentence)
         found = self._open[incident.number] = _Open(self._changed(incident), now_ms)
         return found
 
@@ -399,6 +492,11 @@ class History:
         """Close the incidents of a job that ends: its members commit no further step."""
         for each in [each for each in self._open.values() if each.incident.job == job]:
             self._close(each.incident)
+
+
+def _standing(incident: Incident) -> Incident:
+    """Return an incident in which the quorum stays."""
+    return replace(incident, quorum_after=incident.quorum_before, members_after=incident.members_before)
 
 
 def _with_stall(incident: Incident, replica_id: str, stall: Stall) -> Incident:

@@ -13,6 +13,8 @@ from tft_coord.lighthouse import (
     TORCHFT_JOB,
     JobEnded,
     LighthouseCore,
+    PaceChanged,
+    Quorum,
     QuorumFormed,
     ReplicaLeft,
     ReplicaLost,
@@ -32,7 +34,15 @@ LOOK_AT_HEALING_MS: Final = 1_000  # a look at thousands of replicas takes milli
 LOOK_AT_JOBS_MS: Final = 250  # for the timeline,
 LOOK_TIMES: Final = 100  # and not before so many times the time that the last look took
 REFUSALS: Final = frozenset({effects.RefuseSession, effects.RefuseRequest, effects.RefuseUnary})
-NOTED: Final = REFUSALS | {QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, WaitNoticed, effects.NotifyLoss}
+NOTED: Final = REFUSALS | {
+    QuorumFormed,
+    ReplicaLost,
+    ReplicaLeft,
+    JobEnded,
+    PaceChanged,
+    WaitNoticed,
+    effects.NotifyLoss,
+}
 
 
 @final
@@ -94,6 +104,13 @@ class Journal:
         before = self.history.last_change
         self.counters.count(decision)
         self.history.note(decision, self._now_ms(), self._wall_ms())
+        if self.history.last_change != before:
+            self.on_change()
+
+    def resumed(self, job: str, quorum: Quorum, replica_id: str) -> None:
+        """Record that a quorum was taken over, which formed before this lighthouse knew the job."""
+        before = self.history.last_change
+        self.history.resumed(job, quorum, replica_id, self._wall_ms())
         if self.history.last_change != before:
             self.on_change()
 

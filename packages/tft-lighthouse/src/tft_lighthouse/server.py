@@ -122,20 +122,20 @@ class LighthouseServer:
             jobs=jobs,
         )
         check_message_bytes(max_message_bytes)
+        self._token = token
         self._shell: LighthouseShell | None = None
         self._http: HttpServer | None = None
         self._http_address: str | None = None
         listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(bind, cluster_id, token, max_message_bytes, etcd))
+            self._shell, port = self._share.run(self._start(bind, cluster_id, max_message_bytes, etcd, listeners))
         except BaseException:
             for listener in listeners:
                 listener.close()
             self._share.give_back()
             raise
         self._address = Address(f"http://{join_host_port(host or _this_machine(), port)}")
-        self._token = token
         self._log_start(bind, on_lost_state, is_for_this_machine=is_for_this_machine)
         try:
             if etcd is not None:
@@ -229,11 +229,18 @@ class LighthouseServer:
         self.shutdown()
 
     async def _start(
-        self, bind: str, cluster_id: str | None, token: str | None, max_message_bytes: int, etcd: EtcdConfig | None
+        self,
+        bind: str,
+        cluster_id: str | None,
+        max_message_bytes: int,
+        etcd: EtcdConfig | None,
+        listeners: Sequence[socket.socket],
     ) -> tuple[LighthouseShell, int]:
         shell = LighthouseShell(
-            self._config, cluster_id=cluster_id, token=token, max_message_bytes=max_message_bytes, etcd=etcd
+            self._config, cluster_id=cluster_id, token=self._token, max_message_bytes=max_message_bytes, etcd=etcd
         )
+        if listeners:
+            shell.keep_journal()  # now: what replicas say before HTTP is served counts too, such as a quorum to resume
         return shell, await shell.start(bind)
 
     async def _campaign(self, address: str) -> None:

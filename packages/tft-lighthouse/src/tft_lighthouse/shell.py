@@ -22,6 +22,7 @@ from tft_coord.lighthouse import (
     Context,
     LighthouseConfig,
     Outbox,
+    Quorum,
     Refusal,
     Server,
     codec,
@@ -162,8 +163,9 @@ class LighthouseShell:
             await self.candidate.stop()
 
     def keep_journal(self) -> Journal:
-        """Count and record from now on what has happened to the jobs, and return the journal."""
-        self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
+        """Count and record from now on what has happened to the jobs, and return the journal; there is one."""
+        journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
+        self._journal = self._journal or journal
         return self._journal
 
     def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
@@ -192,9 +194,8 @@ class LighthouseShell:
 
     def _end_to_lead(self) -> None:
         """Forget all jobs and end all streams, with what waits to be written: nothing is answered from now on."""
-        streams, self._streams = list(self._streams.values()), {}
-        for outbox in streams:
-            outbox.abandon()
+        while self._streams:
+            self._streams.popitem()[1].abandon()
         self._received_s.clear()
         self._unary.end_all()
         self._begin_again(self._core.started_ms, True)
@@ -227,7 +228,7 @@ class LighthouseShell:
         self._handle(event)
         quorum = self._core.quorum(job) if job is not None else None
         if job is not None and quorum is not None and (before is None or before.key != quorum.key):
-            log.resumed(job, quorum, self._core.replica_of(event.stream) or "of an older stream")
+            _resumed(self._journal, job, quorum, self._core.replica_of(event.stream) or "of an older stream")
 
     def _handle_unary(self, event: events.UnaryEvent) -> None:
         self._perform(self._router.handle_unary(event, self._now_ms(), self._wall_ms()))
@@ -432,3 +433,9 @@ def _new_candidate(
     from tft_lighthouse.etcd.candidate import Candidate  # only a lighthouse with an election pays for the import
 
     return Candidate(etcd, began=began, ended=ended)
+
+
+def _resumed(journal: Journal | None, job: str, quorum: Quorum, replica_id: str) -> None:
+    log.resumed(job, quorum, replica_id)
+    if journal is not None:
+        journal.resumed(job, quorum, replica_id)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tft_coord import RefusedError
 from tft_coord.lighthouse import JobStatus, Limits, ReplicaState, ReplicaStatus, base_name, shorten
-from tft_lighthouse.history import Incident
+from tft_lighthouse.history import IN_ORDER, Incident
 
 SCHEMA_VERSION: Final = 1
 REPLICAS_LISTED_MOST: Final = 5_000  # of one job; a longer list would hold up the lighthouse
@@ -136,7 +136,8 @@ def incident_as_json(incident: Incident) -> dict[str, Any]:
         "reason": incident.reason,
         "began_ms": incident.began_ms,
         "lasted_ms": incident.lasted_ms,
-        "phases_ms": {phase.value: lasted_ms for phase, lasted_ms in incident.phases.items()},
+        "cost_ms": incident.cost_ms,
+        "phases_ms": {phase.value: incident.phases[phase] for phase in IN_ORDER if phase in incident.phases},
         "step": incident.step,
         "quorum_before": incident.quorum_before,
         "quorum_after": incident.quorum_after,

@@ -219,12 +219,16 @@ class JobFailed:
 
 @dataclass(frozen=True, slots=True)
 class WaitNoticed:
-    """The order to log that members of a job have waited for so many seconds, or that their wait is over."""
+    """The order to log that members of a job have waited for so many seconds, or that their wait is over.
+
+    `missing`: for whom, sorted; None: those who wait are left out while the others train, or the wait is over.
+    """
 
     job: str
     seconds: int
     is_over: bool
     sentence: str
+    missing: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

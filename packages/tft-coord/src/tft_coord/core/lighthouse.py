@@ -217,11 +217,13 @@ class LighthouseCore:
         """Return which replicas to tell now about their wait, and what to log. Call it once a second."""
         out: list[effects.TellWait | effects.WaitNoticed | effects.Warned] = []
         for job in self._jobs.values():
-            due, notice, sentence = job.board.look(job.wait(now_ms), now_ms)
+            wait = job.wait(now_ms)
+            due, notice, sentence = job.board.look(wait, now_ms)
             if due is not None:
                 out += [effects.TellWait(stream, due.sentence) for stream in due.streams]
             if notice is not None:
-                out.append(effects.WaitNoticed(job.name, notice.seconds, notice.is_over, sentence))
+                missing = wait.missing if wait is not None and not notice.is_over else None
+                out.append(effects.WaitNoticed(job.name, notice.seconds, notice.is_over, sentence, missing))
             job.look_at_troubles(now_ms)
             for warning in job.names.look(job.liveness.replicas.values(), now_ms):
                 out.append(effects.Warned(job.name, warning))
@@ -669,22 +671,17 @@ class Job:
                 if replica.replica_id not in self._exclusions.out
                 if (replica.healthy and replica.ready) or replica.replica_id in self._members
             ]
+            since_ms = min(request.asked_ms for _, request in waiting)
+            to_tell = tuple(replica.stream for replica, _ in waiting if replica.stream is not None)
             if asked <= self._exclusions.out and self.waiting_for != NO_REQUEST:
-                return JobWait(
-                    min(request.asked_ms for _, request in waiting),
-                    left_out_wait(self.waiting_for),
-                    tuple(replica.stream for replica, _ in waiting if replica.stream is not None),
-                )
+                return JobWait(since_ms, left_out_wait(self.waiting_for), to_tell)
             below_least = len(waiting) < self._config.min_replicas
             reason = self.waiting_for
             if reason == NO_REQUEST:  # the waiting replicas have asked since the rule ran last
                 decision = decide(self._situation(waiting, now_ms))
                 reason = decision.reason if isinstance(decision, Wait) else "the lighthouse's next check"
-            return JobWait(
-                min(request.asked_ms for _, request in waiting),
-                quorum_wait(reason, missing, below_least=below_least, now_ms=now_ms),
-                tuple(replica.stream for replica, _ in waiting if replica.stream is not None),
-            )
+            sentence = quorum_wait(reason, missing, below_least=below_least, now_ms=now_ms)
+            return JobWait(since_ms, sentence, to_tell, tuple(sorted(each.replica_id for each in missing)))
         members = list(self._known(self._members))
         waits = {replica.replica_id: waits_since(replica, self._formed_ms) for replica in members}
         begun = [since_ms for since_ms in waits.values() if since_ms is not None]
@@ -692,7 +689,8 @@ class Job:
             return None
         missing = [replica for replica in members if waits[replica.replica_id] is None and replica.left is None]
         streams = [each.stream for each in members if waits[each.replica_id] is not None and each.stream is not None]
-        return JobWait(min(begun), step_wait(self.newest_step, missing, now_ms), tuple(streams))
+        names = tuple(sorted(each.replica_id for each in missing))
+        return JobWait(min(begun), step_wait(self.newest_step, missing, now_ms), tuple(streams), names)
 
     def status(self, now_ms: int, warnings: tuple[str, ...]) -> JobStatus:
         """Return the state of the job and of its replicas, for an operator."""

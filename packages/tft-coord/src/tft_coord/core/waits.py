@@ -86,11 +86,13 @@ class JobWait:
         since_ms: when the longest wait began.
         sentence: the missing replicas, where each was last seen, and what ends the wait.
         streams: of the waiting members.
+        missing: ids of the replicas that they wait for, sorted; None: they are left out, and the others train.
     """
 
     since_ms: int
     sentence: str
     streams: tuple[int, ...]
+    missing: tuple[str, ...] | None = None
 
 
 def last_seen(replica: Replica, now_ms: int) -> str:

@@ -12,7 +12,21 @@ from typing import Any, Final
 from tft_coord.core.names import shorten
 
 COLUMNS: Final = ("rank", "replica", "state", "step", "phase", "own step", "heard", "address")
-INCIDENT_COLUMNS: Final = ("began (UTC)", "job", "kind", "lasted", "phases", "step", "members", "replicas", "reason")
+INCIDENT_COLUMNS: Final = (
+    "began (UTC)",
+    "job",
+    "kind",
+    "cost",
+    "lasted",
+    "phases",
+    "step",
+    "quorum",
+    "members",
+    "replicas",
+    "reason",
+)
+BESIDE: Final = "heal"  # the phase that goes on while the others train
+QUORUM_DIGITS: Final = 4  # of an id, which begins with the time of the lighthouse's start
 REPLICAS_SHOWN_MOST: Final = 3
 
 
@@ -75,22 +89,35 @@ def incidents_text(incidents: Sequence[dict[str, Any]]) -> str:
 
 
 def _incident(incident: dict[str, Any]) -> tuple[str, ...]:
-    phases = ", ".join(f"{_clean(name)} {_fine(ms)}" for name, ms in incident["phases_ms"].items())
+    spent = incident["phases_ms"]
+    phases = ", ".join(f"{_clean(name)} {_fine(ms)}" for name, ms in spent.items() if name != BESIDE)
     if slowest := incident.get("slowest"):  # a lighthouse of an earlier release says nothing of it
-        phases += f" ({_clean(slowest)})"
+        phases = f"slowest {_clean(slowest)}: {phases}"
+    if BESIDE in spent:
+        phases += f"{'; ' if phases else ''}beside: {BESIDE} {_fine(spent[BESIDE])}"
+    cost_ms = incident.get("cost_ms", incident["lasted_ms"] - spent.get("commit", 0))
     waited = f"; waited for: {_clean(incident['waited_for'])}" if incident["waited_for"] else ""
     more = incident["num_replicas"] - min(len(incident["replica_ids"]), REPLICAS_SHOWN_MOST)
     return (
         time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(incident["began_ms"] / 1_000)),
         _clean(incident["job"]),
         incident["kind"].replace("_", " "),
+        "goes on" if incident["is_open"] else _fine(cost_ms),
         "goes on" if incident["is_open"] else _seconds(incident["lasted_ms"]),
         phases or "-",
         str(incident["step"]),
+        _quorums(incident["quorum_before"], incident["quorum_after"]),
         f"{incident['members_before']} -> {incident['members_after']}" if incident["quorum_after"] else "-",
-        _names(incident["replica_ids"][:REPLICAS_SHOWN_MOST]) + (f" and {more} more" if more > 0 else ""),
+        (_names(incident["replica_ids"][:REPLICAS_SHOWN_MOST]) + (f" and {more} more" if more > 0 else "")) or "-",
         _clean(incident["reason"]) + waited,
     )
+
+
+def _quorums(before: int | None, after: int | None) -> str:
+    if after is None:
+        return "-"
+    short = ["none" if each is None else str(each)[-QUORUM_DIGITS:] for each in (before, after)]
+    return short[1] if before == after else " -> ".join(short)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -16,6 +16,8 @@ const TITLES = {
   failed_round: "Round that did not commit",
   broken_quorum: "Broken quorum",
   change: "Change of members",
+  wait: "Waited for",
+  lighthouse: "Start of the lighthouse",
   end: "End of the job",
 };
 
@@ -50,7 +52,7 @@ export class Incidents {
 /** Return an incident in a few words, such as "Lost replica_1:0f3a9c1d". */
 export function titleOf(incident) {
   const title = TITLES[incident.kind] ?? words(incident.kind);
-  if (incident.kind === "end") return title;
+  if (incident.kind === "end" || incident.num_replicas === 0) return title;
   const names = incident.replica_ids.slice(0, NAMES_MOST).map(shortId);
   const more = incident.num_replicas - names.length;
   return `${title}: ${names.join(", ")}${more > 0 ? ` and ${more} more` : ""}`;
@@ -83,7 +85,8 @@ function updateIncident(item, incident) {
 }
 
 function facts(incident) {
-  const parts = [incident.is_open ? "goes on" : `lasted ${duration(incident.lasted_ms)}`, `step ${incident.step}`];
+  const cost = incident.cost_ms < incident.lasted_ms ? ` (cost ${duration(incident.cost_ms)})` : "";
+  const parts = [incident.is_open ? "goes on" : `lasted ${duration(incident.lasted_ms)}${cost}`, `step ${incident.step}`];
   if (incident.quorum_after !== null) {
     const before = incident.quorum_before !== null ? `${incident.quorum_before} → ` : "";
     parts.push(`quorum ${before}${incident.quorum_after}`, `members ${incident.members_before} → ${incident.members_after}`);
