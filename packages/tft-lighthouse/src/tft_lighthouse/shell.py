@@ -163,9 +163,9 @@ class LighthouseShell:
             await self.candidate.stop()
 
     def keep_journal(self) -> Journal:
-        """Count and record from now on what has happened to the jobs, and return the journal; there is one."""
-        journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
-        self._journal = self._journal or journal
+        """Count and record from now on what has happened to the jobs, and return the journal, always the same."""
+        if self._journal is None:
+            self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
         return self._journal
 
     def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
