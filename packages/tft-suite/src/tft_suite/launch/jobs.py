@@ -6,18 +6,15 @@ launcher.
 
 from __future__ import annotations
 
-import http.client
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 from urllib.parse import quote
 
-from tft_coord.security import read_token
-from tft_coord.transport.address import host_of
 from tft_suite.errors import ConfigError
 from tft_suite.launch import guard
-from tft_suite.operate.client import fetch
+from tft_suite.operate.client import fetch, post
 
 LOOK_EVERY_S: Final = 1.0
 TIMEOUT_S: Final = 5.0
@@ -57,22 +54,6 @@ def of_launch(replicas: Sequence[Replica], mark: str) -> dict[int, Replica]:
     return found
 
 
-def ask_to_drain(http_address: str, replica: Replica, reason: str, environ: Mapping[str, str]) -> bool:
-    """Ask a lighthouse to drain a replica. Return whether it has accepted."""
-    token = read_token(environ)
-    headers = {"Authorization": f"Bearer {token}"} if token is not None else {}
-    path = f"/replica/{quote(replica.replica_id, safe='')}/drain?job={quote(replica.job)}&reason={quote(reason)}"
-    port = int(http_address.rpartition(":")[2])
-    connection = http.client.HTTPConnection(host_of(http_address), port, timeout=TIMEOUT_S)
-    try:
-        connection.request("POST", path, headers=headers)
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
 @final
 class Watcher:
     """Asks the lighthouses for the state of the groups, once a second, on a thread.
@@ -109,11 +90,17 @@ class Watcher:
         refused = []
         for group in groups:
             replica = self._replicas.get(group)
-            if replica is None or not any(
-                ask_to_drain(address, replica, reason, self._environ) for address in self._addresses
-            ):
+            if replica is None or not self._drain(replica, reason):
                 refused.append(group)
         return refused
+
+    def _drain(self, replica: Replica, reason: str) -> bool:
+        path = f"/replica/{quote(replica.replica_id, safe='')}/drain?job={quote(replica.job)}&reason={quote(reason)}"
+        try:
+            post(self._addresses, path, self._environ, timeout_s=TIMEOUT_S)
+        except ConfigError:
+            return False
+        return True
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
