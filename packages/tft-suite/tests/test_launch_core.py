@@ -138,6 +138,12 @@ def test_two_signals_at_almost_the_same_time_are_one_request() -> None:
     assert orders(core.handle(StopAsked(signal.SIGTERM), 2)) == [KillRanks(0)]
 
 
+def test_another_signal_at_almost_the_same_time_is_another_request() -> None:
+    core = core_of()
+    assert orders(core.handle(StopAsked(signal.SIGINT), 1)) == [DrainGroup(0)]
+    assert orders(core.handle(StopAsked(signal.SIGTERM), 1.01)) == [KillRanks(0)]
+
+
 def test_a_drained_group_is_not_restarted_and_not_done() -> None:
     core = core_of()
     core.handle(StopAsked(signal.SIGTERM), 1)

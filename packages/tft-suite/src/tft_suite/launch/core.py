@@ -142,7 +142,7 @@ class Group:
     running: set[int] = field(default_factory=set)
 
 
-_ONE_REQUEST_S = 1.0  # a cluster manager may signal a launcher directly and through its parent
+_ONE_REQUEST_S = 1.0  # a cluster manager may send a signal to a launcher directly and through its parent
 _OVER = (GroupState.DONE, GroupState.DRAINED, GroupState.FAILED)
 
 
@@ -247,7 +247,7 @@ class LaunchCore:
         is_first = self._stop_signal is None
         if is_first:
             self._stop_signal, self._stop_s = number, now_s
-        elif now_s - self._stop_s < _ONE_REQUEST_S:
+        elif number == self._stop_signal and now_s - self._stop_s < _ONE_REQUEST_S:
             return []
         name = describe(-number)
         what = "draining all replicas; a second signal kills them" if is_first else "killing all replicas"
