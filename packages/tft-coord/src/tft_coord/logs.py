@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import Final, final
 
 from tft_coord.core.names import shorten
 
+_NOT_PLAIN: Final = re.compile(r"""[\s="']|^$""")
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -33,6 +35,16 @@ def configure_process(level: int, *, as_json: bool = False) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(FORMAT))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def field(text: str) -> str:
+    """Return a value for a line of `name=value`: as JSON if it could be read as another field, else unchanged."""
+    return quoted(text) if _NOT_PLAIN.search(text) or not text.isprintable() else text
+
+
+def quoted(text: str) -> str:
+    """Return a text as JSON, in which every unprintable character is escaped."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 @final
