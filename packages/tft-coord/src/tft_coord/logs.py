@@ -25,16 +25,21 @@ def logger_for_people(name: str) -> logging.Logger:
     return logger
 
 
-def configure_process(level: int, *, as_json: bool = False) -> None:
+def configure_process(level: int, *, as_json: bool = False, job: str = "") -> None:
     """Configure a process of this package's own: log lines of that level and above on standard error, with the time.
 
     Args:
         level: of the logging module.
         as_json: write JSON objects instead of text.
+        job: that this process belongs to; each line of text names it. "": the lines name their jobs themselves.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(FORMAT))
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(_format_of(job)))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def _format_of(job: str) -> str:
+    return FORMAT.replace("%(message)s", f"job {job.replace('%', '%%')}: %(message)s") if job else FORMAT
 
 
 def field(text: str) -> str:
