@@ -133,7 +133,7 @@ def ended(process: ForkServerProcess, within_s: float) -> int | None:
 @pytest.mark.parametrize(
     ("environment", "words", "says"),
     [
-        ({"TFT_LIGHTHOUSE": ""}, [], "the lighthouse address is not set; set TFT_LIGHTHOUSE"),
+        ({"TFT_LIGHTHOUSE": ""}, [], "the lighthouse address is not set; set lighthouse_addr, TFT_LIGHTHOUSE or"),
         (
             {"TFT_LIGHTHOUSE": "garbage"},
             [],

@@ -80,6 +80,7 @@ def test_replicas_that_come_and_die_leave_no_memory_no_thread_and_no_descriptor(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_nor_do_fifty_thousand(tmp_path: Path) -> None:
     with a_lighthouse(tmp_path) as server:
         process = psutil.Process(server.pid)

@@ -1,4 +1,4 @@
-"""The simulator: a thousand seeds in every run, 20,000 on request, and the same trace wherever a seed is run."""
+"""The simulator: 250 seeds or more in every run, 20,000 on request, and the same trace wherever a seed is run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tft_coord.core.stragglers import PaceKind
 from tft_coord.core.types import Verdict
 from tft_sim import SCENARIO_MARKS, SimulationError, run_many, simulate
 from tft_sim.__main__ import main
+from tft_sim.marks import Marks
 from tft_sim.simulator import FAULT_NAMES, STRAGGLERS, SimulationConfig
 
-SEEDS = range(1_000)
+SEEDS = 250  # of a run; seed 234 is the first that reaches the rarest case
+MOST_SEEDS = 1_000  # run if a change of the simulator moves a case to a later seed
 # Where a watch once took for a fault what is sound: one that heals is started anew, one that has left is, and a hello
 # comes after that of a newer session. And where there was a fault in truth: a member was lost that others named after
 # the lighthouse had slept; one that hangs opened a newer session where another that had its id was gone; one that had
@@ -98,16 +100,19 @@ OF_STRAGGLERS = (
 
 
 @pytest.mark.timeout(400)
-def test_a_thousand_seeds_keep_the_invariants_and_reach_every_case() -> None:
-    marks = run_many(SEEDS, processes=2)
-    assert marks.missing(REACHED) == [], f"\n{marks}"
-    missing = {number: marks.missing(names) for number, names in SCENARIO_MARKS.items() if marks.missing(names)}
-    assert missing == {}, f"\n{marks}"
+def test_seeds_keep_the_invariants_and_reach_every_case() -> None:
+    marks = Marks()
+    for first in range(0, MOST_SEEDS, SEEDS):
+        marks.add(run_many(range(first, first + SEEDS), processes=2))
+        missing = {number: marks.missing(names) for number, names in SCENARIO_MARKS.items() if marks.missing(names)}
+        if not (marks.missing(REACHED) or missing):
+            return
+    assert (marks.missing(REACHED), missing) == ([], {}), f"\n{marks}"
 
 
 @pytest.mark.timeout(400)
 def test_replicas_that_become_slow() -> None:
-    marks = run_many(range(120), processes=2, config=STRAGGLERS)
+    marks = run_many(range(40), processes=2, config=STRAGGLERS)
     assert marks.missing(OF_STRAGGLERS) == [], f"\n{marks}"
 
 
@@ -204,7 +209,7 @@ def test_a_standby_that_has_slept_gives_those_named_later_their_time() -> None:
 @pytest.mark.timeout(0)
 def test_many_seeds(request: pytest.FixtureRequest) -> None:
     num_seeds = request.config.getoption("--simulator-seeds", default=20_000)
-    run_many(range(1_000, 1_000 + num_seeds), processes=os.cpu_count() or 1)
+    run_many(range(SEEDS, SEEDS + num_seeds), processes=os.cpu_count() or 1)
 
 
 def test_the_same_seed_gives_the_same_trace_under_any_hash_seed() -> None:

@@ -28,7 +28,7 @@ from tft_sim.simulator import STANDING
 from tft_sim.speaking import Speaking
 from tft_sim.waiting import Life
 
-SEEDS = range(300)
+SEEDS = range(100)  # the rarest scenario is first reached by seed 52
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 
 
@@ -43,7 +43,7 @@ def test_random_seeds_keep_the_invariants_and_reach_every_scenario() -> None:
 @pytest.mark.timeout(0)
 def test_many_seeds(request: pytest.FixtureRequest) -> None:
     num_seeds = request.config.getoption("--simulator-seeds", default=20_000)
-    run_many(range(300, 300 + num_seeds), processes=2, config=STANDING)
+    run_many(range(SEEDS.stop, SEEDS.stop + num_seeds), processes=2, config=STANDING)
 
 
 # --- quiet jobs -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from tft_coord.timeouts import LONGEST_MS, Timeouts
 from tft_coord.transport.address import check_host, host_of, targets
 
 DEFAULT_JOB: Final = "default"
+_LIGHTHOUSE_IS_SET_BY: Final = "lighthouse_addr, TFT_LIGHTHOUSE or TORCHFT_LIGHTHOUSE"
 MAX_PORT: Final = 65_535
 MAX_WHOLE: Final = 2**31 - 1
 LONGEST_TIMEOUT: Final = timedelta(milliseconds=LONGEST_MS)
@@ -402,20 +403,17 @@ def from_environment(
     lighthouse = config.lighthouse_addr or environ.get("TFT_LIGHTHOUSE") or environ.get("TORCHFT_LIGHTHOUSE") or None
     if lighthouse is None and rank == 0:
         raise ConfigError(
-            "the lighthouse address is not set; set TFT_LIGHTHOUSE (or torchft's TORCHFT_LIGHTHOUSE) to it, such as "
-            "http://localhost:29510"
+            f"the lighthouse address is not set; set {_LIGHTHOUSE_IS_SET_BY}, for example to http://localhost:29510"
         )
     if lighthouse is not None:
-        _check_address("the lighthouse (lighthouse_addr, TFT_LIGHTHOUSE or TORCHFT_LIGHTHOUSE)", lighthouse)
+        _check_address(f"the lighthouse ({_LIGHTHOUSE_IS_SET_BY})", lighthouse)
     token, insecure = _token(config, environ), _insecure(config, environ)
     rank0_only = _yes_or_no(config.rank0_synchronization_only, environ, "TFT_RANK0_SYNCHRONIZATION_ONLY")
     if token is None and not insecure:
         _check_this_machine("hostname", config.hostname)
         if rank == 0 and lighthouse is not None:
             for address in targets(lighthouse):
-                _check_this_machine(
-                    "the lighthouse's host (lighthouse_addr, TFT_LIGHTHOUSE or TORCHFT_LIGHTHOUSE)", host_of(address)
-                )
+                _check_this_machine(f"the lighthouse's host ({_LIGHTHOUSE_IS_SET_BY})", host_of(address))
         own_host = _this_machine
     timeouts, timeout_is_explicit = _timeouts(config, environ)
     job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB
