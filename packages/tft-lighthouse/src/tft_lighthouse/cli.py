@@ -48,11 +48,12 @@ def _serve(settings: argparse.Namespace) -> int:
     # grpc's own log lines about a port in use or a disconnected client would repeat this program's.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from tft_coord import ConfigError, StragglerAction, StragglerPolicy
-    from tft_coord.lighthouse import configure_process, raise_limit, read_insecure, read_token
+    from tft_coord.lighthouse import TLS, JobTokens, configure_process, raise_limit, read_insecure, read_token
     from tft_lighthouse.server import LighthouseServer
 
     configure_process(logging.getLevelName(settings.log_level.upper()), as_json=settings.log_format == "json")
     descriptors = raise_limit()
+    job_tokens = settings.job_tokens or os.environ.get(defaults.JOB_TOKENS_ENV, "")
     try:
         if settings.stragglers == "off" and settings.straggler_ratio != defaults.STRAGGLER_RATIO:
             raise ConfigError(
@@ -70,6 +71,8 @@ def _serve(settings: argparse.Namespace) -> int:
             cluster_id=settings.cluster_id,
             stragglers=StragglerPolicy(action=StragglerAction(settings.stragglers), ratio=settings.straggler_ratio),
             token=read_token(os.environ),
+            job_tokens=JobTokens(job_tokens) if job_tokens else None,
+            tls=TLS.from_environment(os.environ),
             insecure=settings.insecure or read_insecure(os.environ),
             http_bind=http_bind_of(settings.http_bind or os.environ.get(defaults.HTTP_BIND_ENV, ""), settings.bind),
         )
@@ -123,7 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="tft-lighthouse",
         description="The server that decides membership for fault-tolerant training. It ends by SIGINT or SIGTERM.",
         epilog="TFT_TOKEN, or TFT_TOKEN_FILE, sets a secret that every process of the job must share; make one with "
-        "openssl rand -hex 32. Without a secret only this machine is served.",
+        "openssl rand -hex 32. Without a secret only this machine is served. TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA "
+        "name certificates: all connections are encrypted then. TFT_TLS_CLIENT_AUTH=1 requires one of every caller.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -163,6 +167,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="where to serve status, metrics and health over HTTP: an address, a port, or 0 for none; without it the "
         f"port after that of --bind (env {defaults.HTTP_BIND_ENV})",
+    )
+    parser.add_argument(
+        "--job_tokens",
+        "--job-tokens",
+        default="",
+        metavar="FILE",
+        help="lines `JOB = secret`, of secrets that open one job each; TFT_TOKEN opens all (env "
+        f"{defaults.JOB_TOKENS_ENV})",
     )
     parser.add_argument(
         "--insecure",

@@ -7,6 +7,7 @@ from typing import Final
 
 BIND: Final = "[::]:29510"
 HTTP_BIND_ENV: Final = "TFT_LIGHTHOUSE_HTTP_BIND"
+JOB_TOKENS_ENV: Final = "TFT_LIGHTHOUSE_JOB_TOKENS"
 MIN_REPLICAS: Final = 1
 QUORUM_TICK_MS: Final = 100
 JOIN_TIMEOUT_MS: Final = 60_000

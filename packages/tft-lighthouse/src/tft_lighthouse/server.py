@@ -16,12 +16,16 @@ from tft_coord.lighthouse import (
     HOW_TO_SERVE_OTHERS,
     MAX_MEMBERS,
     MAX_NAME_BYTES,
+    TLS,
+    Gate,
+    JobTokens,
     LighthouseConfig,
     LoopShare,
+    Token,
     bind_without_secret,
+    check,
     check_host,
     check_host_without_secret,
-    check_token,
     interface_of,
     join_host_port,
 )
@@ -66,11 +70,14 @@ class LighthouseServer:
             name when that is all interfaces.
         cluster_id: one name for all lighthouses whose addresses a job is given, 1 to 256 bytes; None takes a random
             one, of this lighthouse alone.
-        token: shared secret, or None; with one, nothing is answered without it. Without one only this machine is
-            served: `[::]` means loopback then.
+        token: shared secret, a `TokenFile` with it, or None; with one, nothing is answered without it. Without one
+            only this machine is served: `[::]` means loopback then.
         insecure: serve everybody without a secret.
         stragglers: the policy for a replica that slows the others down; None: a warning.
         http_bind: `host:port` for status, metrics and health over HTTP; port 0 takes a free one. None: no such port.
+        job_tokens: secrets that open one job each; `token` opens all.
+        tls: certificates for both ports and for the calls to replicas; None: nothing is encrypted. With `check_client`
+            the certificates take the place of a secret.
     Raises: ConfigError: an argument is invalid, two of them clash, or the address can't be bound.
     """
 
@@ -86,10 +93,12 @@ class LighthouseServer:
         lost_state_timeout_ms: int = defaults.LOST_STATE_TIMEOUT_MS,
         hostname: str | None = None,
         cluster_id: str | None = None,
-        token: str | None = None,
+        token: Token = None,
         insecure: bool = False,
         stragglers: StragglerPolicy | None = None,
         http_bind: str | None = None,
+        job_tokens: JobTokens | None = None,
+        tls: TLS | None = None,
     ) -> None:
         host = _host_of(bind)
         if hostname is not None:
@@ -108,10 +117,10 @@ class LighthouseServer:
             cluster_id=cluster_id,
             stragglers=stragglers,
         )
-        is_for_this_machine = token is None and not insecure
-        if token is not None:
-            check_token(token)
-        elif is_for_this_machine:
+        has_members = tls is not None and tls.check_client
+        is_for_this_machine = token is None and not insecure and not has_members
+        gate = Gate(check(token), job_tokens)
+        if is_for_this_machine:
             bind = bind_without_secret(bind)
             host = _host_of(bind)
             check_host_without_secret("hostname", hostname or host)
@@ -122,13 +131,14 @@ class LighthouseServer:
         listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(config, bind, cluster_id, token))
+            self._shell, port = self._share.run(self._start(config, bind, cluster_id, gate, tls))
         except BaseException:
             for listener in listeners:
                 listener.close()
             self._share.give_back()
             raise
-        self._address = Address(f"http://{join_host_port(hostname or host or _this_machine(), port)}")
+        self._scheme = "http" if tls is None else "https"
+        self._address = Address(f"{self._scheme}://{join_host_port(hostname or host or _this_machine(), port)}")
         logger.info(
             "listening at %s (bind %s, min_replicas %d, stragglers %s, on_lost_state %s, for %g s)",
             self._address,
@@ -141,24 +151,24 @@ class LighthouseServer:
         if is_for_this_machine:
             sentence = "no shared secret is set, so only this machine is served, at %s; %s"
             logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
-        elif token is None:
+        elif token is None and not has_members:
             logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
         if listeners:
             name = hostname or _host_of(http_bind or "") or _this_machine()
             try:
-                self._serve_http(listeners, name, token=token, insecure=insecure)
+                self._serve_http(listeners, name, gate, insecure=insecure or has_members, tls=tls)
             except BaseException:
                 self.shutdown()
                 raise
 
     @property
     def http_address(self) -> str | None:
-        """Return `http://host:port` of the HTTP port; None: there is none."""
+        """Return `http://host:port` of the HTTP port, `https://` with TLS; None: there is none."""
         return self._http_address
 
     @property
     def address(self) -> Address:
-        """Return `http://host:port`, for the managers. It is also callable, as torchft's is."""
+        """Return `http://host:port`, `https://` with TLS, for the managers. It is also callable, as torchft's is."""
         return self._address
 
     def shutdown(self) -> None:
@@ -180,28 +190,30 @@ class LighthouseServer:
 
     @staticmethod
     async def _start(
-        config: LighthouseConfig, bind: str, cluster_id: str | None, token: str | None
+        config: LighthouseConfig, bind: str, cluster_id: str | None, gate: Gate, tls: TLS | None
     ) -> tuple[LighthouseShell, int]:
-        shell = LighthouseShell(config, cluster_id=cluster_id, token=token)
+        shell = LighthouseShell(config, cluster_id=cluster_id, gate=gate, tls=tls)
         return shell, await shell.start(bind)
 
-    def _serve_http(self, listeners: Sequence[socket.socket], host: str, *, token: str | None, insecure: bool) -> None:
+    def _serve_http(
+        self, listeners: Sequence[socket.socket], host: str, gate: Gate, *, insecure: bool, tls: TLS | None
+    ) -> None:
         """Answer HTTP requests from now on; `host` is this machine's name for others."""
         # The import takes longer than the rest of the start, and the lighthouse answers its replicas meanwhile.
         from tft_lighthouse.http.access import Access
         from tft_lighthouse.http.app import HttpServer
 
-        access = Access(token, names=(host, _this_machine(), socket.gethostname()), insecure=insecure)
+        access = Access(gate, names=(host, _this_machine(), socket.gethostname()), insecure=insecure)
         shell = self._shell
         assert shell is not None
 
         async def start() -> HttpServer:
-            server = HttpServer(shell.operations, shell.keep_journal(), listeners, access)
+            server = HttpServer(shell.operations, shell.keep_journal(), listeners, access, tls)
             await server.start()
             return server
 
         self._http = self._share.run(start())
-        self._http_address = f"http://{join_host_port(host, listeners[0].getsockname()[1])}"
+        self._http_address = f"{self._scheme}://{join_host_port(host, listeners[0].getsockname()[1])}"
         logger.info("status, metrics and health at %s (/, /api/v1/status, /metrics, /healthz)", self._http_address)
 
 

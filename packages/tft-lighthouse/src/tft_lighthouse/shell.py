@@ -19,8 +19,10 @@ from typing import Final, TypeAlias, cast, final
 
 from tft_coord import ConfigError, Member, ProtocolError, RefusedError
 from tft_coord.lighthouse import (
+    TLS,
     TORCHFT_JOB,
     Context,
+    Gate,
     LighthouseConfig,
     LighthouseCore,
     Outbox,
@@ -34,6 +36,7 @@ from tft_coord.lighthouse import (
     events,
     fail,
     grpc,
+    opens_job,
     peer_address,
     server_options,
     services,
@@ -59,13 +62,14 @@ class LighthouseShell:
     Args:
         config: limits and timeouts.
         cluster_id: of the lighthouses that replace each other, or None for one alone.
-        token: shared secret, or None.
+        gate: knows the secrets, and what each of them opens.
+        tls: certificates for all connections, or None.
 
     Attributes:
         operations: what an operator may see and ask for.
     """
 
-    def __init__(self, config: LighthouseConfig, *, cluster_id: str | None, token: str | None) -> None:
+    def __init__(self, config: LighthouseConfig, *, cluster_id: str | None, gate: Gate, tls: TLS | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         self._tick_s = config.timeouts.quorum_tick_ms / 1000
         self._grace_s = config.timeouts.reconnect_grace_ms / 1000
@@ -91,7 +95,8 @@ class LighthouseShell:
             self._core,
             self._torchft_core,
             config,
-            token=token,
+            gate=gate,
+            tls=tls,
             send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
             now_ms=self._now_ms,
             wall_ms=self._wall_ms,
@@ -111,20 +116,18 @@ class LighthouseShell:
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
         self._next_look_at_waits_s = 0.0
-        self._server = Server(
-            server_options(config.timeouts, hears_beats=True),
-            services.Services(
-                unary={
-                    services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
-                    services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
-                    services.LIGHTHOUSE_QUORUM: self._answer_quorum,
-                    services.LIGHTHOUSE_DRAIN: self._answer_drain,
-                },
-                streams={services.LIGHTHOUSE_SESSION: self._serve_session},
-                token=token,
-                is_serving=lambda: self.operations.is_ready,
-            ),
+        self._services = services.Services(
+            unary={
+                services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
+                services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
+                services.LIGHTHOUSE_QUORUM: self._answer_quorum,
+                services.LIGHTHOUSE_DRAIN: self._answer_drain,
+            },
+            streams={services.LIGHTHOUSE_SESSION: self._serve_session},
+            gate=gate,
+            is_serving=lambda: self.operations.is_ready,
         )
+        self._server = Server(server_options(config.timeouts, hears_beats=True), self._services, tls)
 
     async def start(self, bind: str) -> int:
         """Listen. Returns: the port. Raises: ConfigError: the address can't be bound."""
@@ -287,6 +290,8 @@ class LighthouseShell:
         reader = self._loop.create_task(self._read(stream, outbox, context))
         try:
             await outbox.write_all(context.write)
+            if reader.done() and reader.result():
+                await self._services.check_job(context, reader.result())
         finally:
             reader.cancel()
             last_s = self._received_s.pop(stream, None)
@@ -297,9 +302,13 @@ class LighthouseShell:
             self._handle(events.StreamClosed(stream, by_peer))
             self._look_after_grace()
 
-    async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
-        """Read the stream until its manager server closes its side, the stream breaks, or a message is invalid."""
+    async def _read(self, stream: int, outbox: Outbox, context: Context) -> str:
+        """Read the stream until its manager server closes its side, the stream breaks, or a message is invalid.
+
+        Returns: "", or the job that the stream's hello names and its secret does not open.
+        """
         last: Member | None = None
+        opened = self._services.opened(context)
 
         def receive(message: bytes) -> None:
             nonlocal last
@@ -313,8 +322,11 @@ class LighthouseShell:
                 if event.quorum is not None:
                     self._handle_report(event)
                     return
-            elif isinstance(event, events.HelloReceived) and event.hello.unpacks:
-                self._unpacks.add(stream)
+            elif isinstance(event, events.HelloReceived):
+                if not opens_job(opened, event.hello.job):
+                    raise _WrongJobError(event.hello.job)
+                if event.hello.unpacks:
+                    self._unpacks.add(stream)
             self._handle(event)
 
         try:
@@ -323,17 +335,21 @@ class LighthouseShell:
         except ProtocolError as error:
             sentence = f"from {peer_address(context.peer())}: {error}"
             self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, sentence)])
+        except _WrongJobError as error:
+            return str(error)
         finally:
             outbox.close()
+        return ""
 
-    async def _answer_describe(self, _request: bytes, _context: Context) -> bytes:
-        return codec.encode_description(self.operations.description())
+    async def _answer_describe(self, _request: bytes, context: Context) -> bytes:
+        return codec.encode_description(self.operations.description(self._services.opened(context)))
 
     async def _answer_drain(self, request: bytes, context: Context) -> bytes:
         try:
             drain = codec.decode_drain(0, request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
+        await self._services.check_job(context, drain.job)
         try:
             self.operations.ask_to_leave(drain, peer_address(context.peer()))
         except RefusedError as error:
@@ -347,6 +363,7 @@ class LighthouseShell:
             replica_id = codec.decode_heartbeat(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
+        await self._services.check_job(context, TORCHFT_JOB)
         self._handle_unary(events.HeartbeatReceived(replica_id))
         return b""
 
@@ -355,6 +372,7 @@ class LighthouseShell:
             member = codec.decode_lighthouse_request(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
+        await self._services.check_job(context, TORCHFT_JOB)
         call = next(self._numbers)
         waiting = self._calls[call] = self._loop.create_future()
         try:
@@ -371,3 +389,7 @@ class LighthouseShell:
         if answer is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the lighthouse was shut down")
         return await fail(context, answer.refusal.value, answer.message)
+
+
+class _WrongJobError(Exception):
+    """A hello names this job, and the secret of its stream does not open it."""

@@ -25,14 +25,17 @@ from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.logs import configure_process, logger_for_people
 from tft_coord.rpc import grpc
 from tft_coord.security import (
+    ALL_JOBS,
     HOW_TO_SERVE_OTHERS,
-    admits,
+    Gate,
     bind_without_secret,
     check_host_without_secret,
-    check_token,
+    opens_job,
     read_insecure,
     read_token,
 )
+from tft_coord.tls import TLS
+from tft_coord.tokens import JobTokens, Token, TokenFile, check
 from tft_coord.transport.address import check_host, host_of, interface_of, is_loopback, join_host_port, peer_address
 from tft_coord.transport.loop import LoopShare
 from tft_coord.transport.outbox import Outbox
@@ -43,17 +46,21 @@ from tft_coord.wire.limits import MAX_MEMBERS, MAX_NAME_BYTES
 from tft_coord.wire.services import Context
 
 __all__ = [
+    "ALL_JOBS",
     "HOW_TO_SERVE_OTHERS",
     "MAX_MEMBERS",
     "MAX_NAME_BYTES",
+    "TLS",
     "TORCHFT_JOB",
     "Context",
     "DescribedJob",
+    "Gate",
     "Inheritance",
     "JobEnded",
     "JobFailed",
     "JobState",
     "JobStatus",
+    "JobTokens",
     "LighthouseConfig",
     "LighthouseCore",
     "LighthouseDescription",
@@ -70,15 +77,16 @@ __all__ = [
     "ReplicaState",
     "ReplicaStatus",
     "Server",
+    "Token",
+    "TokenFile",
     "TorchftCore",
     "WaitNoticed",
     "WaitStatus",
-    "admits",
     "base_name",
     "bind_without_secret",
+    "check",
     "check_host",
     "check_host_without_secret",
-    "check_token",
     "codec",
     "configure_process",
     "effects",
@@ -92,6 +100,7 @@ __all__ = [
     "kill_group",
     "let_go_in_child",
     "logger_for_people",
+    "opens_job",
     "packing",
     "peer_address",
     "raise_limit",

@@ -63,6 +63,8 @@ from tft_coord.manager_server.trial import try_peers
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import ROUND_TRIPS_TO_BE_BACK, Timeouts
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token, looks_again
 from tft_coord.transport.address import targets
 from tft_coord.transport.diagnosis import OF_ANOTHER_KIND, no_peer, secret_refused
 from tft_coord.transport.dial import DialTimeoutError, cancel_and_wait, dial
@@ -82,7 +84,8 @@ class LighthouseLink:
     Args:
         pid: of the trainer.
         lighthouse_addr: the address to dial; several addresses with commas between them.
-        token: shared secret of the job, or None.
+        token: shared secret of the job, or a file with it, or None.
+        tls: of the job, or None.
         timeouts: of the job.
         job, replica_id, address, replaces: as in `Hello`.
         arrived: receives the lighthouse's answers and notifications.
@@ -97,7 +100,8 @@ class LighthouseLink:
         self,
         lighthouse_addr: str,
         *,
-        token: str | None,
+        token: Token,
+        tls: TLS | None = None,
         timeouts: Timeouts,
         job: str,
         replica_id: str,
@@ -113,7 +117,8 @@ class LighthouseLink:
     ) -> None:
         self._targets = targets(lighthouse_addr)
         self._target = self._targets[0]  # the last dialed one
-        self._metadata = call_metadata(token)
+        self._token = token
+        self._tls = tls
         self._timeouts = timeouts
         self._replica_id = replica_id
         self._arrived = arrived
@@ -311,7 +316,7 @@ class LighthouseLink:
         within_ms = self._patience_ms.get(self._target, self._timeouts.heartbeat_timeout_ms)
         opened_s: float | None = None
         try:
-            channel = await dial(self._target, self._timeouts, to_lighthouse=True, within_ms=within_ms)
+            channel = await dial(self._target, self._timeouts, to_lighthouse=True, within_ms=within_ms, tls=self._tls)
             self._reached.add(self._target)
             opened_s = self._loop.time()
             try:
@@ -325,8 +330,8 @@ class LighthouseLink:
                 await channel.close()
         except grpc.aio.AioRpcError as error:
             why = error.details() or error.code().name
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                self._refusal = secret_refused(why, shown=bool(self._metadata))
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED and not looks_again(self._token):
+                self._refusal = secret_refused(why, shown=self._token is not None)
             self._note_failure(why)
             self._dial_failed("unauthenticated" if self._refusal else "")
         except ProtocolError as error:
@@ -352,7 +357,7 @@ class LighthouseLink:
         self._perform(self._core.dial_failed(self._targets.index(self._target), code, message))
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=self._metadata)
+        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=call_metadata(self._token))
         outbox = Outbox(call.cancel)
         self._call, self._outbox, self._sent_member = call, outbox, None
         writer = self._loop.create_task(self._write(call, outbox))
@@ -371,10 +376,11 @@ class LighthouseLink:
         """Ask another lighthouse for its description; an unreachable one does not matter now."""
         within_s = self._timeouts.heartbeat_timeout_ms / 1000
         try:
-            channel = await dial(self._targets[address], self._timeouts)
+            channel = await dial(self._targets[address], self._timeouts, tls=self._tls)
             try:
                 describe = services.call_stub(channel, services.LIGHTHOUSE_DESCRIBE)
-                description = codec.decode_description(await describe(b"", metadata=self._metadata, timeout=within_s))
+                answer = await describe(b"", metadata=call_metadata(self._token), timeout=within_s)
+                description = codec.decode_description(answer)
             finally:
                 await channel.close()
         except (grpc.aio.AioRpcError, ProtocolError, UnreachableError) as error:

@@ -22,6 +22,7 @@ from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.processes import is_stopped, this_process
+from tft_coord.security import Gate
 from tft_coord.transport.address import join_host_port, peer_address
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
@@ -75,8 +76,9 @@ class ManagerServerShell:
                     services.MANAGER_KILL: self._answer_kill,
                 },
                 streams={services.MANAGER_SESSION: self._serve_rank},
-                token=config.token,
+                gate=Gate(config.token),
             ),
+            config.tls,
         )
         self._core: ReplicaGroupCore
         self._link: LighthouseLink
@@ -103,6 +105,7 @@ class ManagerServerShell:
         self._link = LighthouseLink(
             config.lighthouse_addr,
             token=config.token,
+            tls=config.tls,
             timeouts=config.timeouts,
             job=config.job,
             replica_id=config.replica_id,

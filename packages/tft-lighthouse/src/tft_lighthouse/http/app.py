@@ -21,11 +21,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_coord import CoordinationError, RefusedError
-from tft_coord.lighthouse import Inheritance, join_host_port, let_go_in_child
+from tft_coord.lighthouse import ALL_JOBS, TLS, Inheritance, join_host_port, let_go_in_child
 from tft_lighthouse.http import page
 from tft_lighthouse.http.access import Access, Denial, Kind, Visitor
 from tft_lighthouse.http.connections import Acceptor, Connections
-from tft_lighthouse.http.incidents import Incidents
+from tft_lighthouse.http.incidents import OPENED, Incidents
 from tft_lighthouse.http.metrics import CONTENT_TYPE, Metrics
 from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
@@ -59,11 +59,18 @@ class HttpServer:
         journal: what has happened so far.
         listeners: bound and listening; `stop` closes them.
         access: who may see and change what.
+        tls: certificates for the connections, or None.
     """
 
     def __init__(
-        self, operations: Operations, journal: Journal, listeners: Sequence[socket.socket], access: Access
+        self,
+        operations: Operations,
+        journal: Journal,
+        listeners: Sequence[socket.socket],
+        access: Access,
+        tls: TLS | None = None,
     ) -> None:
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._operations = operations
         self._listeners = listeners
@@ -106,7 +113,7 @@ class HttpServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None, "a runner that was set up has a server"
-        self._acceptor = Acceptor(self._listeners, server, self._connections)
+        self._acceptor = Acceptor(self._listeners, server, self._connections, self._tls)
         self._acceptor.start()
 
     async def stop(self) -> None:
@@ -138,6 +145,7 @@ class HttpServer:
                 await self._denials.delay()
             if denial is not None:
                 return _refused(request, denial)
+            request[OPENED] = ALL_JOBS if kind is Kind.HEALTH else self._access.opens(visitor, kind)
             try:
                 response = await handler(request)
             except web.HTTPNotFound:
@@ -160,20 +168,26 @@ class HttpServer:
             return web.Response(text="ready\n")
         return web.Response(text="a newer lighthouse of this cluster serves its replicas\n", status=503)
 
-    async def _page(self, _request: web.Request) -> web.StreamResponse:
-        body = self._answers.get("page", lambda: page.whole_page(self._operations.view()).encode())
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        opened = request[OPENED]
+        body = self._answers.get(("page", opened), lambda: page.whole_page(self._operations.view(opened)).encode())
         return web.Response(body=body, content_type="text/html", charset="utf-8")
 
-    async def _fragment(self, _request: web.Request) -> web.StreamResponse:
-        body = self._answers.get("fragment", lambda: page.fragment(self._operations.view()).encode())
+    async def _fragment(self, request: web.Request) -> web.StreamResponse:
+        opened = request[OPENED]
+        body = self._answers.get(("fragment", opened), lambda: page.fragment(self._operations.view(opened)).encode())
         return web.Response(body=body, content_type="text/html", charset="utf-8")
 
-    async def _status(self, _request: web.Request) -> web.StreamResponse:
-        body = self._answers.get("status", lambda: json.dumps(as_json(self._operations.view())).encode())
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        opened = request[OPENED]
+        body = self._answers.get(
+            ("status", opened), lambda: json.dumps(as_json(self._operations.view(opened))).encode()
+        )
         return web.Response(body=body, content_type="application/json")
 
-    async def _metrics_text(self, _request: web.Request) -> web.StreamResponse:
-        body = self._answers.get("metrics", self._metrics.text)
+    async def _metrics_text(self, request: web.Request) -> web.StreamResponse:
+        opened = request[OPENED]
+        body = self._answers.get(("metrics", opened), lambda: self._metrics.text(opened))
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     # --- what there is to ask for -------------------------------------------------------------------------------------
@@ -182,8 +196,8 @@ class HttpServer:
         return await self._change(request, "end", self._operations.kill)
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
-        async def drain(job: str | None, replica: str, *, reason: str, caller: str) -> str:
-            return self._operations.drain(job, replica, reason=reason, caller=caller)
+        async def drain(job: str | None, replica: str, *, reason: str, caller: str, opened: str | None) -> str:
+            return self._operations.drain(job, replica, reason=reason, caller=caller, opened=opened)
 
         return await self._change(request, "leave", drain)
 
@@ -202,6 +216,7 @@ class HttpServer:
                 request.match_info["replica"],
                 reason=reason[:MAX_REASON_CHARACTERS],
                 caller=_peer(request),
+                opened=request[OPENED],
             )
         except RefusedError as error:
             return _refused(request, Denial(404 if error.code == "unknown" else 409, str(error)))
@@ -212,13 +227,13 @@ class HttpServer:
 
 @final
 class _Answers:
-    """The last answer of each kind, with the time that it took to make."""
+    """The last answer of each kind, for what a secret opens, with the time that it took to make."""
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[tuple[str, str | None], _Kept] = {}
 
-    def get(self, kind: str, make: Callable[[], bytes]) -> bytes:
+    def get(self, kind: tuple[str, str | None], make: Callable[[], bytes]) -> bytes:
         kept, now_s = self._kept.get(kind), self._seconds()
         if kept is None or now_s >= kept.until_s:
             body = make()
