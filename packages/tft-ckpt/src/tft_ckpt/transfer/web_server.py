@@ -16,7 +16,7 @@ from tft_ckpt.transfer.admission import Acceptor
 from tft_ckpt.transfer.request_log import request_logger
 
 if TYPE_CHECKING:
-    import ssl
+    from tft_ckpt.transfer.tls import ContextSource
 
 __all__ = ["WebServer"]
 
@@ -29,7 +29,7 @@ class WebServer:
         loop: the event loop. Its other tasks are cancelled by `close`.
         listener: bound and listening; closed at the end.
         log: the parent of the log of requests that can't be read or answered.
-        tls: the TLS context, or None for plain HTTP.
+        tls: returns the TLS context of the next connection, or None for plain HTTP.
         authentication_timeout_s: the time limit for a connection until `authenticated`. It is closed after that time.
     """
 
@@ -39,7 +39,7 @@ class WebServer:
         listener: socket.socket,
         *,
         log: logging.Logger,
-        tls: ssl.SSLContext | None,
+        tls: ContextSource | None,
         authentication_timeout_s: float,
     ) -> None:
         self._loop = loop

@@ -211,7 +211,8 @@ class Caller:
                 left_s = max(left_s - _AGAIN_S, _AGAIN_S)
             again = True
         within = f" within {within_s:g} s (connect_timeout)" if left_s <= 0 else ""
-        raise type(why)(f"{self.peer} {no_peer(self._peer_kind, why, within=within)}") from None
+        kind = UnreachableError if isinstance(why, UnreachableError) else ProtocolError
+        raise kind(f"{self.peer} {no_peer(self._peer_kind, why, within=within)}") from None
 
     def _failure(self, within_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:
         """Return why no gRPC server has answered, or None if one has."""

@@ -21,7 +21,7 @@ from typing import Final
 from tft_coord.errors import ConfigError, ProtocolError, UnreachableError
 from tft_coord.tls import TLS, own_fault, probe_context
 from tft_coord.transport.address import host_of
-from tft_coord.transport.trust import WANTS_TLS, why_own_is_refused, why_untrusted
+from tft_coord.transport.trust import WANTS_TLS, UntrustedError, why_own_is_refused, why_untrusted
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty SETTINGS
 _FIRST_BYTES: Final = 16
@@ -46,7 +46,7 @@ def no_peer(peer: str, why: UnreachableError | ProtocolError, *, within: str = "
     """
     if isinstance(why, UnreachableError):
         return f"can't be reached{within}: {why}; check the address, and that the server runs"
-    return f"is not a {peer}: {why}"
+    return f"can't be used: {why}" if isinstance(why, UntrustedError) else f"is not a {peer}: {why}"
 
 
 def secret_refused(details: str, *, shown: bool) -> str:
@@ -94,7 +94,7 @@ async def why_unreachable(address: str, tls: TLS | None = None) -> UnreachableEr
     except (OSError, UnicodeError) as error:
         untrusted = why_untrusted(error, host_of(address)) if isinstance(error, OSError) else None
         if untrusted is not None:
-            return ProtocolError(untrusted)
+            return UntrustedError(untrusted)
         return UnreachableError(f"no connection can be made ({error})")
     return _verdict(answer)
 
@@ -104,10 +104,10 @@ def _closed_after_handshake(tls: TLS) -> UnreachableError | ProtocolError:
     clients does so when it refuses one; it need not say why."""
     fault = own_fault(tls)
     if fault is not None:
-        return ProtocolError(f"the server there refuses this process's certificate, which {why_own_is_refused(fault)}")
+        return UntrustedError(f"the server there refuses this process's certificate, which {why_own_is_refused(fault)}")
     return UnreachableError(
-        "a server accepts the TLS connection and closes it; it may require a certificate of another authority than this "
-        "process's (TFT_TLS_CERT)"
+        "a server accepts the TLS connection and closes it; it may require a certificate of another authority than "
+        "this process's (TFT_TLS_CERT)"
     )
 
 
@@ -118,7 +118,7 @@ def _verdict(answer: bytes | None) -> UnreachableError | ProtocolError:
     if not answer:
         return UnreachableError("a server accepts the connection and closes it")
     if answer.startswith(_TLS):
-        return ProtocolError(WANTS_TLS)
+        return UntrustedError(WANTS_TLS)
     if _may_be_http2(answer):
         return UnreachableError("a server answers there, but the connection broke")
     status = _STATUS.match(answer)

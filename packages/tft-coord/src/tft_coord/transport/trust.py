@@ -6,7 +6,9 @@ Law of this file: the standard library's errors to words; no sockets.
 from __future__ import annotations
 
 import ssl
-from typing import Final
+from typing import Final, final
+
+from tft_coord.errors import ProtocolError
 
 SET_ALL: Final = "TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA"
 WANTS_TLS: Final = (
@@ -34,6 +36,11 @@ _REFUSED: Final = {
     "CERTIFICATE_REQUIRED": f"it has none; set {SET_ALL}",
     "UNKNOWN_CA": "it is of another authority; give both sides the same one (TFT_TLS_CA)",
 }
+
+
+@final
+class UntrustedError(ProtocolError):
+    """The server is there, and one side does not accept the other's certificate, or has none."""
 
 
 def why_untrusted(error: OSError, host: str) -> str | None:

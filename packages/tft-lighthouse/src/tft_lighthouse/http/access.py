@@ -85,7 +85,7 @@ class Access:
         if kind is Kind.CHANGE and visitor.origin is not None and not _is_same_origin(visitor):
             return Denial(403, "this request comes from the page of another server; use the lighthouse's own page")
         if self._gate.has_secret:
-            return None if self.shows_secret(visitor, kind) else _NO_SECRET
+            return None if self.shows_secret(visitor, kind) else NO_SECRET
         if (kind is Kind.CHANGE or not self._insecure) and not self._is_own_name(visitor.host):
             return Denial(
                 421, f"{visitor.host[:64]!r} is no name of this machine; use its address, its host name, or localhost"
@@ -121,7 +121,7 @@ class Access:
         return host in self._names or is_loopback(host)
 
 
-_NO_SECRET: Final = Denial(
+NO_SECRET: Final = Denial(
     401,
     "this lighthouse requires a shared secret, and the request had none or a different one; send the header "
     "Authorization: Bearer with it, or to read, the secret as the password of any user",

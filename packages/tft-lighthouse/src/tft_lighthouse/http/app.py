@@ -23,7 +23,7 @@ from aiohttp.typedefs import Handler, Middleware
 from tft_coord import CoordinationError, RefusedError
 from tft_coord.lighthouse import ALL_JOBS, TLS, Inheritance, join_host_port, let_go_in_child
 from tft_lighthouse.http import page
-from tft_lighthouse.http.access import Access, Denial, Kind, Visitor
+from tft_lighthouse.http.access import NO_SECRET, Access, Denial, Kind, Visitor
 from tft_lighthouse.http.connections import Acceptor, Connections
 from tft_lighthouse.http.incidents import OPENED, Incidents
 from tft_lighthouse.http.metrics import CONTENT_TYPE, Metrics
@@ -145,7 +145,10 @@ class HttpServer:
                 await self._denials.delay()
             if denial is not None:
                 return _refused(request, denial)
-            request[OPENED] = ALL_JOBS if kind is Kind.HEALTH else self._access.opens(visitor, kind)
+            opened = ALL_JOBS if kind is Kind.HEALTH else self._access.opens(visitor, kind)
+            if opened is None:  # the secret has changed since the line above
+                return _refused(request, NO_SECRET)
+            request[OPENED] = opened
             try:
                 response = await handler(request)
             except web.HTTPNotFound:

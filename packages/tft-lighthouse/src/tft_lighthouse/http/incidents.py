@@ -17,7 +17,7 @@ from tft_coord.lighthouse import opens_job
 from tft_lighthouse.history import History, Incident
 from tft_lighthouse.view import SCHEMA_VERSION, incident_as_json
 
-OPENED: Final = "opened"  # of a request: what its secret opens
+OPENED: Final = web.RequestKey("opened", str)  # what the secret of a request opens
 READERS_MOST: Final = 64  # of the events
 KEEP_ALIVE_S: Final = 15.0
 LISTED_MOST: Final = 1_000

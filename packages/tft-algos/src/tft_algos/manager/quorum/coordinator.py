@@ -203,7 +203,9 @@ class GroupCoordinator:
         config = self._config
         within = min(timeout, config.connect_timeout)
         make = _client_class()
-        with make(address, within, token=config.token, timeouts=config.timeouts, connect_now=False) as client:
+        with make(
+            address, within, token=config.token, timeouts=config.timeouts, connect_now=False, tls=config.tls
+        ) as client:
             return client.checkpoint_metadata(config.rank, timeout)
 
     def healed(self, bytes_total: int) -> None:
@@ -467,6 +469,7 @@ class GroupCoordinator:
             replaces=self._replaces,
             token=config.token,
             insecure=config.insecure,
+            tls=config.tls,
             wait=False,
         )
 
@@ -482,6 +485,7 @@ class GroupCoordinator:
             progress=lambda: self._progress(),
             beat_number=lambda: self._beat_number(),
             is_alive=server.alive if server is not None else lambda: True,
+            tls=config.tls,
             connect_now=server is None,  # rank 0's own server has just given its address
         )
 
