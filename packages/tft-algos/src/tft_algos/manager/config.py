@@ -22,6 +22,8 @@ from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.errors import ConfigError as CoordinationConfigError
 from tft_coord.security import check_host_without_secret, check_token, read_insecure, read_token
 from tft_coord.timeouts import LONGEST_MS, Timeouts
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
 from tft_coord.transport.address import check_host, check_scheme, host_of, targets
 
 DEFAULT_JOB: Final = "default"

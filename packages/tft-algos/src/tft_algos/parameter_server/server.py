@@ -65,9 +65,8 @@ class SessionServer:
         forward: Callable[[str, ProcessGroup], None],
     ) -> None:
         raise_limit()
-        listener = _listen(
-            settings, is_local=token is None and not insecure and not (tls is not None and tls.check_client)
-        )
+        has_members = tls is not None and tls.check_client
+        listener = _listen(settings, is_local=token is None and not insecure and not has_members)
         try:
             url = _url(listener, settings.advertise_addr, "http" if tls is None else "https")
             # The store listens where the port does, and so serves no machine that the port does not serve.
@@ -100,7 +99,7 @@ class SessionServer:
         except BaseException:
             self.shutdown()
             raise
-        if token is None:
+        if token is None and not has_members:
             served = "" if insecure else "only this machine is served: "
             _log.warning("no secret is set; %severy process that reaches %s can open a session", served, self._address)
 
