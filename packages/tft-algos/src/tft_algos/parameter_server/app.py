@@ -84,6 +84,7 @@ class App:
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
             if not admits(self._token, (("authorization", given),)):
+                self._server.refused(request.remote)
                 raise _last(
                     web.HTTPUnauthorized(
                         text="this job's secret is missing or wrong; give every process of the job the same one "

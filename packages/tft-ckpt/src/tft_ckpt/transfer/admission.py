@@ -122,8 +122,12 @@ class Acceptor:
                 ssl=None if self._tls is None else self._tls(),
                 ssl_handshake_timeout=None if self._tls is None else self._authentication_timeout_s,
             )
-        except OSError:  # the caller has disconnected, or does not use TLS
+        except OSError as error:  # the caller has disconnected, or does not use TLS
             self._forget(entry)
+            reason = getattr(error, "reason", None)
+            if reason is not None:
+                sentence = "refused a TLS handshake of %s (%s); callers need https, and certificates"
+                self._warn(sentence, entry.host, str(reason).lower().replace("_", " "))
             return
         entry.transport = transport
         if entry in self._unauthenticated:

@@ -270,6 +270,7 @@ class App:
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             if not admits(self._token, request.headers.get("authorization", "")):
+                self._server.refused(request.remote)
                 refusal = web.HTTPUnauthorized(
                     text="this job's token is missing or wrong; give every process of the job the same one",
                     headers={"www-authenticate": "Bearer"},

@@ -39,6 +39,7 @@ MAX_BODY_BYTES: Final = 4_096
 MAX_REASON_CHARACTERS: Final = 200
 PROMPT_DENIALS_PER_S: Final = 16
 DENIAL_DELAY_S: Final = 2.0
+LOG_EVERY_S: Final = 60.0
 HEALTH: Final = ("/healthz", "/readyz")
 PATHS: Final = ("/", "/status", "/api/v1/status", "/api/v1/incidents", "/api/v1/events", "/metrics", *HEALTH)
 FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
@@ -143,6 +144,8 @@ class HttpServer:
             denial = self._access.denial(visitor, kind)
             if denial is not None or not self._access.shows_secret(visitor, Kind.READ):
                 await self._denials.delay()
+            if denial is not None and denial.status == NO_SECRET.status:
+                self._denials.log(request.remote)
             if denial is not None:
                 return _refused(request, denial)
             opened = ALL_JOBS if kind is Kind.HEALTH else self._access.opens(visitor, kind)
@@ -262,6 +265,8 @@ class _DenialRate:
         self._seconds = seconds
         self._second = 0
         self._denied = 0  # in this second
+        self._unlogged = 0
+        self._logged_s = -LOG_EVERY_S
 
     async def delay(self) -> None:
         second = self._second_of()
@@ -270,6 +275,19 @@ class _DenialRate:
         self._denied += 1
         if self._denied > PROMPT_DENIALS_PER_S:
             await asyncio.sleep(DENIAL_DELAY_S)
+
+    def log(self, address: str | None) -> None:
+        """Log the requests without the right secret, at most once a minute: any host may send them."""
+        self._unlogged += 1
+        if self._seconds() - self._logged_s < LOG_EVERY_S:
+            return
+        logger.warning(
+            "the HTTP port refused %d requests without the right secret, the last from %s; they need the secret of "
+            "TFT_TOKEN or TFT_TOKEN_FILE",
+            self._unlogged,
+            address,
+        )
+        self._logged_s, self._unlogged = self._seconds(), 0
 
     def _second_of(self) -> int:
         return int(self._seconds())
