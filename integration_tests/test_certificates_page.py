@@ -47,7 +47,8 @@ def test_the_commands_make_what_a_lighthouse_and_its_operator_need(folder: Path)
     assert tls.check_client
     environ = {**os.environ, **found}
     with LighthouseServer("127.0.0.1:0", http_bind="127.0.0.1:0", token="made-by-openssl-rand", tls=tls) as lighthouse:
-        command = [sys.executable, "-m", "tft_suite.cli.main", "status", "--http", str(lighthouse.http_address)]
+        tft = [sys.executable, "-c", "from tft_suite.cli.main import main; main()"]
+        command = [*tft, "status", "--http", str(lighthouse.http_address)]
         asked = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LATE_S)
         assert asked.returncode == 0, asked.stderr
         assert "lighthouse" in asked.stdout
