@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import trustme
 
 from tft_coord import TLS
 
-LONG_AGO = {
+LONG_AGO: Final[dict[str, Any]] = {
     "not_before": datetime(2020, 1, 1, tzinfo=timezone.utc),
     "not_after": datetime(2021, 1, 1, tzinfo=timezone.utc),
 }

@@ -174,7 +174,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
                 "state": _port(state.address()),
                 "parameters": _port(parameters.address()),
             },
-            {*lighthouse._shell._services.methods, *manager._server._shell._server._services.methods},  # type: ignore[union-attr]
+            {*lighthouse._shell._server.services.methods, *manager._server._shell._server.services.methods},  # type: ignore[union-attr]
             {
                 *_routes("lighthouse", lighthouse._http._runner.app),  # type: ignore[union-attr]
                 *_routes("state", state._server._app._server._runner.app),  # type: ignore[union-attr]
@@ -214,11 +214,12 @@ def call(house: House, name: str, secret: str | None, tls: TLS | None) -> str:
     with channel:
         try:
             if name.endswith("/Session"):
-                answers = channel.stream_stream(name)(iter([row.request]), metadata=metadata, timeout=LATE_S)
+                opens: Any = channel.stream_stream(name)
+                answers = opens(iter([row.request]), metadata=metadata, timeout=LATE_S)
                 next(answers)
                 answers.cancel()
             else:
-                channel.unary_unary(name)(row.request, metadata=metadata, timeout=LATE_S)
+                services.unary_stub(channel, name)(row.request, metadata=metadata, timeout=LATE_S)
         except grpc.RpcError as error:
             return str(error.code().name)
         except StopIteration:

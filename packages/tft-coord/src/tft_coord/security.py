@@ -10,10 +10,12 @@ Law of this file: the secret, its source, its comparison, and the rules without 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from tft_coord.errors import ConfigError
-from tft_coord.tokens import JobTokens, Token, TokenFile, accepted_secrets, is_accepted
+from tft_coord.tls import TLS
+from tft_coord.tokens import JobTokens, Token, TokenFile, accepted_secrets, is_accepted, looks_again
 from tft_coord.tokens import check_token as check_token
 from tft_coord.transport.address import interface_of, is_loopback
 
@@ -111,6 +113,33 @@ def shown_secret(metadata: Iterable[tuple[str, str | bytes]]) -> bytes | None:
     shown = [value.encode() if isinstance(value, str) else value for key, value in metadata if key == METADATA_KEY]
     prefix = _PREFIX.encode()
     return shown[0].removeprefix(prefix) if len(shown) == 1 and shown[0].startswith(prefix) else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What a client shows to the servers of its job, and by what it knows them.
+
+    Args:
+        token: the secret, or None.
+        tls: the certificates, or None.
+    """
+
+    token: Token = field(repr=False)
+    tls: TLS | None = None
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of the next call."""
+        return call_metadata(self.token)
+
+    def looks_again(self) -> bool:
+        """Look at the secret's file after a refusal. Return whether it has changed."""
+        return looks_again(self.token)
+
+
+def is_for_this_machine(token: Token, tls: TLS | None, *, insecure: bool) -> bool:
+    """Return whether a server may serve only this machine, because it can't tell who asks."""
+    return token is None and not insecure and not (tls is not None and tls.check_client)
 
 
 @final

@@ -168,6 +168,13 @@ def _parser() -> argparse.ArgumentParser:
         help="where to serve status, metrics and health over HTTP: an address, a port, or 0 for none; without it the "
         f"port after that of --bind (env {defaults.HTTP_BIND_ENV})",
     )
+    _add_trust(parser)
+    _add_log(parser)
+    parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
+    return parser
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--job_tokens",
         "--job-tokens",
@@ -181,9 +188,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="serve all machines without a secret; the default serves only this machine then (env TFT_INSECURE=1)",
     )
-    _add_log(parser)
-    parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
-    return parser
 
 
 def _add_numbers(parser: argparse.ArgumentParser) -> None:

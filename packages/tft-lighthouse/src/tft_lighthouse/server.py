@@ -27,6 +27,7 @@ from tft_coord.lighthouse import (
     check_host,
     check_host_without_secret,
     interface_of,
+    is_for_this_machine,
     join_host_port,
 )
 from tft_lighthouse import defaults
@@ -117,10 +118,9 @@ class LighthouseServer:
             cluster_id=cluster_id,
             stragglers=stragglers,
         )
-        has_members = tls is not None and tls.check_client
-        is_for_this_machine = token is None and not insecure and not has_members
+        is_local = is_for_this_machine(token, tls, insecure=insecure)
         gate = Gate(check(token), job_tokens)
-        if is_for_this_machine:
+        if is_local:
             bind = bind_without_secret(bind)
             host = _host_of(bind)
             check_host_without_secret("hostname", hostname or host)
@@ -137,8 +137,7 @@ class LighthouseServer:
                 listener.close()
             self._share.give_back()
             raise
-        self._scheme = "http" if tls is None else "https"
-        self._address = Address(f"{self._scheme}://{join_host_port(hostname or host or _this_machine(), port)}")
+        self._address = Address(_url(tls, hostname or host or _this_machine(), port))
         logger.info(
             "listening at %s (bind %s, min_replicas %d, stragglers %s, on_lost_state %s, for %g s)",
             self._address,
@@ -148,15 +147,11 @@ class LighthouseServer:
             on_lost_state,
             config.lost_state_ms / 1_000,
         )
-        if is_for_this_machine:
-            sentence = "no shared secret is set, so only this machine is served, at %s; %s"
-            logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
-        elif token is None and not has_members:
-            logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
+        self._warn(is_local=is_local, is_open=token is None and insecure)
         if listeners:
             name = hostname or _host_of(http_bind or "") or _this_machine()
             try:
-                self._serve_http(listeners, name, gate, insecure=insecure or has_members, tls=tls)
+                self._serve_http(listeners, name, gate, insecure=not is_local, tls=tls)
             except BaseException:
                 self.shutdown()
                 raise
@@ -188,12 +183,20 @@ class LighthouseServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.shutdown()
 
+    def _warn(self, *, is_local: bool, is_open: bool) -> None:
+        """Log whom a lighthouse without a secret serves."""
+        if is_local:
+            sentence = "no shared secret is set, so only this machine is served, at %s; %s"
+            logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
+        elif is_open:
+            logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
+
     @staticmethod
     async def _start(
         config: LighthouseConfig, bind: str, cluster_id: str | None, gate: Gate, tls: TLS | None
     ) -> tuple[LighthouseShell, int]:
         shell = LighthouseShell(config, cluster_id=cluster_id, gate=gate, tls=tls)
-        return shell, await shell.start(bind)
+        return shell, await shell.start(bind, tls)
 
     def _serve_http(
         self, listeners: Sequence[socket.socket], host: str, gate: Gate, *, insecure: bool, tls: TLS | None
@@ -213,8 +216,12 @@ class LighthouseServer:
             return server
 
         self._http = self._share.run(start())
-        self._http_address = f"{self._scheme}://{join_host_port(host, listeners[0].getsockname()[1])}"
+        self._http_address = _url(tls, host, listeners[0].getsockname()[1])
         logger.info("status, metrics and health at %s (/, /api/v1/status, /metrics, /healthz)", self._http_address)
+
+
+def _url(tls: TLS | None, host: str, port: int) -> str:
+    return f"{'http' if tls is None else 'https'}://{join_host_port(host, port)}"
 
 
 def _config(

@@ -116,7 +116,7 @@ class LighthouseShell:
         self._graces: set[asyncio.TimerHandle] = set()
         self._last_look_s = 0.0
         self._next_look_at_waits_s = 0.0
-        self._services = services.Services(
+        answered = services.Services(
             unary={
                 services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
                 services.LIGHTHOUSE_HEARTBEAT: self._answer_heartbeat,
@@ -127,12 +127,12 @@ class LighthouseShell:
             gate=gate,
             is_serving=lambda: self.operations.is_ready,
         )
-        self._server = Server(server_options(config.timeouts, hears_beats=True), self._services, tls)
+        self._server = Server(server_options(config.timeouts, hears_beats=True), answered)
 
-    async def start(self, bind: str) -> int:
+    async def start(self, bind: str, tls: TLS | None = None) -> int:
         """Listen. Returns: the port. Raises: ConfigError: the address can't be bound."""
         try:
-            port = self._server.bind(bind)
+            port = self._server.bind(bind, tls)
         except RuntimeError as error:
             raise ConfigError(
                 f"the lighthouse can't listen at {bind}: the port is in use or the address is not this machine's; "
@@ -291,7 +291,7 @@ class LighthouseShell:
         try:
             await outbox.write_all(context.write)
             if reader.done() and reader.result():
-                await self._services.check_job(context, reader.result())
+                await self._server.services.check_job(context, reader.result())
         finally:
             reader.cancel()
             last_s = self._received_s.pop(stream, None)
@@ -308,7 +308,7 @@ class LighthouseShell:
         Returns: "", or the job that the stream's hello names and its secret does not open.
         """
         last: Member | None = None
-        opened = self._services.opened(context)
+        opened = self._server.services.opened(context)
 
         def receive(message: bytes) -> None:
             nonlocal last
@@ -342,14 +342,14 @@ class LighthouseShell:
         return ""
 
     async def _answer_describe(self, _request: bytes, context: Context) -> bytes:
-        return codec.encode_description(self.operations.description(self._services.opened(context)))
+        return codec.encode_description(self.operations.description(self._server.services.opened(context)))
 
     async def _answer_drain(self, request: bytes, context: Context) -> bytes:
         try:
             drain = codec.decode_drain(0, request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        await self._services.check_job(context, drain.job)
+        await self._server.services.check_job(context, drain.job)
         try:
             self.operations.ask_to_leave(drain, peer_address(context.peer()))
         except RefusedError as error:
@@ -363,7 +363,7 @@ class LighthouseShell:
             replica_id = codec.decode_heartbeat(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        await self._services.check_job(context, TORCHFT_JOB)
+        await self._server.services.check_job(context, TORCHFT_JOB)
         self._handle_unary(events.HeartbeatReceived(replica_id))
         return b""
 
@@ -372,7 +372,7 @@ class LighthouseShell:
             member = codec.decode_lighthouse_request(request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
-        await self._services.check_job(context, TORCHFT_JOB)
+        await self._server.services.check_job(context, TORCHFT_JOB)
         call = next(self._numbers)
         waiting = self._calls[call] = self._loop.create_future()
         try:

@@ -20,7 +20,7 @@ from tft_algos.errors import ConfigError, UnknownSettingError
 from tft_ckpt import CheckpointTransport
 from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.errors import ConfigError as CoordinationConfigError
-from tft_coord.security import check_host_without_secret, check_token, read_insecure, read_token
+from tft_coord.security import check_host_without_secret, check_token, is_for_this_machine, read_insecure, read_token
 from tft_coord.timeouts import LONGEST_MS, Timeouts
 from tft_coord.tls import TLS
 from tft_coord.tokens import Token
@@ -405,11 +405,8 @@ def from_environment(
         )
     if lighthouse is not None:
         _check_address("the lighthouse (lighthouse_addr, or TFT_LIGHTHOUSE)", lighthouse)
-    token, insecure = _token(config, environ), _insecure(config, environ)
-    tls = _tls(environ)
-    if lighthouse is not None:
-        _check_scheme(lighthouse, tls)
-    if token is None and not insecure and not (tls is not None and tls.check_client):
+    token, tls, insecure = _trust(config, environ, lighthouse)
+    if is_for_this_machine(token, tls, insecure=insecure):
         _check_this_machine("hostname", config.hostname)
         if rank == 0 and lighthouse is not None:
             for address in targets(lighthouse):
@@ -455,18 +452,16 @@ def from_environment(
     )
 
 
-def _token(config: ManagerConfig, environ: Mapping[str, str]) -> Token:
+def _trust(config: ManagerConfig, environ: Mapping[str, str], lighthouse: str | None) -> tuple[Token, TLS | None, bool]:
+    """Return the secret, the certificates, and whether all machines are served without either."""
     try:
-        return check_token(config.token) if config.token is not None else read_token(environ)
+        token = check_token(config.token) if config.token is not None else read_token(environ)
+        insecure = config.insecure if config.insecure is not None else read_insecure(environ)
+        tls = TLS.from_environment(environ)
+        check_scheme(lighthouse or "", has_certificates=tls is not None)
     except CoordinationConfigError as error:
         raise ConfigError(str(error)) from error
-
-
-def _insecure(config: ManagerConfig, environ: Mapping[str, str]) -> bool:
-    try:
-        return config.insecure if config.insecure is not None else read_insecure(environ)
-    except CoordinationConfigError as error:
-        raise ConfigError(str(error)) from error
+    return token, tls, insecure
 
 
 def _check_this_machine(name: str, host: str | None) -> None:
@@ -479,20 +474,6 @@ def _check_this_machine(name: str, host: str | None) -> None:
 
 def _this_machine() -> str:
     return "localhost"
-
-
-def _tls(environ: Mapping[str, str]) -> TLS | None:
-    try:
-        return TLS.from_environment(environ)
-    except CoordinationConfigError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _check_scheme(addresses: str, tls: TLS | None) -> None:
-    try:
-        check_scheme(addresses, has_certificates=tls is not None)
-    except CoordinationConfigError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeouts, bool]:

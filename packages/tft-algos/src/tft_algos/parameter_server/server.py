@@ -22,7 +22,7 @@ from tft_algos.parameter_server.settings import ServerSettings
 from tft_ckpt import ConfigError as TransferConfigError
 from tft_ckpt.descriptors import raise_limit
 from tft_ckpt.transfer.address import advertised_url, is_of_loopback, listen, parse_url
-from tft_coord.security import HOW_TO_SERVE_OTHERS
+from tft_coord.security import HOW_TO_SERVE_OTHERS, is_for_this_machine
 from tft_coord.tls import TLS
 from tft_coord.tokens import Token
 from tft_pg import ProcessGroup
@@ -65,8 +65,8 @@ class SessionServer:
         forward: Callable[[str, ProcessGroup], None],
     ) -> None:
         raise_limit()
-        has_members = tls is not None and tls.check_client
-        listener = _listen(settings, is_local=token is None and not insecure and not has_members)
+        is_local = is_for_this_machine(token, tls, insecure=insecure)
+        listener = _listen(settings, is_local=is_local)
         try:
             url = _url(listener, settings.advertise_addr, "http" if tls is None else "https")
             # The store listens where the port does, and so serves no machine that the port does not serve.
@@ -99,7 +99,7 @@ class SessionServer:
         except BaseException:
             self.shutdown()
             raise
-        if token is None and not has_members:
+        if is_local or (token is None and insecure):
             served = "" if insecure else "only this machine is served: "
             _log.warning("no secret is set; %severy process that reaches %s can open a session", served, self._address)
 

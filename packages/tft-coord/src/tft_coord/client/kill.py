@@ -36,7 +36,7 @@ async def kill_group(address: str, message: str, *, token: Token, timeouts: Time
     Raises: ConfigError: the address is invalid. UnreachableError: no server answered there. RefusedError: the secret is
         wrong. RequestTimeoutError: the server did not answer in time. ProtocolError: another kind of server answered.
     """
-    channel = await dial(target(address), timeouts, tls=tls)
+    channel = await dial(target(address), timeouts, tls)
     try:
         call = services.call_stub(channel, services.MANAGER_KILL)
         await call(rank_codec.encode_kill(message), timeout=ANSWER_WITHIN_S, metadata=call_metadata(token))

@@ -17,6 +17,7 @@ from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import CoordinationClosedError, CoordinationError, ProtocolError
 from tft_coord.notifications import Notification
+from tft_coord.security import Trust
 from tft_coord.timeouts import Timeouts
 from tft_coord.tls import TLS
 from tft_coord.tokens import Token
@@ -79,8 +80,7 @@ class ManagerClient:
         self._caller = Caller(
             "manager server", addr, connect_timeout, token, timeouts, is_known=not connect_now, tls=tls
         )
-        self._tls = tls
-        self._token = token
+        self._trust = Trust(token, tls)
         self._timeouts = timeouts
         self._connect_within_s = connect_timeout.total_seconds()
         self._quorum_stub = self._caller.stub(services.MANAGER_QUORUM)
@@ -263,8 +263,7 @@ class ManagerClient:
         self._session = RankSession(
             self._caller.target,
             group_rank=group_rank,
-            token=self._token,
-            tls=self._tls,
+            trust=self._trust,
             timeouts=self._timeouts,
             listener=self._listener,
             progress=self._progress,

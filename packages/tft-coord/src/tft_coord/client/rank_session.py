@@ -46,10 +46,8 @@ from tft_coord.errors import (
 from tft_coord.notifications import Notification
 from tft_coord.processes import this_process
 from tft_coord.rpc import grpc
-from tft_coord.security import call_metadata
+from tft_coord.security import Trust
 from tft_coord.timeouts import Timeouts
-from tft_coord.tls import TLS
-from tft_coord.tokens import Token, looks_again
 from tft_coord.transport.dial import cancel_and_wait, dial
 from tft_coord.transport.loop import LoopShare
 from tft_coord.transport.outbox import Outbox
@@ -73,7 +71,7 @@ class RankSession:
     Args:
         address: of the manager server, `host:port`.
         group_rank: of this process.
-        token: shared secret of the job, or a file with it, or None.
+        trust: the secret and the certificates of the job.
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
         is_alive: called several times a second while the constructor waits, and while the stream is broken. False means
@@ -92,22 +90,20 @@ class RankSession:
         address: str,
         *,
         group_rank: int,
-        token: Token,
+        trust: Trust,
         timeouts: Timeouts,
         connect_within_s: float,
         listener: Callable[[Notification], None],
         progress: Callable[[], Progress | None] = lambda: None,
         beat_number: Callable[[], int] = lambda: 0,
         is_alive: Callable[[], bool] = lambda: True,
-        tls: TLS | None = None,
     ) -> None:
         self._address = address
-        self._tls = tls
         self._listener = listener
         self._progress = progress
         self._beat_number = beat_number
         self._is_alive = is_alive
-        self._token = token
+        self._trust = trust
         self._timeouts = timeouts
         self._session = time.time_ns()
         self._name = f"the stream of rank {group_rank} to its manager server at {address}"
@@ -270,7 +266,7 @@ class RankSession:
                     self._release_all(self._closed_by)
                     return
                 error = error_of(failure, self._name) if isinstance(failure, grpc.aio.AioRpcError) else failure
-                if _is_unauthenticated(failure) and (welcomed.done() or looks_again(self._token)):
+                if _is_unauthenticated(failure) and (welcomed.done() or self._trust.looks_again()):
                     error = UnreachableError(str(error))  # the secret changes at this moment
                 if not isinstance(error, UnreachableError):
                     raise error from None
@@ -295,7 +291,7 @@ class RankSession:
     async def _run_stream(self, welcomed: asyncio.Future[None]) -> None:
         """Dial once and, if that succeeds, run one stream until it ends."""
         try:
-            channel = await dial(self._address, self._timeouts, tls=self._tls)
+            channel = await dial(self._address, self._timeouts, self._trust.tls)
         except ProtocolError as error:
             if not welcomed.done():
                 raise ProtocolError(f"{self._name}: {error}") from None
@@ -308,7 +304,7 @@ class RankSession:
 
     async def _converse(self, channel: grpc.aio.Channel, welcomed: asyncio.Future[None]) -> None:
         """Run one stream. Return when a goodbye ended it; raise when it breaks."""
-        call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=call_metadata(self._token))
+        call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=self._trust.metadata())
         outbox = self._outbox = Outbox(call.cancel)
         outbox.put(rank_codec.encode_from_rank(rank_codec.RankHello(self.group_rank, self._session)))
         process = this_process()

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field, fields
 
 from tft_coord.errors import ConfigError
-from tft_coord.security import bind_without_secret, check_host_without_secret
+from tft_coord.security import bind_without_secret, check_host_without_secret, is_for_this_machine
 from tft_coord.timeouts import Timeouts
 from tft_coord.tls import TLS
 from tft_coord.tokens import Token, TokenFile, check
@@ -70,7 +70,7 @@ class ManagerServerConfig:
 
     @property
     def _is_for_this_machine(self) -> bool:
-        return self.token is None and not self.insecure and not (self.tls is not None and self.tls.check_client)
+        return is_for_this_machine(self.token, self.tls, insecure=self.insecure)
 
     @property
     def listens_at(self) -> str:

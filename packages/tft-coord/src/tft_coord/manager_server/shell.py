@@ -22,7 +22,7 @@ from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.processes import is_stopped, this_process
-from tft_coord.security import Gate
+from tft_coord.security import Gate, Trust
 from tft_coord.transport.address import join_host_port, peer_address
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
@@ -78,7 +78,6 @@ class ManagerServerShell:
                 streams={services.MANAGER_SESSION: self._serve_rank},
                 gate=Gate(config.token),
             ),
-            config.tls,
         )
         self._core: ReplicaGroupCore
         self._link: LighthouseLink
@@ -91,7 +90,7 @@ class ManagerServerShell:
         """
         config = self._config
         try:
-            port = self._server.bind(config.listens_at)
+            port = self._server.bind(config.listens_at, config.tls)
         except RuntimeError as error:
             raise config.cannot_listen() from error
         address = join_host_port(config.hostname, port)
@@ -104,8 +103,7 @@ class ManagerServerShell:
         )
         self._link = LighthouseLink(
             config.lighthouse_addr,
-            token=config.token,
-            tls=config.tls,
+            trust=Trust(config.token, config.tls),
             timeouts=config.timeouts,
             job=config.job,
             replica_id=config.replica_id,

@@ -32,19 +32,19 @@ class DialTimeoutError(UnreachableError):
 async def dial(
     address: str,
     timeouts: Timeouts,
+    tls: TLS | None = None,
     *,
     to_lighthouse: bool = False,
     within_ms: int | None = None,
-    tls: TLS | None = None,
 ) -> grpc.aio.Channel:
     """Return a new channel that is connected.
 
     Args:
         address: as `target` gives it.
         timeouts: of the job.
+        tls: of the job, or None.
         to_lighthouse: a lighthouse has thousands of channels, so the pings on this one are rarer.
         within_ms: time limit of the attempt; None: heartbeat_timeout_ms.
-        tls: of the job, or None.
     Raises: UnreachableError: the attempt failed; DialTimeoutError, if it timed out. ProtocolError: another kind of
         server answered, or one with other certificates. Nothing is left open.
     """

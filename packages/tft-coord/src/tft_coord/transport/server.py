@@ -41,11 +41,10 @@ class Server:
     Args:
         options: of grpc.
         services: the calls that it answers.
-        tls: of the job, or None.
     """
 
-    def __init__(self, options: Options, services: Services, tls: TLS | None = None) -> None:
-        self._tls = tls
+    def __init__(self, options: Options, services: Services) -> None:
+        self._tls: TLS | None = None
         self._options = options
         self._services = services
         self._bind = ""
@@ -56,8 +55,18 @@ class Server:
         self._draining: dict[GrpcServer, asyncio.Task[None]] = {}  # servers that have ended, with open calls
         let_go_in_child(self)
 
-    def bind(self, address: str) -> int:
-        """Bind the port. Returns: its number. Raises: RuntimeError: the address can't be bound."""
+    @property
+    def services(self) -> Services:
+        """Return the calls that it answers."""
+        return self._services
+
+    def bind(self, address: str, tls: TLS | None = None) -> int:
+        """Bind the port, for TLS if there are certificates.
+
+        Returns: its number.
+        Raises: RuntimeError: the address can't be bound.
+        """
+        self._tls = tls
         port = add_port(self._server, address, self._tls)
         self._bind = join_host_port(host_of(address), port)
         return port
