@@ -17,7 +17,7 @@ from tft_coord.core.effects import RefuseSession, TellLost, Welcome
 from tft_coord.core.types import Refusal
 from tft_coord.errors import ConfigError, CoordinationClosedError, CoordinationError, UnreachableError
 from tft_coord.manager_server.link import LighthouseLink
-from tft_coord.security import admits, call_metadata, read_token
+from tft_coord.security import Trust, admits, call_metadata, read_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.address import check_host, check_scheme, join_host_port, target
 from tft_coord.transport.dial import cancel_and_wait
@@ -274,7 +274,7 @@ def test_what_is_written_does_not_count_as_waiting() -> None:
 def link_to(addresses: str) -> LighthouseLink:
     return LighthouseLink(
         addresses,
-        token=None,
+        trust=Trust(None),
         timeouts=Timeouts(),
         job="job",
         replica_id="a",

@@ -23,6 +23,7 @@ KNOWN: Final = frozenset(
         "TFT_LEASE_SEC",
         "TFT_LIGHTHOUSE",
         "TFT_LIGHTHOUSE_HTTP_BIND",
+        "TFT_LIGHTHOUSE_JOB_TOKENS",
         "TFT_RANK0_SYNCHRONIZATION_ONLY",
         "TFT_SLOWEST_STEP_SEC",
         "TFT_TLS_CA",
