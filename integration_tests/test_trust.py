@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,8 +169,12 @@ def until(found: Callable[[], bool]) -> None:
 
 
 def test_a_job_trains_on_while_secret_certificate_and_authority_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    caplog.set_level(logging.DEBUG)
     old, new = trustme.CA(), trustme.CA()
     both = old.cert_pem.bytes() + new.cert_pem.bytes()
     own, secret = tmp_path / "own", tmp_path / "secret"
@@ -227,6 +232,10 @@ def test_a_job_trains_on_while_secret_certificate_and_authority_change(
             first.manager.shutdown()
     assert not errors
     assert not trainer.is_alive()
+    printed = "".join((caplog.text, *capfd.readouterr()))
+    assert "read the new certificate" in printed
+    for each in ("the-old-secret", "the-new-secret", "never-a-secret"):
+        assert each not in printed
 
 
 def test_a_client_with_a_long_life_follows_both_files(tmp_path: Path) -> None:
