@@ -233,7 +233,7 @@ def test_a_job_trains_on_while_secret_certificate_and_authority_change(
     assert not errors
     assert not trainer.is_alive()
     printed = "".join((caplog.text, *capfd.readouterr()))
-    assert "read the new certificate" in printed
+    assert "read the changed file" in printed
     for each in ("the-old-secret", "the-new-secret", "never-a-secret"):
         assert each not in printed
 
