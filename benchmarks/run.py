@@ -20,6 +20,7 @@ from benchmarks import (
     failure_stall,
     lighthouse_scale,
     lighthouse_start,
+    page_readers,
     reconfigure,
     rejoin,
     serving,
@@ -57,6 +58,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p17": lambda short: steady_steps.measure_messages(steps=200 if short else 1_000),
     "p18": lambda short: steady_steps.measure_away(seconds=5.0 if short else 30.0),
     "p19": lambda short: standing_join.measure({1_000: 1} if short else standing_join.TURNS),
+    "page": lambda short: page_readers.measure(turns=1 if short else 5, rounds=7 if short else 21),
     "slow": lambda short: slow_link.measure(turns=2 if short else 14),
     "rounds": lambda short: slow_rounds.measure(
         {"float32": 1, "int4": 2, "top k": 4} if short else {"float32": 5, "int4": 20, "top k": 60}

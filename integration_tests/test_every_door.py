@@ -94,6 +94,8 @@ ROUTES: Final = {
     ("lighthouse", "/api/v1/status"): READ,
     ("lighthouse", "/api/v1/incidents"): READ,
     ("lighthouse", "/api/v1/events"): READ,
+    ("lighthouse", "/api/v1/timeline"): {**READ, "other": 404},  # for a stranger there is no such job
+    ("lighthouse", "/assets/{name}"): READ,
     ("lighthouse", "/replica/{replica}/kill"): CHANGE,
     ("lighthouse", "/replica/{replica}/drain"): CHANGE,
     ("state", "/state/{key}/manifest"): {**OWN, "mine": 503},
@@ -230,6 +232,7 @@ def call(house: House, name: str, secret: str | None, tls: TLS | None) -> str:
 def ask(house: House, server: str, method: str, route: str, secret: str | None, tls: TLS | None) -> tuple[int, str]:
     """Return the status of one request, and the first bytes of its body; 0: the TLS handshake failed."""
     path = route.replace("{replica}", "nobody").replace("{key}", "1.0000000000000001.1.0000000000000001")
+    path = path.replace("{name}", "main.js").replace("/timeline", f"/timeline?job={JOB}")
     return ask_port(house.http_ports[server], method, path, secret, tls)
 
 
@@ -301,7 +304,7 @@ def test_no_route_is_answered_without_a_good_certificate(house: House, server: s
 
 
 def test_a_jobs_secret_shows_that_job_alone(house: House) -> None:
-    for path in ("/api/v1/status", "/", "/metrics"):
+    for path in ("/api/v1/status", "/status", "/metrics"):
         _, of_all = ask(house, "lighthouse", "GET", path, MAIN, house.good)
         _, of_mine = ask(house, "lighthouse", "GET", path, MINE, house.good)
         _, of_other = ask(house, "lighthouse", "GET", path, OTHER, house.good)

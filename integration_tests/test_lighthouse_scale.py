@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from benchmarks.swarm import Swarm, swarm
 from integration_tests.hostile import Watched, serving
 from tft_coord.core import events
+from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member
 from tft_coord.wire import codec, services
 
@@ -115,3 +118,66 @@ def test_a_stream_that_does_not_read_is_ended_by_name_and_costs_no_memory(tmp_pa
         while not any("lost replica deaf:1 of job job" in line for line in server.check_log("its end")):
             assert time.monotonic() < end, "its replica is not lost"
             time.sleep(0.02)
+
+
+MESSAGES_PER_S: Final = 3_000
+BEATING: Final = 300
+FLAT_S: Final = 600.0
+FLAT_BYTES: Final = 4 << 20
+
+
+def page_of(log: Path) -> str:
+    """Return the address of the HTTP port, which the lighthouse logs a moment after the other one."""
+    end = time.monotonic() + WITHIN_S
+    while (found := re.search(r"health at (http://\S+)", log.read_text())) is None:
+        assert time.monotonic() < end, "it serves no page"
+        time.sleep(0.05)
+    return found[1]
+
+
+def until_quiet(process: psutil.Process) -> None:
+    """Wait until the lighthouse has handled what it has received; what waits takes memory."""
+    end = time.monotonic() + 4 * WITHIN_S
+    while process.cpu_percent(0.5) > 20.0:
+        assert time.monotonic() < end, "it does not keep up with its clients"
+
+
+def beat(clients: Swarm, page: str, seconds: float) -> float:
+    """Send beats at an even pace, and read what an operator reads. Returns: the messages a second."""
+    progress = Progress(1_000, Phase.REDUCING, since_ms=300, excused=False, slowest_step_ms=600_000)
+    word = codec.encode_to_lighthouse(events.BeatReceived(0, 1 << 30, progress))
+    words = [connection.framed(word) for connection in clients.connections]
+    began_s, sent, read_s = time.monotonic(), 0, 0.0
+    while (passed_s := time.monotonic() - began_s) < seconds:
+        # A busy machine is late, and a backlog that grows would be another test.
+        for _ in range(min(int(passed_s * MESSAGES_PER_S) - sent, MESSAGES_PER_S)):
+            clients.connections[sent % BEATING].send(words[sent % BEATING])
+            sent += 1
+        clients.hear_for(0.01)
+        if passed_s >= read_s:
+            read_s = passed_s + 5.0
+            for path in ("/metrics", "/api/v1/status", "/api/v1/incidents", "/"):
+                with urllib.request.urlopen(page + path, timeout=WITHIN_S) as answer:
+                    answer.read()
+    return sent / (time.monotonic() - began_s)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1_200)
+def test_ten_minutes_of_three_thousand_messages_a_second_leave_no_memory(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tft_lighthouse", "--bind", "127.0.0.1:0", "--http-bind", "127.0.0.1:0"]
+    command += ["--heartbeat-timeout-ms", "60000"]  # a busy machine is no loss
+    with serving(command, tmp_path / "lighthouse.log") as server, swarm(server.port, BEATING) as clients:
+        process = psutil.Process(server.pid)
+        come(clients, 0)
+        page = page_of(tmp_path / "lighthouse.log")
+        beat(clients, page, FLAT_S / 10)
+        until_quiet(process)
+        before_bytes = process.memory_info().rss
+        rate = beat(clients, page, FLAT_S)
+        until_quiet(process)
+        grown = process.memory_info().rss - before_bytes
+        print(f"{rate:.0f} messages a second, {before_bytes / 1e6:.1f} MB, grown by {grown / 1e6:.2f} MB")
+        assert rate > 0.9 * MESSAGES_PER_S, "the machine was too busy for this test"
+        assert grown < FLAT_BYTES, f"{FLAT_S:.0f} s cost {grown / 1e6:.2f} MB"
+        assert "lost replica" not in (tmp_path / "lighthouse.log").read_text()

@@ -19,7 +19,7 @@ from tft_lighthouse import LighthouseServer
 
 PROGRAM: Final = Path(__file__).with_name("torchft_program.py")
 COMMIT: Final = re.compile(r"^commit (\d+) (\d+) (\w+)$", re.MULTILINE)
-PATIENCE_S: Final = 50.0
+PATIENCE_S: Final = 120.0  # the wheel takes a minute to import on a machine that is busy
 
 
 class Peer:
@@ -85,7 +85,7 @@ def until(condition: Callable[[], bool], what: str, *peers: Peer) -> None:
 
 
 @pytest.mark.in_parts
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_job_of_torchfts_trains_loses_one_and_heals_it(
     start: Start, lighthouse: LighthouseServer, spawn: Spawn
 ) -> None:

@@ -155,7 +155,6 @@ def survive(seed: int, num_connections: int, seconds: float) -> None:
     port = int(listener.getsockname()[1])
     server = StateServer(listener, token=TOKEN, chunk_bytes=65536, limits=Limits(), silence_s=0.5)
     process = psutil.Process()
-    until_s = time.monotonic() + seconds
 
     def settled() -> tuple[int, int, int]:
         """Memory, descriptors, threads, once the connections of before have ended."""
@@ -178,6 +177,7 @@ def survive(seed: int, num_connections: int, seconds: float) -> None:
         descriptors = process.num_fds()
         feed(port, seed, min(150, num_connections), lambda: True)
         before = settled()
+        until_s = time.monotonic() + seconds
         num_fed = feed(port, seed + 100, num_connections, lambda: time.monotonic() < until_s)
         after = settled()
         assert num_fed > 0

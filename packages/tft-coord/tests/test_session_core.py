@@ -279,22 +279,24 @@ def test_the_rest_is_final(refusal: Refusal) -> None:
     assert core.told_refused(refusal, "why", 10) == [GiveUp(refusal.value, "why"), HangUp()]
 
 
-def test_a_lighthouse_whose_clock_is_far_behind_is_waited_for_by_whoever_was_served() -> None:
-    """Field report D4: it was restarted, and every trainer ended."""
+@pytest.mark.parametrize("refusal", [Refusal.CLOCK, Refusal.FULL])
+def test_a_fault_that_an_operator_corrects_is_waited_for_by_whoever_was_served(refusal: Refusal) -> None:
+    """Field report D4: the lighthouse was restarted with a clock far behind, and every trainer ended."""
     core = welcomed()
     core.stream_broke(5)
     core.stream_opened(6)
-    assert core.told_refused(Refusal.CLOCK, "set the clock right", 10) == [HangUp()]
+    assert core.told_refused(refusal, "set it right", 10) == [HangUp()]
     assert core.refused is None
     assert isinstance(core.stream_broke(11)[0], Dial)
 
 
-def test_a_replica_that_starts_is_told_of_the_clock_at_once() -> None:
+@pytest.mark.parametrize("refusal", [Refusal.CLOCK, Refusal.FULL])
+def test_a_replica_that_starts_is_told_of_it_at_once(refusal: Refusal) -> None:
     core = session()
     core.start(0)
     core.stream_opened(1)
-    gives_up = GiveUp("clock", "set the clock right")
-    assert core.told_refused(Refusal.CLOCK, "set the clock right", 10) == [gives_up, HangUp()]
+    gives_up = GiveUp(refusal.value, "set it right")
+    assert core.told_refused(refusal, "set it right", 10) == [gives_up, HangUp()]
 
 
 def test_a_lighthouse_that_is_sooner_out_of_patience_hears_us_more_often() -> None:

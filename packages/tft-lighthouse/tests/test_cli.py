@@ -22,7 +22,7 @@ import pytest
 
 from tft_coord import LighthouseClient, RefusedError
 from tft_lighthouse import __version__
-from tft_lighthouse.cli import http_bind_of
+from tft_lighthouse.launch import http_bind_of
 
 COMMAND = [sys.executable, "-m", "tft_lighthouse"]
 LATE = timedelta(seconds=20)
@@ -159,11 +159,14 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--min_replicas", "many"], "invalid int value: 'many'"),
-        (["--min-replicas", "0"], "min_replicas is 0; give at least 1"),
+        (["--min_replicas", "many"], "--min_replicas: min_replicas is 'many'; give a whole number, 1 to 100000"),
+        (["--min-replicas", "0"], "--min_replicas: min_replicas is 0; give 1 to 100000"),
         (["--quorum_tick_ms", "6000"], "quorum_tick_ms (6000 ms) exceeds heartbeat_timeout_ms (5000 ms)"),
-        (["--stragglers", "off", "--straggler_ratio", "3"], "--straggler_ratio 3 has no effect with --stragglers off"),
-        (["--on-lost-state", "die"], "invalid choice: 'die'"),
+        (
+            ["--stragglers", "off", "--straggler_ratio", "3"],
+            "straggler_ratio 3 has no effect with stragglers off; leave one of the two out (stragglers is set by ",
+        ),
+        (["--on-lost-state", "die"], "on_lost_state is 'die'; give wait or restart"),
         (["--lost-state-timeout-ms", "-1"], "lost_state_timeout_ms is -1; give 0 to 604800000 milliseconds (a week)"),
         (
             ["--on-lost-state", "restart", "--lost-state-timeout-ms", "100"],

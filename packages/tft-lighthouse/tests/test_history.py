@@ -16,11 +16,13 @@ from tft_coord.lighthouse import (
     Quorum,
     QuorumFormed,
     ReplicaLost,
+    Spent,
+    Stall,
     TorchftCore,
     WaitNoticed,
     events,
 )
-from tft_lighthouse import history
+from tft_lighthouse import history, log
 from tft_lighthouse.history import History, Incident, IncidentKind, Phase
 from tft_lighthouse.journal import Journal
 
@@ -281,3 +283,151 @@ def test_records_names_and_jobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(len(each.reason) for each in kept) == history.REASON_MOST
     assert len(found._quorums) == 7
     assert len(found._open) == 20
+
+
+# --- what replicas report of their own stalls -------------------------------------------------------------------------
+
+
+def a_loss(*reporters: str, closed: list[Incident] | None = None, steps: list[int] | None = None) -> History:
+    """A history in which "a" of three was lost, and the others have formed the next quorum."""
+    found = History(
+        job_of=lambda _: "job",
+        step_of=lambda _: (steps or [0])[-1],
+        healing_of=lambda _: frozenset(),
+        closed=(closed if closed is not None else []).append,
+    )
+    for name in reporters:
+        found.reported("job", name, (), 0)
+    found.note(QuorumFormed("job", quorum(1, "a", "b", "c"), None, 0, "it is the first quorum"), 0, 0)
+    found.note(ReplicaLost("job", "a", 1, "gone", 300), 1_000, 1_000)
+    found.note(QuorumFormed("job", quorum(2, "b", "c"), quorum(1, "a", "b", "c"), 0, "a is lost"), 1_100, 1_100)
+    return found
+
+
+def of_kind(found: History, kind: IncidentKind) -> Incident:
+    return next(each for each in found.incidents() if each.kind is kind)
+
+
+def stall(number: int = 2, before: int | None = 1, after: int = 2, **spent_ms: int) -> Stall:
+    return Stall(number, before, after, 7, 1, {Spent(name): ms for name, ms in spent_ms.items()})
+
+
+def test_the_slowest_survivor_says_what_the_incident_cost(caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[Incident] = []
+    steps = [0]
+    found = a_loss("a", "b", "c", closed=closed, steps=steps)
+    found.reported("job", "b", [stall(detect=300, redo=90, commit=110, serve=1, heal=1)], 1_500)
+    loss = of_kind(found, IncidentKind.LOSS)
+    assert (loss.slowest, loss.lasted_ms, loss.num_reports, loss.failed_rounds) == ("b", 502, 1, 1)
+    assert loss.phases == {Phase.DETECT: 300, Phase.REDO: 90, Phase.COMMIT: 110, Phase.TRANSFER: 2}
+    steps.append(1)
+    found.look(1_600)
+    assert of_kind(found, IncidentKind.LOSS).is_open, "the other survivor has not reported yet"
+    found.reported("job", "c", [stall(detect=400, commit=120, quorum=5)], 1_500)
+    found.look(1_700)
+    loss = of_kind(found, IncidentKind.LOSS)
+    assert (loss.slowest, loss.lasted_ms, loss.num_reports, loss.is_open) == ("c", 525, 2, False)
+    with caplog.at_level(logging.INFO, "tft_lighthouse"):
+        log.incident(loss)
+    assert (
+        "lasted_s=0.525 detect_s=0.400 quorum_s=0.005 commit_s=0.120 failed_rounds=1 slowest=c replicas=a"
+        in (caplog.messages[0])
+    )
+    assert [each.number for each in closed if each.kind is IncidentKind.LOSS] == [loss.number]
+
+
+def test_a_report_is_repeated_and_counts_once() -> None:
+    found = a_loss("b", "c")
+    for _ in range(3):
+        found.reported("job", "b", [stall(1, None, 1, quorum=5), stall(commit=7)], 1_500)
+    assert of_kind(found, IncidentKind.LOSS).num_reports == 1
+    assert of_kind(found, IncidentKind.START).num_reports == 1
+    known = found.last_change
+    found.reported("job", "b", [stall(commit=7)], 1_500)
+    assert found.last_change == known
+
+
+def test_an_incident_waits_for_reports_only_for_a_while() -> None:
+    steps = [0]
+    found = a_loss("b", "c", steps=steps)
+    steps.append(1)
+    found.look(2_000)
+    assert of_kind(found, IncidentKind.LOSS).is_open
+    found.look(2_000 + history.REPORTS_WITHIN_MS)
+    loss = of_kind(found, IncidentKind.LOSS)
+    assert not loss.is_open
+    assert (loss.slowest, loss.phases) == ("", {Phase.DETECT: 300, Phase.QUORUM: 100, Phase.RESUME: 900})
+    found.reported("job", "b", [stall(commit=7)], 1_500)
+    assert of_kind(found, IncidentKind.LOSS).slowest == "b", "a late report counts too"
+    assert not of_kind(found, IncidentKind.LOSS).is_open
+
+
+def test_who_was_lost_and_who_is_a_stranger_say_nothing_about_the_stall() -> None:
+    found = a_loss("a", "b", "c")
+    found.reported("job", "a", [stall(commit=10)], 1_500)
+    found.reported("job", "stranger", [stall(commit=10)], 1_500)
+    found.reported("other", "b", [stall(commit=10)], 1_500)
+    found.reported("job", "b", [stall(3, 5, 9, commit=10), stall(4, 2, 2, commit=10)], 1_500)
+    assert of_kind(found, IncidentKind.LOSS).slowest == ""
+
+
+def test_a_newcomer_says_how_long_it_waited_for_the_state() -> None:
+    found = a_loss("b", "c")
+    found.note(QuorumFormed("job", quorum(3, "b", "c", "d"), quorum(2, "b", "c"), 0, "d joins"), 3_000, 3_000)
+    found.reported("job", "d", [stall(1, None, 3, heal=900, quorum=20)], 1_500)
+    found.reported("job", "b", [stall(3, 2, 3, serve=40, commit=60)], 1_500)
+    join = of_kind(found, IncidentKind.JOIN)
+    assert join.phases == {Phase.HEAL: 900, Phase.TRANSFER: 40, Phase.COMMIT: 60}
+    assert (join.slowest, join.lasted_ms) == ("b", 100), "heal goes on beside the others"
+
+
+def test_incidents_that_run_into_one_another_have_the_same_stall() -> None:
+    found = a_loss("b", "c")
+    found.note(ReplicaLost("job", "c", 1, "gone", 0), 1_200, 1_200)
+    found.note(QuorumFormed("job", quorum(3, "b"), quorum(2, "b", "c"), 0, "c is lost"), 1_300, 1_300)
+    found.reported("job", "b", [stall(2, 1, 3, detect=800)], 1_500)
+    assert [each.lasted_ms for each in found.incidents() if each.kind is IncidentKind.LOSS] == [800, 800]
+
+
+def test_reporters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "REPORTERS_MOST", 10)
+    found = a_history([])
+    for number in range(100):
+        found.reported("job", f"replica {number}", [stall()], 0)
+    for number in range(100):
+        names = (f"a{number}", f"b{number}")
+        found.note(QuorumFormed(f"job {number}", quorum(1, *names), None, 0, "first"), 0, 0)
+    assert len(found._reporters) == 10
+    assert len(found._survivors) == history.JOINED_MOST
+
+
+def test_a_stall_that_is_longer_than_the_replica_is_known_is_nonsense() -> None:
+    found = a_loss("b", "c")
+    found.reported("job", "b", [stall(commit=1_500 + history.KNOWN_BEFORE_MS + 1)], 1_500)
+    assert of_kind(found, IncidentKind.LOSS).slowest == ""
+    found.reported("job", "c", [stall(commit=1_500 + history.KNOWN_BEFORE_MS)], 1_500)
+    assert of_kind(found, IncidentKind.LOSS).slowest == "c"
+
+
+def test_of_many_reports_only_those_of_a_slower_replica_are_news() -> None:
+    found = a_loss("b", "c")
+    found.reported("job", "b", [stall(commit=70)], 1_500)
+    known = found.last_change
+    found.reported("job", "c", [stall(commit=60)], 1_500)
+    assert found.last_change == known
+    assert of_kind(found, IncidentKind.LOSS).num_reports == 2
+
+
+def test_hundreds_that_are_lost_together_cost_the_lighthouse_little() -> None:
+    names = tuple(f"replica_{number:04}" for number in range(1_000))
+    found = a_history([])
+    found.note(QuorumFormed("job", quorum(1, *names), None, 0, "first"), 0, 0)
+    for name in names:
+        found.reported("job", name, (), 0)
+    for name in names[:300]:
+        found.note(ReplicaLost("job", name, 1, "gone", 0), 1, 1)
+    found.note(QuorumFormed("job", quorum(2, *names[300:]), quorum(1, *names), 0, "lost"), 2, 2)
+    assert len({id(each.awaited) for each in found._open.values() if each.incident.kind is IncidentKind.LOSS}) == 1
+    for name in names[300:]:
+        found.reported("job", name, [stall(commit=5)], 1_500)
+    assert {each.num_reports for each in found.incidents() if each.kind is IncidentKind.LOSS} >= {700}

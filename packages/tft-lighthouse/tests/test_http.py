@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import queue
+import re
 import socket
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from tft_coord import (
 )
 from tft_coord.core.types import KillOrder, LeaveRequest
 from tft_lighthouse import LighthouseServer
-from tft_lighthouse.http import app, connections
+from tft_lighthouse.http import app, connections, site
 from tft_lighthouse.http import incidents as incidents_over_http
 
 LATE = timedelta(seconds=20)
@@ -181,18 +182,63 @@ def test_the_metrics_are_what_prometheus_reads(lighthouse: LighthouseServer, gro
     assert found["tft_replicas", "lost"] == 1
 
 
-def test_the_page_and_torchft_s_fragment_escape_what_comes_from_outside() -> None:
+def test_torchft_s_fragment_escapes_what_comes_from_outside() -> None:
     with LighthouseServer("127.0.0.1:0", quorum_tick_ms=20, http_bind="127.0.0.1:0") as lighthouse:
         with LighthouseClient(lighthouse.address, LATE) as client:
             client.quorum("<script>alert(1)</script>", LATE, step=4, address="a:1")
-        for path in ("/", "/status"):
-            code, headers, body = ask(lighthouse, path)
-            assert (code, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-            assert "default-src 'none'" in headers["Content-Security-Policy"]
-            assert "<script" not in body
-            assert "&lt;script&gt;alert(1)&lt;/script&gt;" in body
-            assert "Job default: training, step 4" in body
-            assert body.startswith("<!DOCTYPE html>") == (path == "/")
+        code, headers, body = ask(lighthouse, "/status")
+        assert (code, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'; base-uri 'none'")
+        assert "<script" not in body
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in body
+        assert "Job default: training, step 4" in body
+
+
+def test_the_page_runs_scripts_of_this_port_alone(lighthouse: LighthouseServer) -> None:
+    code, headers, body = ask(lighthouse, "/")
+    assert (code, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    policy = headers["Content-Security-Policy"]
+    assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert not re.search(r"<script(?![^>]* src=)|<style|\bstyle=|\son\w+=|//", body.partition("\n")[2])
+    loads = re.findall(r'(?:src|href)="(assets/[^"]+)"', body)
+    assert len(loads) == 3
+    for path in loads:
+        assert ask(lighthouse, f"/{path}")[0] == 200, path
+    for path in ("/assets/none.js", "/assets/../app.py", "/assets/%2e%2e/app.py", "/assets/"):
+        assert ask(lighthouse, path)[0] == 404, path
+
+
+def test_no_script_of_the_page_makes_markup_of_text_or_asks_another_host() -> None:
+    for name, file in site.load().items():
+        text = file.body.decode()
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|Function\(", text), name
+        others = re.sub(r"http://www\.w3\.org/2000/svg", "", text)
+        assert not re.search(r"https?://|@import|localStorage|sessionStorage|document\.cookie", others), name
+
+
+def test_the_timeline_of_a_job(lighthouse: LighthouseServer, group: Group) -> None:
+    assert ask(lighthouse, "/api/v1/timeline")[0] == 400
+    assert ask(lighthouse, "/api/v1/timeline?job=job&after=-1")[0] == 400
+    code, _, body = ask(lighthouse, f"/api/v1/timeline?job={quote('<b>')}")
+    assert (code, json.loads(body)) == (404, {"error": "this lighthouse knows no job '<b>'"})
+    group.ask(step=3)
+
+    def timeline(after_ms: int = 0) -> Any:
+        code, _, body = ask(lighthouse, f"/api/v1/timeline?job=job&after={after_ms}")
+        return json.loads(body) if code == 200 else {}
+
+    found = until(lambda: (now := timeline()).get("lanes") and now["points"][-1][1] == 1 and now)
+    assert (found["schema_version"], found["job"], found["span_ms"]) == (1, "job", 1_800_000)
+    assert found["started_ms"] == status(lighthouse)["lighthouse"]["started_ms"]
+    (lane,) = found["lanes"]
+    assert lane["replica_id"] == "a:0f3a9c1d-0000-4000-8000-000000000000"
+    assert lane["runs"][-1][1] == "training"
+    assert found["points"][-1][1:] == [1, 3]
+    assert timeline(found["now_ms"] + 10_000)["lanes"] == []
+    group.close()
+    assert until(lambda: [run[1] for run in timeline()["lanes"][0]["runs"]][-2:] == ["training", "gone"])
 
 
 def test_health_over_http_and_grpc(lighthouse: LighthouseServer) -> None:
@@ -487,12 +533,12 @@ def test_a_silent_connection_and_one_that_does_not_read_end(
     monkeypatch.setattr(connections, "FIRST_REQUEST_S", 0.3)
     monkeypatch.setattr(connections, "REQUEST_S", 0.3)
     monkeypatch.setattr(connections, "SWEEP_S", 0.1)
-    monkeypatch.setattr(app.page, "whole_page", lambda _: "x" * 50_000_000)
+    monkeypatch.setattr(app.fragment, "of_view", lambda _: "x" * 50_000_000)
     with (
         socket.create_connection(place_of(lighthouse)) as silent,
         socket.create_connection(place_of(lighthouse)) as slow,
     ):
-        slow.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        slow.sendall(b"GET /status HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert is_closed(silent)
         running = lighthouse._http
         assert running is not None
@@ -562,6 +608,9 @@ def test_many_readers_cost_one_look(lighthouse: LighthouseServer, monkeypatch: p
     assert answers.get("status", make) == b"1", "twenty times as long"
     now_s += 0.1
     assert answers.get("status", make) == b"2"
+    for number in range(2 * app.ANSWERS_KEPT_MOST):
+        answers.get(f"timeline of job {number}", make)
+    assert len(answers._kept) == app.ANSWERS_KEPT_MOST
 
 
 # --- start and end ----------------------------------------------------------------------------------------------------

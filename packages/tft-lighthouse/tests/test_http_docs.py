@@ -11,12 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from tft_coord.core.job_end import Ended
 from tft_coord.core.progress import Phase
 from tft_coord.core.types import Member, Quorum, QuorumKey
-from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
+from tft_coord.lighthouse import JobState, JobStatus, ReplicaState, ReplicaStatus, TrainerReport, WaitStatus
 from tft_lighthouse.counters import Counters
+from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import Incident, IncidentKind
 from tft_lighthouse.history import Phase as IncidentPhase
+from tft_lighthouse.http import timeline as timeline_over_http
 from tft_lighthouse.http.app import PATHS
 from tft_lighthouse.http.metrics import Metrics
+from tft_lighthouse.timeline import Lane, Timeline
 from tft_lighthouse.view import LighthouseView, as_json, incident_as_json
 
 PAGE = (Path(__file__).parents[3] / "docs/lighthouse-http.md").read_text(encoding="utf-8")
@@ -49,6 +52,8 @@ VIEW = LighthouseView(
     version="1",
     started_ms=1_000,
     now_ms=2_000,
+    address="http://lighthouse:29510",
+    has_secret=False,
     cluster_id="c",
     is_ready=True,
     min_replicas=1,
@@ -76,6 +81,16 @@ def test_every_field_kind_and_phase_of_an_incident_is_documented() -> None:
     assert (fields | values) - NAMED == set()
 
 
+def test_every_field_and_state_of_a_timeline_is_documented() -> None:
+    timeline = Timeline()
+    timeline.look([JOB], 2_000)
+    found = timeline_over_http.as_json(timeline, "job", 0, 1_000)
+    assert found["lanes"]
+    assert found["points"]
+    named = {name.rpartition(".")[2] for name in NAMED} | {"lanes"}
+    assert (names_in(found) | {each.value for each in Lane}) - named == set()
+
+
 def test_every_state_and_phase_is_documented() -> None:
     states = {each.value for each in (*JobState, *ReplicaState)} | {each.name.lower() for each in Phase}
     assert states - NAMED == set()
@@ -89,7 +104,9 @@ def test_every_route_is_documented() -> None:
 def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
     counts = Counters(lambda _: None)
     counts._of("job")
-    metrics = Metrics(lambda: VIEW, counts)
+    goodput = Goodput()
+    goodput.reported("job", "replica", TrainerReport(), 0)
+    metrics = Metrics(lambda: VIEW, counts, goodput)
     metrics.closed(INCIDENT)
     found = {
         sample.name.removesuffix("_bucket"): set(sample.labels) - {"le"}

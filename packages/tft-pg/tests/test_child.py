@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -171,6 +172,17 @@ def test_soak_every_stack_of_two_wrappers_keeps_the_whole_contract(outer: Any, i
     for check in CHECKS:
         if check is not IN_A_SOAK:
             check(Subject(partial(stacked, outer, inner), (1, 2, 3), lacks=GLOO_LACKS))
+
+
+def test_a_swallowing_wrapper_passes_on_what_the_child_refuses(bench: Bench) -> None:
+    """The child refuses a call, so the error comes with the Work. No `configure` would fix it."""
+    group = ErrorSwallowingProcessGroupWrapper(bench.configured(1)[0])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.BAND
+    with pytest.raises(OperationRefusedError, match="allreduce"):
+        group.allreduce([torch.ones(3)], options).wait()
+    assert group.error() is None
+    assert reduce(group).tolist() == [1.0] * 3
 
 
 # --- deaths of the child --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import socket
 import threading
@@ -264,6 +265,11 @@ def test_the_command_prints_and_exits(
     said = capsys.readouterr().out
     assert "problems: none" in said
     assert "timeout                   1500" in said
+    assert exit_code_of(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["problems"], facts["timeouts"]["timeout_ms"]) == ([], 1_500)
+    assert facts["lighthouses"][0]["description"]["version"] == "0.1.0"
+    assert "a-long-enough-secret" not in str(facts)
 
     monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "soon")
     assert exit_code_of(["doctor"]) == 1

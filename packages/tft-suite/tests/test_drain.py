@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -52,6 +53,9 @@ def test_each_lighthouse_of_the_list_is_asked(
             client.quorum(0, RankRequest(step=0, lineage=initial_lineage("of-this-shell")), minute)
             assert exit_code_of(["drain", "a"]) == 0
             assert "asked a of job of-this-shell to leave" in capsys.readouterr().out
+            assert exit_code_of(["drain", "a", "--json"]) == 0
+            facts = {"job": "of-this-shell", "replica": "a", "asked_to": "leave"}
+            assert json.loads(capsys.readouterr().out) == facts
         assert exit_code_of(["drain", "a", "--job", "another"]) == 2
         told = capsys.readouterr().err
         assert told.count("this lighthouse knows no job 'another'") == 2

@@ -105,9 +105,11 @@ def test_the_text_of_incidents() -> None:
     head, line = text.incidents_text([INCIDENT]).splitlines()
     assert tuple(re.split(r"  +", head)) == text.INCIDENT_COLUMNS
     assert line == (
-        "2026-11-26 19:05:50  llama  failed round  0.8 s   quorum 0.0 s, resume 0.8 s  6410  60 -> 60  "
+        "2026-11-26 19:05:50  llama  failed round  0.8 s   quorum 12 ms, resume 800 ms  6410  60 -> 60  "
         "a:0f3a9c1d, b, c and 57 more  a failed to commit?; waited for: b waits for a"
     )
+    _, line = text.incidents_text([{**INCIDENT, "slowest": "b:0f3a9c1d-0000-4000-8000-000000000000"}]).splitlines()
+    assert "resume 800 ms (b:0f3a9c1d)" in line
     assert text.incidents_text([]).startswith("no incident is known")
 
 

@@ -88,8 +88,19 @@ def test_pure_ddp_reduces_each_parameter(manager: Any) -> None:
     model = PureDistributedDataParallel(manager, nn.Linear(3, 4))
     model(torch.ones(2, 3)).sum().backward()
     shapes = [call.args[0].shape for call in manager.allreduce.call_args_list]
-    assert torch.Size([4, 3]) in shapes
-    assert torch.Size([4]) in shapes
+    assert sorted(shapes) == [torch.Size([4]), torch.Size([4, 3])]  # and nothing else, as in torchft
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
+def test_used_parameters_are_counted_over_an_object_that_has_participants(manager: Any, wrap: Any) -> None:
+    model = wrap(manager, nn.Linear(3, 4))
+    model(torch.ones(2, 3)).sum().backward()
+    averages = manager.allreduce.call_count
+    assert averages == {DistributedDataParallel: 1, PureDistributedDataParallel: 2}[wrap]
+    manager.num_participants.return_value = 2
+    model(torch.ones(2, 3)).sum().backward()
+    assert manager.allreduce.call_count == 2 * averages + 1
+    assert manager.allreduce.call_args.kwargs == {"reduce_op": ReduceOp.SUM}
 
 
 def test_local_sgd_synchronizes_a_mock_every_second_step(manager: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import torchft
+from tft_pg.futures import watchdog_timeout
 from torchft import coordination, futures, multiprocessing_dummy_context, otel, quantization, torchx, utils
 from torchft._torchft import QuorumResult
 from torchft.collectives import (
@@ -135,6 +136,19 @@ def test_futures_time_out_and_mocks_pass_through() -> None:
         futures.future_wait(pending, SOON)
     pending.set_result(5)
     assert futures.future_wait(pending, SOON) == 5
+    assert futures._TIMEOUT_MANAGER._clear_del_queue() == 0
+    futures._TIMEOUT_MANAGER._del_queue.put(pending)
+    assert futures._TIMEOUT_MANAGER._clear_del_queue() == 1
+
+
+def test_the_watchdogs_interval_is_that_of_the_next_timer_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(futures.WATCHDOG_TIMEOUT_SEC, raising=False)
+    manager = futures._TIMEOUT_MANAGER
+    assert manager._watchdog_interval is None
+    manager._watchdog_interval = timedelta(seconds=90)
+    assert watchdog_timeout() == manager._watchdog_interval == timedelta(seconds=90)
+    manager._watchdog_interval = None
+    assert watchdog_timeout() is None
     assert _DummyWork([1]).get_future().wait() == [1]
 
 

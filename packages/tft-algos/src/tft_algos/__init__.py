@@ -50,6 +50,7 @@ from tft_algos.manager import (
     StandingCoordinator,
     StepControl,
     WorldSizeMode,
+    export_metrics,
     start_debug_server,
 )
 from tft_algos.optim import Optimizer
@@ -136,6 +137,7 @@ __all__ = [
     "UserStateError",
     "WorldSizeMode",
     "ZeroWeightError",
+    "export_metrics",
     "extend_mesh",
     "extract_local_tensor",
     "fragment_model",

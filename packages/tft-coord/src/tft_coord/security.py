@@ -42,17 +42,40 @@ def read_token(environment: Mapping[str, str]) -> str | TokenFile | None:
     if path is not None:
         if not path:
             raise ConfigError("TFT_TOKEN_FILE is empty; give the path of a file, or unset it")
-        try:
-            return TokenFile(path)
-        except ConfigError as error:
-            why = str(error) if "can't be read" in str(error) else f"{path}, which holds no valid secret: {error}"
-            raise ConfigError(f"TFT_TOKEN_FILE names {why}") from error.__cause__
+        return read_token_file(path, "TFT_TOKEN_FILE")
     if token is None:
         return None
     try:
         return check_token(token)
     except ConfigError as error:
         raise ConfigError(f"TFT_TOKEN is {'invalid' if token else 'empty; set it, or unset it'}: {error}") from None
+
+
+def read_token_file(path: str, setting: str) -> TokenFile:
+    """Return the secrets in a file, which is followed from then on.
+
+    Args:
+        path: of the file.
+        setting: what names it, for messages.
+    Raises: ConfigError: the file can't be read, or holds no valid secret.
+    """
+    try:
+        return TokenFile(path)
+    except ConfigError as error:
+        raise _unusable(path, setting, error) from error.__cause__
+
+
+def read_job_tokens(path: str, setting: str) -> JobTokens:
+    """Return the secrets of single jobs in a file, which is followed from then on. Args and Raises: as above."""
+    try:
+        return JobTokens(path)
+    except ConfigError as error:
+        raise _unusable(path, setting, error) from error.__cause__
+
+
+def _unusable(path: str, setting: str, error: ConfigError) -> ConfigError:
+    why = str(error) if "can't be read" in str(error) else f"{path}, which holds no valid secret: {error}"
+    return ConfigError(f"{setting} names {why}")
 
 
 def read_insecure(environment: Mapping[str, str]) -> bool:

@@ -27,7 +27,6 @@ __all__ = ["LOOK_EVERY_S", "TLS", "Certificates", "certificates_of", "own_fault"
 
 LOOK_EVERY_S: Final = 1.0  # at the files
 _KEPT_MOST: Final = 64
-_YES: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 _Version: TypeAlias = "tuple[tuple[int, int, int], ...]"
 
 logger = logging.getLogger(__name__)
@@ -73,10 +72,10 @@ class TLS:
         """
         found = os.environ if environment is None else environment
         paths = {name: found.get(name, "") for name in ("TFT_TLS_CERT", "TFT_TLS_KEY", "TFT_TLS_CA")}
-        answer = found.get("TFT_TLS_CLIENT_AUTH", "")
-        if answer.lower() not in _YES:
-            raise ConfigError(f"TFT_TLS_CLIENT_AUTH is {answer!r}; set it to 1 or 0")
-        check_client = _YES[answer.lower()]
+        answer = found.get("TFT_TLS_CLIENT_AUTH") or "0"
+        if answer not in ("0", "1"):
+            raise ConfigError(f"TFT_TLS_CLIENT_AUTH is {answer[:64]!r}; give 0 or 1")
+        check_client = answer == "1"
         unset = [name for name, path in paths.items() if not path]
         if len(unset) == len(paths) and not check_client:
             return None

@@ -12,16 +12,29 @@ from tft_lighthouse.version import __version__
 
 if TYPE_CHECKING:
     from tft_coord import ConfigError, CoordinationClosedError, CoordinationError
+    from tft_coord.lighthouse import JobSettings, Limits
     from tft_lighthouse.server import LighthouseServer
 
-__all__ = ["ConfigError", "CoordinationClosedError", "CoordinationError", "LighthouseServer", "__version__"]
+__all__ = [
+    "ConfigError",
+    "CoordinationClosedError",
+    "CoordinationError",
+    "JobSettings",
+    "LighthouseServer",
+    "Limits",
+    "__version__",
+]
+_HOMES = {
+    "LighthouseServer": "tft_lighthouse.server",
+    "JobSettings": "tft_coord.lighthouse",
+    "Limits": "tft_coord.lighthouse",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "tft_lighthouse.server" if name == "LighthouseServer" else "tft_coord"
-    value = globals()[name] = getattr(import_module(home), name)
+    value = globals()[name] = getattr(import_module(_HOMES.get(name, "tft_coord")), name)
     return value
 
 

@@ -1,7 +1,7 @@
 """The command `tft-lighthouse`.
 
-Law of this file: command-line arguments to settings, signals to an end. The server is imported after the arguments are
-parsed, so that --help and a wrong flag get an answer at once.
+Law of this file: command-line arguments to settings, signals to a reload or an end. The server is imported after the
+settings are known, so that --help and a wrong value get an answer at once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Final, NoReturn, final
+from typing import TYPE_CHECKING, Final, NoReturn, final
 
-from tft_lighthouse import __version__, defaults
+from tft_coord import ConfigError
+from tft_lighthouse import __version__, config_file
+from tft_lighthouse.settings import CONFIG_VARIABLE, SETTINGS, Kind, Settings, resolve
+
+if TYPE_CHECKING:
+    from tft_lighthouse.server import LighthouseServer
 
 USAGE_ERROR = 2
 ENDED_BY: Final = (signal.SIGINT, signal.SIGTERM)
+HEARD: Final = (*ENDED_BY, signal.SIGHUP)
+STANDARD_ERROR: Final = 2
 # Each replica group holds a connection, and so does each of torchft's.
 FEW_DESCRIPTORS: Final = 4096
 DESCRIPTORS_OF_ONE: Final = 2  # a replica's stream, and its socket
@@ -31,54 +38,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the command; None takes the process's own.
     Returns: 0 after a signal, 2 when a setting is wrong or the port is in use.
     """
-    settings = _parser().parse_args(arguments)
+    words = _parser().parse_args(arguments)
     # The signals are blocked, in every thread that starts from here on too, until `sigwait` takes one. A handler would
     # run when the interpreter next checks for signals. It would not run at all if this thread has just checked and is
     # about to wait.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDED_BY)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
     try:
-        return _serve(settings)
+        return _run(words)
     finally:
-        while signal.sigpending() & set(ENDED_BY):  # the process is ending already
-            signal.sigwait(ENDED_BY)
+        while signal.sigpending() & set(HEARD):  # the process is ending already
+            signal.sigwait(HEARD)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(settings: argparse.Namespace) -> int:
+def _run(words: argparse.Namespace) -> int:
+    settings = None
+    try:
+        settings = _settings(words)
+        if not words.print_config:
+            return _serve(words, settings)
+        from tft_lighthouse.launch import check
+
+        print(config_file.written(settings, check(settings)), end="")
+        return 0
+    except ConfigError as error:
+        print(f"tft-lighthouse: {error}{settings.sources_of(str(error)) if settings else ''}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _settings(words: argparse.Namespace) -> Settings:
+    """Return the settings in force. Raises: ConfigError: one is wrong, or the file can't be read."""
+    path = words.config or os.environ.get(CONFIG_VARIABLE) or None
+    return resolve(vars(words), os.environ, config_file.read(path) if path is not None else {}, path)
+
+
+def _serve(words: argparse.Namespace, settings: Settings) -> int:
     # grpc's own log lines about a port in use or a disconnected client would repeat this program's.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from tft_coord import ConfigError, StragglerAction, StragglerPolicy
-    from tft_coord.lighthouse import TLS, JobTokens, configure_process, raise_limit, read_insecure, read_token
-    from tft_lighthouse.server import LighthouseServer
+    from tft_coord.lighthouse import configure_process, raise_limit
+    from tft_lighthouse.launch import start
 
-    configure_process(logging.getLevelName(settings.log_level.upper()), as_json=settings.log_format == "json")
+    configure_process(level_of(settings), as_json=settings["log_format"] == "json")
     descriptors = raise_limit()
-    job_tokens = settings.job_tokens or os.environ.get(defaults.JOB_TOKENS_ENV, "")
-    try:
-        if settings.stragglers == "off" and settings.straggler_ratio != defaults.STRAGGLER_RATIO:
-            raise ConfigError(
-                f"--straggler_ratio {settings.straggler_ratio:g} has no effect with --stragglers off; leave one of the "
-                "two out"
-            )
-        server = LighthouseServer(
-            bind=settings.bind,
-            min_replicas=settings.min_replicas,
-            join_timeout_ms=settings.join_timeout_ms,
-            quorum_tick_ms=settings.quorum_tick_ms,
-            heartbeat_timeout_ms=settings.heartbeat_timeout_ms,
-            on_lost_state=settings.on_lost_state,
-            lost_state_timeout_ms=settings.lost_state_timeout_ms,
-            cluster_id=settings.cluster_id,
-            stragglers=StragglerPolicy(action=StragglerAction(settings.stragglers), ratio=settings.straggler_ratio),
-            token=read_token(os.environ),
-            job_tokens=JobTokens(job_tokens) if job_tokens else None,
-            tls=TLS.from_environment(os.environ),
-            insecure=settings.insecure or read_insecure(os.environ),
-            http_bind=http_bind_of(settings.http_bind or os.environ.get(defaults.HTTP_BIND_ENV, ""), settings.bind),
-        )
-    except ConfigError as error:
-        print(f"tft-lighthouse: {error}", file=sys.stderr)
-        return USAGE_ERROR
+    has_terminal = os.isatty(STANDARD_ERROR)
+    server = start(settings)
     if descriptors < FEW_DESCRIPTORS:
         logging.getLogger("tft_lighthouse").warning(
             "this process may open %d files, enough for about %d replicas at once; more replicas get no answer. Raise "
@@ -87,7 +90,10 @@ def _serve(settings: argparse.Namespace) -> int:
             max(descriptors - OTHER_DESCRIPTORS, 0) // DESCRIPTORS_OF_ONE,
         )
     with server:
-        number = signal.sigwait(ENDED_BY)
+        while (number := signal.sigwait(HEARD)) == signal.SIGHUP:
+            if has_terminal and not os.isatty(STANDARD_ERROR):
+                break  # the terminal that it was started in is closed
+            settings = _reload(server, words, settings)
         logging.getLogger("tft_lighthouse").info(
             "received %s and shuts down: replicas train on in their quorums, and wait for a lighthouse before the next "
             "change of members",
@@ -96,22 +102,33 @@ def _serve(settings: argparse.Namespace) -> int:
     return 0
 
 
-def http_bind_of(text: str, bind: str) -> str | None:
-    """Return where the HTTP port listens, or None for no such port.
+def _reload(server: LighthouseServer, words: argparse.Namespace, before: Settings) -> Settings:
+    """Read the settings again, and use what may change while the jobs go on.
 
-    Args:
-        text: `host:port`, or a port on the interface of `bind`; "0" for none. "": the port after that of `bind`, or a
-            free one if `bind` takes a free one.
-        bind: where the lighthouse listens for its replicas.
+    Returns: the settings in force from now on; those from before if the new ones are wrong.
     """
-    if text == "0":
-        return None
-    if ":" in text:
-        return text
-    host, _, port = bind.rpartition(":")
-    if not text and port.isascii() and port.isdigit():
-        text = str(int(port) + 1 if int(port) else 0)
-    return f"{host}:{text}"
+    from tft_lighthouse.launch import apply
+
+    now = None
+    try:
+        now = _settings(words)
+        settings, said = apply(server, before, now)
+    except ConfigError as error:
+        sources = now.sources_of(str(error)) if now else ""
+        logging.getLogger("tft_lighthouse").error(
+            "received SIGHUP, and keeps all settings as they were: %s%s", error, sources
+        )
+        return before
+    logging.getLogger().setLevel(min(level_of(before), level_of(settings)))
+    logging.getLogger("tft_lighthouse").info("received SIGHUP: %s", said)
+    logging.getLogger().setLevel(level_of(settings))
+    return settings
+
+
+def level_of(settings: Settings) -> int:
+    """Return the level of logging that the settings name."""
+    level: int = logging.getLevelName(settings["log_level"].upper())
+    return level
 
 
 @final
@@ -122,105 +139,33 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the words; the values of settings stay text, because the table of settings checks them."""
     parser = _Parser(
         prog="tft-lighthouse",
-        description="The server that decides membership for fault-tolerant training. It ends by SIGINT or SIGTERM.",
-        epilog="TFT_TOKEN, or TFT_TOKEN_FILE, sets a secret that every process of the job must share; make one with "
-        "openssl rand -hex 32. Without a secret only this machine is served. TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA "
-        "name certificates: all connections are encrypted then. TFT_TLS_CLIENT_AUTH=1 requires one of every caller.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="The server that decides membership for fault-tolerant training. It ends by SIGINT or SIGTERM, and "
+        "reads its file of settings again on SIGHUP.",
+        epilog="A flag beats a variable of the environment (env), which beats the file. TFT_TOKEN, or --token_file, "
+        "sets a secret that every process of the job must share; make one with openssl rand -hex 32. Without a secret "
+        "only this machine is served. The files of secrets and certificates are read again when they change.",
         allow_abbrev=False,
     )
-    parser.add_argument("--bind", default=defaults.BIND, metavar="HOST:PORT", help="where to listen")
-    _add_numbers(parser)
     parser.add_argument(
-        "--on_lost_state",
-        "--on-lost-state",
-        choices=defaults.LOST_STATE_CHOICES,
-        default=defaults.ON_LOST_STATE,
-        help="if all holders of the newest state fell silent: wait for them, or restart from an older state",
+        "--config",
+        metavar="FILE",
+        help=f"TOML file of settings, by the names of the flags (env {CONFIG_VARIABLE})",
     )
     parser.add_argument(
-        "--cluster_id",
-        "--cluster-id",
-        metavar="NAME",
-        help="name shared by all lighthouses of a job; without it this lighthouse gets a random one",
+        "--print_config",
+        "--print-config",
+        action="store_true",
+        help="check the settings, print them as TOML with the source of each, and end",
     )
-    parser.add_argument(
-        "--stragglers",
-        choices=defaults.STRAGGLERS,
-        default=defaults.STRAGGLERS[0],
-        help="action against a replica whose own part of a step takes much longer than the others'",
-    )
-    parser.add_argument(
-        "--straggler_ratio",
-        "--straggler-ratio",
-        type=float,
-        default=defaults.STRAGGLER_RATIO,
-        metavar="X",
-        help="a straggler takes more than this times the median of the others",
-    )
-    parser.add_argument(
-        "--http_bind",
-        "--http-bind",
-        default="",
-        metavar="HOST:PORT",
-        help="where to serve status, metrics and health over HTTP: an address, a port, or 0 for none; without it the "
-        f"port after that of --bind (env {defaults.HTTP_BIND_ENV})",
-    )
-    _add_trust(parser)
-    _add_log(parser)
+    for setting in SETTINGS:
+        default = "" if setting.default in (None, False) else f" (default: {setting.default})"
+        told = f"{setting.help}{default} (env {setting.environment})".replace("%", "%%")
+        if setting.kind is Kind.SWITCH:
+            parser.add_argument(*setting.flags, dest=setting.name, action="store_const", const="1", help=told)
+        else:
+            parser.add_argument(*setting.flags, dest=setting.name, metavar=setting.metavar, help=told)
     parser.add_argument("-V", "--version", action="version", version=f"tft-lighthouse {__version__}")
     return parser
-
-
-def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--job_tokens",
-        "--job-tokens",
-        default="",
-        metavar="FILE",
-        help="lines `JOB = secret`, of secrets that open one job each; TFT_TOKEN opens all (env "
-        f"{defaults.JOB_TOKENS_ENV})",
-    )
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="serve all machines without a secret; the default serves only this machine then (env TFT_INSECURE=1)",
-    )
-
-
-def _add_numbers(parser: argparse.ArgumentParser) -> None:
-    numbers = {
-        "min_replicas": (defaults.MIN_REPLICAS, "smallest quorum"),
-        "quorum_tick_ms": (defaults.QUORUM_TICK_MS, "how often the lighthouse checks its timeouts"),
-        "join_timeout_ms": (
-            defaults.JOIN_TIMEOUT_MS,
-            "how long a quorum waits for healthy replicas that have not asked",
-        ),
-        "heartbeat_timeout_ms": (defaults.HEARTBEAT_TIMEOUT_MS, "silence after which a replica is lost"),
-        "lost_state_timeout_ms": (
-            defaults.LOST_STATE_TIMEOUT_MS,
-            "with --on-lost-state wait, how long to wait for the newest state if all its holders fell silent",
-        ),
-    }
-    for name, (default, help_text) in numbers.items():
-        spellings = (f"--{name}", f"--{name.replace('_', '-')}")
-        parser.add_argument(*spellings, dest=name, type=int, default=default, metavar="N", help=help_text)
-
-
-def _add_log(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log_format",
-        "--log-format",
-        choices=defaults.LOG_FORMATS,
-        default=defaults.LOG_FORMATS[0],
-        help="log lines for people, or one JSON object a line",
-    )
-    parser.add_argument(
-        "--log_level",
-        "--log-level",
-        choices=defaults.LOG_LEVELS,
-        default="info",
-        help="the least severe lines that are logged",
-    )

@@ -28,11 +28,15 @@ class Counters:
 
     Args:
         job_of: returns the job of a stream, or None.
+
+    Attributes:
+        refusals: refused streams, requests and calls, by the code of the refusal.
     """
 
     def __init__(self, job_of: Callable[[int], str | None]) -> None:
         self._job_of = job_of
         self._jobs: dict[str, Counter[str]] = {}
+        self.refusals: Counter[str] = Counter()
         self._broken: dict[str, QuorumKey] = {}  # job -> the last quorum that broke
 
     @property
@@ -55,6 +59,8 @@ class Counters:
                 self._of(job)[LEAVES] += 1
             case JobEnded(job):
                 self._of(job)[ENDS] += 1
+            case effects.RefuseSession() | effects.RefuseRequest() | effects.RefuseUnary():
+                self.refusals[decision.refusal.value] += 1
             case effects.NotifyLoss(stream, notice):
                 its_job = self._job_of(stream)
                 if its_job is not None and self._broken.get(its_job) != notice.key:  # all its members get a notice

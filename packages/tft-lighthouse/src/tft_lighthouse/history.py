@@ -13,14 +13,17 @@ of a job. It begins with a decision of the core, and ends when the members commi
 In a standing quorum the lighthouse learns of steps by beats, so resume is known to within a beat (one second), and heal
 to within a beat and a look.
 
-Law of this file: records from decisions and looks, bounded in number; the caller gives the time and logs.
+The survivors know better. Each one reports its own stall after its first commit, and the slowest one's parts replace
+these phases, but for heal. A newcomer reports how long it waited for the state, which replaces heal.
+
+Law of this file: records from decisions, reports and looks, bounded in number; the caller gives the time and logs.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Final, final
 
@@ -32,6 +35,8 @@ from tft_coord.lighthouse import (
     QuorumFormed,
     ReplicaLeft,
     ReplicaLost,
+    Spent,
+    Stall,
     WaitNoticed,
     effects,
 )
@@ -40,6 +45,12 @@ INCIDENTS_MOST: Final = 1_000  # the oldest is dropped
 JOBS_MOST: Final = 1_000
 REPLICAS_NAMED_MOST: Final = 50  # of one incident; a thousand may join together
 REASON_MOST: Final = 1_000  # characters
+REPORTERS_MOST: Final = 20_000  # replicas of all jobs; that with the oldest report is forgotten
+REPORTS_WITHIN_MS: Final = 3_000  # of the first commit: by then the survivors' beats have brought their reports
+KNOWN_BEFORE_MS: Final = (
+    10_000  # a trainer is this much older than its first report, at most; a longer stall is nonsense
+)
+JOINED_MOST: Final = 50  # newest records of all jobs, to which a report may belong
 
 
 class IncidentKind(enum.Enum):
@@ -60,9 +71,23 @@ class Phase(enum.Enum):
     """A part of an incident."""
 
     DETECT = "detect"
+    ABORT = "abort"
     QUORUM = "quorum"
+    RECONFIGURE = "reconfigure"
+    TRANSFER = "transfer"  # the survivor gives live state, or takes it
+    REDO = "redo"
+    WAIT = "wait"
+    COMMIT = "commit"
     RESUME = "resume"
     HEAL = "heal"
+
+
+OF_OTHERS: Final = (IncidentKind.LOSS, IncidentKind.LEAVE, IncidentKind.FINISH, IncidentKind.JOIN)  # than who goes on
+_PHASE_OF: Final[Mapping[Spent, Phase]] = {
+    each: Phase.TRANSFER if each in (Spent.HEAL, Spent.SERVE) else Phase(each.value)
+    for each in Spent
+    if each is not Spent.START
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +108,9 @@ class Incident:
         members_before, members_after: the numbers of members.
         waited_for: the last sentence about a wait of more than 5 s in it; "": there was none.
         phases: how long each phase took, in milliseconds.
+        slowest: the replica that reported them, of those that went on; "": the lighthouse has measured them.
+        failed_rounds: rounds in it that did not commit, as that replica reports.
+        num_reports: how many replicas have reported their stalls.
         is_open: it goes on.
     """
 
@@ -101,6 +129,9 @@ class Incident:
     members_after: int = 0
     waited_for: str = ""
     phases: Mapping[Phase, int] = field(default_factory=dict)
+    slowest: str = ""
+    failed_rounds: int = 0
+    num_reports: int = 0
     is_open: bool = True
 
     @property
@@ -111,11 +142,24 @@ class Incident:
 
 @dataclass(slots=True)
 class _Open:
-    """An incident that goes on: when its current phase began, and the step that its quorum began from."""
+    """An incident that goes on: when its current phase began, and the step that its quorum began from.
+
+    `awaited`: the replicas that will report their stalls. `resumed_ms`: when a member had committed again.
+    """
 
     incident: Incident
     since_ms: int
     from_step: int | None = None  # None: it waits for a quorum
+    awaited: set[str] = field(default_factory=set)
+    resumed_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reporter:
+    """A replica that reports: since when, and the number of its newest stall."""
+
+    since_ms: int
+    newest: int = 0
 
 
 @final
@@ -146,6 +190,8 @@ class History:
         self._records: dict[int, Incident] = {}
         self._open: dict[int, _Open] = {}
         self._number = 0
+        self._reporters: dict[tuple[str, str], _Reporter] = {}  # by job and replica
+        self._survivors: dict[int, Set[str]] = {}  # of the newest records: the replicas that went on
         self.last_change = 0
 
     @property
@@ -219,12 +265,59 @@ class History:
         for kind, replica_ids in _begun(quorum, previous, is_explained=bool(waiting)):
             incident = self._new(job, kind, replica_ids, formed.reason, wall_ms)
             waiting.append(self._begin(incident, now_ms))
+        stayed = set(quorum.replica_ids)
+        if previous is not None:
+            stayed.intersection_update(previous.replica_ids)
+        awaited = {each for each in stayed if (job, each) in self._reporters}
         for each in waiting:
             each.since_ms, each.from_step = now_ms, max(member.step for member in quorum.members)
+            others = each.incident.replica_ids if each.incident.kind in OF_OTHERS else ()
+            is_all = stayed.isdisjoint(others)  # as a rule; hundreds that are lost together then share the two sets
+            each.awaited = awaited if is_all else awaited.difference(others)
+            self._survivors[each.incident.number] = stayed if is_all else stayed.difference(others)
+            if len(self._survivors) > JOINED_MOST:
+                del self._survivors[next(iter(self._survivors))]
             each.incident = self._changed(
                 replace(each.incident, quorum_after=quorum.key.quorum_id, members_after=len(quorum.members))
             )
         self._note_quorum(job, quorum)
+
+    # --- reports ------------------------------------------------------------------------------------------------------
+
+    def reported(self, job: str, replica_id: str, stalls: Sequence[Stall], now_ms: int) -> None:
+        """Join the stalls that a replica reports to the incidents that they belong to. It repeats the newest ones."""
+        key = job, replica_id
+        known = self._reporters.pop(key, None) or _Reporter(now_ms)
+        newest = stalls[-1].number if stalls else 0
+        self._reporters[key] = replace(known, newest=newest)
+        longest_ms = now_ms - known.since_ms + KNOWN_BEFORE_MS
+        if len(self._reporters) > REPORTERS_MOST:
+            del self._reporters[next(iter(self._reporters))]
+        for stall in stalls:
+            is_new = stall.number > known.newest or newest < known.newest  # below: another process of that id
+            if is_new and stall.lasted_ms <= longest_ms:
+                self._join(job, replica_id, stall)
+
+    def _join(self, job: str, replica_id: str, stall: Stall) -> None:
+        for number, survivors in self._survivors.items():
+            incident = self._records.get(number)
+            after = incident.quorum_after if incident is not None and incident.job == job else None
+            if incident is None or after is None or not (stall.quorum_before or 0) < after <= stall.quorum_after:
+                continue
+            if replica_id in survivors:
+                before, incident = incident, _with_stall(incident, replica_id, stall)
+                if incident.slowest != before.slowest:  # of a thousand reports few are news for who follows the events
+                    incident = self._changed(incident)
+                self._records[number] = incident
+            elif (
+                incident.kind is IncidentKind.JOIN
+                and replica_id in incident.replica_ids
+                and Spent.HEAL in stall.spent_ms
+            ):
+                incident = self._timed(incident, Phase.HEAL, stall.spent_ms[Spent.HEAL])
+            if number in self._open:
+                self._open[number].incident = incident
+                self._open[number].awaited.discard(replica_id)
 
     # --- looks --------------------------------------------------------------------------------------------------------
 
@@ -237,13 +330,15 @@ class History:
                 continue
             if each.from_step is None:
                 continue
-            if Phase.RESUME not in incident.phases and step > each.from_step:
-                incident = each.incident = self._timed(incident, Phase.RESUME, now_ms - each.since_ms)
+            if each.resumed_ms is None and step > each.from_step:
+                each.resumed_ms = now_ms
+                if not incident.slowest:
+                    incident = each.incident = self._timed(incident, Phase.RESUME, now_ms - each.since_ms)
             if incident.kind is IncidentKind.JOIN and Phase.HEAL not in incident.phases:
                 if not self._healing_of(incident.job).isdisjoint(incident.replica_ids):
                     continue
                 incident = each.incident = self._timed(incident, Phase.HEAL, now_ms - each.since_ms)
-            if Phase.RESUME in incident.phases:
+            if each.resumed_ms is not None and (not each.awaited or now_ms - each.resumed_ms >= REPORTS_WITHIN_MS):
                 self._close(incident)
 
     # --- records ------------------------------------------------------------------------------------------------------
@@ -300,6 +395,19 @@ class History:
         """Close the incidents of a job that ends: its members commit no further step."""
         for each in [each for each in self._open.values() if each.incident.job == job]:
             self._close(each.incident)
+
+
+def _with_stall(incident: Incident, replica_id: str, stall: Stall) -> Incident:
+    """Return an incident with what a replica that went on reports of its stall."""
+    incident = replace(incident, num_reports=incident.num_reports + 1)
+    if incident.slowest and incident.lasted_ms >= stall.lasted_ms:
+        return incident
+    phases = {Phase.HEAL: incident.phases[Phase.HEAL]} if Phase.HEAL in incident.phases else {}
+    for spent, ms in stall.spent_ms.items():
+        phase = _PHASE_OF.get(spent)
+        if phase is not None:
+            phases[phase] = phases.get(phase, 0) + ms
+    return replace(incident, phases=phases, slowest=replica_id, failed_rounds=stall.failed_rounds)
 
 
 def _begun(

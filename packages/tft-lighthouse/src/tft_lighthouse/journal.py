@@ -1,4 +1,4 @@
-"""The journal of a lighthouse: its counters and its history, fed by the core's decisions and by time.
+"""The journal of a lighthouse: its counters, its history and its timeline, fed by the core's decisions and by time.
 
 Law of this file: who gives what to which; the records themselves are made in `history` and `counters`.
 """
@@ -18,15 +18,22 @@ from tft_coord.lighthouse import (
     ReplicaLost,
     ReplicaState,
     TorchftCore,
+    TrainerReport,
     WaitNoticed,
     effects,
+    events,
 )
 from tft_lighthouse import log
 from tft_lighthouse.counters import Counters
+from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import History, Incident
+from tft_lighthouse.timeline import Timeline
 
 LOOK_AT_HEALING_MS: Final = 1_000  # a look at thousands of replicas takes milliseconds
-NOTED: Final = frozenset({QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, WaitNoticed, effects.NotifyLoss})
+LOOK_AT_JOBS_MS: Final = 250  # for the timeline,
+LOOK_TIMES: Final = 100  # and not before so many times the time that the last look took
+REFUSALS: Final = frozenset({effects.RefuseSession, effects.RefuseRequest, effects.RefuseUnary})
+NOTED: Final = REFUSALS | {QuorumFormed, ReplicaLost, ReplicaLeft, JobEnded, WaitNoticed, effects.NotifyLoss}
 
 
 @final
@@ -40,7 +47,9 @@ class Journal:
 
     Attributes:
         counters: what has happened since the start.
+        goodput: what the replicas' time went to.
         history: the incidents.
+        timeline: what the replicas did in the last 30 minutes.
         on_change: called when a record is new or has changed.
         on_closed: called with each incident that has ended.
     """
@@ -56,9 +65,12 @@ class Journal:
         self._next_look_ms = 0
         self._last_notice: LossNotice | None = None
         self.counters = Counters(core.job_of)
+        self.goodput = Goodput()
         self.history = History(
             job_of=core.job_of, step_of=self._step_of, healing_of=self._healing_of, closed=self._closed
         )
+        self.timeline = Timeline()
+        self._next_look_at_jobs_ms = 0
         self.on_change: Callable[[], None] = lambda: None
         self.on_closed: Callable[[Incident], None] = lambda _: None
 
@@ -76,14 +88,42 @@ class Journal:
         if self.history.last_change != before:
             self.on_change()
 
+    def heard(self, beat: events.BeatReceived) -> None:
+        """Record what the trainer of a beat's stream reports, if the beat has a report."""
+        report = beat.progress.report if beat.progress is not None else None
+        if report is not None:
+            self.reported(beat.stream, report)
+
+    def reported(self, stream: int, report: TrainerReport) -> None:
+        """Record what the trainer of a stream reports."""
+        job, replica_id = self._core.job_of(stream), self._core.replica_of(stream)
+        if job is None or replica_id is None:
+            return
+        before = self.history.last_change
+        now_ms = self._now_ms()
+        self.goodput.reported(job, replica_id, report, now_ms)
+        self.history.reported(job, replica_id, report.stalls, now_ms)
+        if self.history.last_change != before:
+            self.on_change()
+
     def tick(self) -> None:
-        """Find the incidents that have ended. Call it every quorum_tick_ms."""
+        """Find the incidents that have ended, and look at the jobs if it is time. Call it every quorum_tick_ms."""
+        if self._now_ms() >= self._next_look_at_jobs_ms:
+            self._look_at_jobs()
         if not self.history.is_any_open:
             return
         before = self.history.last_change
         self.history.look(self._now_ms())
         if self.history.last_change != before:
             self.on_change()
+
+    def _look_at_jobs(self) -> None:
+        began_ms = self._now_ms()
+        theirs = self._torchft.status(TORCHFT_JOB, began_ms)
+        jobs = (*self._core.status(began_ms), *((theirs,) if theirs is not None else ()))
+        self.timeline.look(jobs, self._wall_ms())
+        took_ms = self._now_ms() - began_ms
+        self._next_look_at_jobs_ms = began_ms + max(LOOK_AT_JOBS_MS, LOOK_TIMES * took_ms)
 
     def _closed(self, incident: Incident) -> None:
         log.incident(incident)

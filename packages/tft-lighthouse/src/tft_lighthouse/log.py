@@ -35,6 +35,13 @@ AGAIN_S: Final = 60.0
 REFUSALS_KEPT: Final = 1_000
 
 
+def does_not_read(replica_id: str | None, job: str | None, address: str) -> None:
+    """Log the end of a stream that takes no messages; None: it has said no hello."""
+    words = "disconnected replica %s of job %s at %s: it does not read its messages"
+    known = replica_id or "(no hello yet)", job or "(no hello yet)"
+    logger.warning(words, *known, address, extra={"job": known[1]})
+
+
 @final
 class Refusals:
     """One line for each refusal: a refused client redials at once, and gets the same refusal.
@@ -45,9 +52,12 @@ class Refusals:
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._logged_s: dict[str, float] = {}  # line -> time, the oldest first
+        # what a line is about -> when it was logged, and how many of its kind have come since; the oldest first
+        self._logged: dict[str, tuple[float, int]] = {}
 
-    def log(self, what: str, refusal: Refusal, message: str, *, job: str | None = None) -> None:
+    def log(
+        self, what: str, refusal: Refusal, message: str, *, job: str | None = None, about: str | None = None
+    ) -> None:
         """Log a refusal once, and again after a minute.
 
         Args:
@@ -55,16 +65,20 @@ class Refusals:
             refusal: why.
             message: the same in words.
             job: of the caller; None: it has not named one.
+            about: refusals about the same are one line, with the number of the others; None: the line itself.
         """
         line = f"{what} is refused ({refusal.value}): {message}"
         line = f"job {job}: {line}" if job is not None else line
-        now_s = self._seconds()
-        if now_s - self._logged_s.get(line, -AGAIN_S) < AGAIN_S:
+        now_s, key = self._seconds(), about or line
+        logged_s, more = self._logged.get(key, (-AGAIN_S, 0))
+        if now_s - logged_s < AGAIN_S:
+            self._logged[key] = (logged_s, more + 1)
             return
-        self._logged_s.pop(line, None)
-        self._logged_s[line] = now_s
-        if len(self._logged_s) > REFUSALS_KEPT:
-            del self._logged_s[next(iter(self._logged_s))]
+        self._logged.pop(key, None)
+        self._logged[key] = (now_s, 0)
+        if len(self._logged) > REFUSALS_KEPT:
+            del self._logged[next(iter(self._logged))]
+        line += f" ({more} others were refused for this since the last such line)" if about and more else ""
         logger.warning("%s", line, extra={"job": job, "refusal": refusal.value} if job is not None else None)
 
 
@@ -214,6 +228,8 @@ def incident(closed: Incident) -> None:
     phases = "".join(
         f" {phase.value}_s={closed.phases[phase] / 1_000:.3f}" for phase in IncidentPhase if phase in closed.phases
     )
+    if closed.slowest:
+        phases += f" failed_rounds={closed.failed_rounds} slowest={closed.slowest}"
     before, after = (str(each) if each is not None else "none" for each in (closed.quorum_before, closed.quorum_after))
     logger.info(
         "incident=%d job=%s kind=%s step=%d quorum=%s->%s members=%d->%d lasted_s=%.3f%s replicas=%s reason=%s",

@@ -43,8 +43,12 @@ class Operations:
         gate: knows the secret of each job.
         tls: certificates for the connections to replicas, or None.
         send: sends an order to its stream.
+        num_streams: returns the number of open streams and waiting calls.
         now_ms: returns the time of a monotonic clock.
         wall_ms: returns milliseconds since 1970.
+
+    Attributes:
+        address: under which replicas come to this lighthouse; "": not known yet.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Operations:
         gate: Gate,
         tls: TLS | None,
         send: Callable[[effects.AskToLeave | effects.TellNewest], None],
+        num_streams: Callable[[], int],
         now_ms: Callable[[], int],
         wall_ms: Callable[[], int],
     ) -> None:
@@ -65,8 +70,14 @@ class Operations:
         self._gate = gate
         self._tls = tls
         self._send = send
+        self._num_streams = num_streams
         self._now_ms = now_ms
         self._wall_ms = wall_ms
+        self.address = ""
+
+    def reconfigure(self, config: LighthouseConfig) -> None:
+        """Use other settings from now on."""
+        self._config = config
 
     def view(self, opened: str | None = ALL_JOBS) -> LighthouseView:
         """Return what an operator may see whose secret opens one job, or ALL_JOBS."""
@@ -76,18 +87,27 @@ class Operations:
             version=__version__,
             started_ms=self._core.started_ms,
             now_ms=self._wall_ms(),
+            address=self.address,
+            has_secret=self._gate.has_secret,
             cluster_id=self._core.cluster_id,
             is_ready=self.is_ready,
             min_replicas=self._config.min_replicas,
             heartbeat_timeout_ms=timeouts.heartbeat_timeout_ms,
             join_timeout_ms=timeouts.join_timeout_ms,
             stragglers=self._config.stragglers.describe(),
+            num_streams=self._num_streams(),
+            limits=self._config.limits,
             jobs=tuple(
                 job
                 for job in (*self._core.status(now_ms), *((theirs,) if theirs is not None else ()))
                 if opens_job(opened, job.name)
             ),
         )
+
+    @property
+    def started_ms(self) -> int:
+        """Return when the lighthouse started, in milliseconds since 1970."""
+        return self._core.started_ms
 
     @property
     def is_ready(self) -> bool:
@@ -123,7 +143,8 @@ class Operations:
         if not found.address:
             raise RefusedError(f"the address of replica {found.replica_id} is not known yet; try again", code="unknown")
         message = f"{reason or 'it is killed'} (asked by {caller})"
-        logger.warning("job %s: replica %s is asked to end: %s", its_job.name, found.replica_id, message)
+        facts = {"job": its_job.name, "replica_id": found.replica_id, "reason": message}
+        logger.warning("job %s: replica %s is asked to end: %s", its_job.name, found.replica_id, message, extra=facts)
         await kill_group(
             found.address,
             message,
@@ -142,7 +163,8 @@ class Operations:
                 more = f"; {torchft} is torchft's, which can't be asked to leave: end its process" if torchft else ""
                 raise RefusedError(order.message + more, code=order.refusal.value)
             if isinstance(order, effects.AskToLeave):
-                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason)
+                facts = {"job": drain.job, "replica_id": drain.replica, "reason": reason}
+                logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason, extra=facts)
             self._send(order)
 
     def description(self, opened: str | None = ALL_JOBS) -> LighthouseDescription:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, final
 
@@ -18,8 +19,10 @@ from tft_coord.lighthouse import (
     MAX_NAME_BYTES,
     TLS,
     Gate,
+    JobSettings,
     JobTokens,
     LighthouseConfig,
+    Limits,
     LoopShare,
     Token,
     bind_without_secret,
@@ -79,6 +82,9 @@ class LighthouseServer:
         job_tokens: secrets that open one job each; `token` opens all.
         tls: certificates for both ports and for the calls to replicas; None: nothing is encrypted. With `check_client`
             the certificates take the place of a secret.
+        limits: what clients may use; None: the defaults of `Limits`.
+        jobs: the settings of single jobs that differ from the others', by name.
+        max_message_bytes: the largest message that a client may send.
     Raises: ConfigError: an argument is invalid, two of them clash, or the address can't be bound.
     """
 
@@ -100,54 +106,45 @@ class LighthouseServer:
         http_bind: str | None = None,
         job_tokens: JobTokens | None = None,
         tls: TLS | None = None,
+        limits: Limits | None = None,
+        jobs: Mapping[str, JobSettings] | None = None,
+        max_message_bytes: int = defaults.MAX_MESSAGE_BYTES,
     ) -> None:
+        is_local = is_for_this_machine(token, tls, insecure=insecure)
+        bind, http_bind = check_addresses(bind, http_bind, for_this_machine=is_local)
         host = _host_of(bind)
         if hostname is not None:
             check_host("hostname", hostname)
-        if http_bind is not None:
-            _host_of(http_bind, "http_bind")
-        config = _config(
-            min_replicas,
-            Timeouts(
-                join_timeout_ms=join_timeout_ms,
-                quorum_tick_ms=quorum_tick_ms,
-                heartbeat_timeout_ms=heartbeat_timeout_ms,
-            ),
+        if is_local:
+            check_host_without_secret("hostname", hostname or host)
+        gate = Gate(check(token), job_tokens)
+        check_message_bytes(max_message_bytes)
+        self._config = config = lighthouse_config(
+            min_replicas=min_replicas,
+            join_timeout_ms=join_timeout_ms,
+            quorum_tick_ms=quorum_tick_ms,
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
             on_lost_state=on_lost_state,
             lost_state_timeout_ms=lost_state_timeout_ms,
             cluster_id=cluster_id,
             stragglers=stragglers,
+            limits=limits,
+            jobs=jobs,
         )
-        is_local = is_for_this_machine(token, tls, insecure=insecure)
-        gate = Gate(check(token), job_tokens)
-        if is_local:
-            bind = bind_without_secret(bind)
-            host = _host_of(bind)
-            check_host_without_secret("hostname", hostname or host)
-            http_bind = bind_without_secret(http_bind, "http_bind") if http_bind is not None else None
         self._shell: LighthouseShell | None = None
         self._http: HttpServer | None = None
         self._http_address: str | None = None
         listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(config, bind, cluster_id, gate, tls))
+            self._shell, port = self._share.run(self._start(config, bind, cluster_id, gate, max_message_bytes, tls))
         except BaseException:
             for listener in listeners:
                 listener.close()
             self._share.give_back()
             raise
         self._address = Address(_url(tls, hostname or host or _this_machine(), port))
-        logger.info(
-            "listening at %s (bind %s, min_replicas %d, stragglers %s, on_lost_state %s, for %g s)",
-            self._address,
-            bind,
-            min_replicas,
-            config.stragglers.describe(),
-            on_lost_state,
-            config.lost_state_ms / 1_000,
-        )
-        self._warn(is_local=is_local, is_open=token is None and insecure)
+        self._log_start(bind, on_lost_state, is_local=is_local, is_open=token is None and insecure)
         if listeners:
             name = hostname or _host_of(http_bind or "") or _this_machine()
             try:
@@ -155,6 +152,22 @@ class LighthouseServer:
             except BaseException:
                 self.shutdown()
                 raise
+
+    def _log_start(self, bind: str, on_lost_state: str, *, is_local: bool, is_open: bool) -> None:
+        logger.info(
+            "listening at %s (bind %s, min_replicas %d, stragglers %s, on_lost_state %s, for %g s)",
+            self._address,
+            bind,
+            self._config.min_replicas,
+            self._config.stragglers.describe(),
+            on_lost_state,
+            self._config.lost_state_ms / 1_000,
+        )
+        if is_local:
+            sentence = "no shared secret is set, so only this machine is served, at %s; %s"
+            logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
+        elif is_open:
+            logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
 
     @property
     def http_address(self) -> str | None:
@@ -165,6 +178,34 @@ class LighthouseServer:
     def address(self) -> Address:
         """Return `http://host:port`, `https://` with TLS, for the managers. It is also callable, as torchft's is."""
         return self._address
+
+    def reconfigure(
+        self,
+        *,
+        min_replicas: int = defaults.MIN_REPLICAS,
+        limits: Limits | None = None,
+        jobs: Mapping[str, JobSettings] | None = None,
+    ) -> None:
+        """Use other settings from now on, while the jobs go on.
+
+        A larger or smaller least number counts for the next quorum. A limit ends no replica that is connected. The
+        files of secrets and certificates are not among these settings: their changes are noticed without a call.
+
+        Args:
+            min_replicas, limits, jobs: as at the start. Values that are left out become the defaults.
+        Raises: ConfigError: a value is wrong; nothing has changed. CoordinationClosedError: it was shut down.
+        """
+        shell = self._shell
+        if shell is None:
+            raise CoordinationClosedError("this lighthouse was shut down; make a new one")
+        _check_min_replicas(min_replicas)
+        config = replace(self._config, min_replicas=min_replicas, limits=limits or Limits(), jobs=dict(jobs or {}))
+
+        async def apply() -> None:
+            shell.reconfigure(config)
+
+        self._share.run(apply())
+        self._config = config
 
     def shutdown(self) -> None:
         """Shut down: nothing is answered any more, on any connection; port and thread are free. Idempotent."""
@@ -183,19 +224,16 @@ class LighthouseServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.shutdown()
 
-    def _warn(self, *, is_local: bool, is_open: bool) -> None:
-        """Log whom a lighthouse without a secret serves."""
-        if is_local:
-            sentence = "no shared secret is set, so only this machine is served, at %s; %s"
-            logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
-        elif is_open:
-            logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
-
     @staticmethod
     async def _start(
-        config: LighthouseConfig, bind: str, cluster_id: str | None, gate: Gate, tls: TLS | None
+        config: LighthouseConfig,
+        bind: str,
+        cluster_id: str | None,
+        gate: Gate,
+        max_message_bytes: int,
+        tls: TLS | None,
     ) -> tuple[LighthouseShell, int]:
-        shell = LighthouseShell(config, cluster_id=cluster_id, gate=gate, tls=tls)
+        shell = LighthouseShell(config, cluster_id=cluster_id, gate=gate, max_message_bytes=max_message_bytes, tls=tls)
         return shell, await shell.start(bind, tls)
 
     def _serve_http(
@@ -209,6 +247,7 @@ class LighthouseServer:
         access = Access(gate, names=(host, _this_machine(), socket.gethostname()), insecure=insecure)
         shell = self._shell
         assert shell is not None
+        shell.operations.address = str(self._address)
 
         async def start() -> HttpServer:
             server = HttpServer(shell.operations, shell.keep_journal(), listeners, access, tls)
@@ -224,18 +263,24 @@ def _url(tls: TLS | None, host: str, port: int) -> str:
     return f"{'http' if tls is None else 'https'}://{join_host_port(host, port)}"
 
 
-def _config(
-    min_replicas: int,
-    timeouts: Timeouts,
+def lighthouse_config(
     *,
+    min_replicas: int,
+    join_timeout_ms: int,
+    quorum_tick_ms: int,
+    heartbeat_timeout_ms: int,
     on_lost_state: str,
     lost_state_timeout_ms: int,
     cluster_id: str | None,
     stragglers: StragglerPolicy | None,
+    limits: Limits | None,
+    jobs: Mapping[str, JobSettings] | None,
 ) -> LighthouseConfig:
     """Return the core's settings. Raises: ConfigError: one is invalid, or two of them clash."""
-    if min_replicas > MAX_MEMBERS:
-        raise ConfigError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
+    timeouts = Timeouts(
+        join_timeout_ms=join_timeout_ms, quorum_tick_ms=quorum_tick_ms, heartbeat_timeout_ms=heartbeat_timeout_ms
+    )
+    _check_min_replicas(min_replicas)
     if cluster_id is not None and not (cluster_id.isprintable() and 0 < len(cluster_id.encode()) <= MAX_NAME_BYTES):
         raise ConfigError(f"cluster_id is {cluster_id[:64]!r}; give 1 to {MAX_NAME_BYTES} bytes, printable")
     if on_lost_state not in defaults.LOST_STATE_CHOICES:
@@ -256,7 +301,37 @@ def _config(
         timeouts=timeouts,
         stragglers=stragglers or StragglerPolicy(),
         lost_state_timeout_ms=lost_state_timeout_ms if on_lost_state == "wait" else 0,
+        limits=limits or Limits(),
+        jobs=dict(jobs or {}),
     )
+
+
+def check_addresses(bind: str, http_bind: str | None, *, for_this_machine: bool) -> tuple[str, str | None]:
+    """Return where a lighthouse listens: without a secret at loopback alone.
+
+    Args:
+        bind, http_bind: `host:port`, as asked for; None: no HTTP port.
+        for_this_machine: no other machine is served.
+    Raises: ConfigError: one is no `host:port`, or names an interface that other machines reach.
+    """
+    _host_of(bind)
+    if http_bind is not None:
+        _host_of(http_bind, "http_bind")
+    if not for_this_machine:
+        return bind, http_bind
+    return bind_without_secret(bind), bind_without_secret(http_bind, "http_bind") if http_bind is not None else None
+
+
+def check_message_bytes(max_message_bytes: int) -> None:
+    """Check the limit for one message. Raises: ConfigError: it is out of its range."""
+    least, most = defaults.MESSAGE_BYTES_LEAST, defaults.MESSAGE_BYTES_MOST
+    if not least <= max_message_bytes <= most:
+        raise ConfigError(f"max_message_bytes is {max_message_bytes}; give {least} to {most} bytes")
+
+
+def _check_min_replicas(min_replicas: int) -> None:
+    if min_replicas > MAX_MEMBERS:
+        raise ConfigError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
 
 
 def _host_of(bind: str, name: str = "bind") -> str:

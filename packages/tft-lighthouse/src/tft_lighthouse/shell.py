@@ -64,19 +64,24 @@ class LighthouseShell:
         cluster_id: of the lighthouses that replace each other, or None for one alone.
         gate: knows the secrets, and what each of them opens.
         tls: certificates for all connections, or None.
+        max_message_bytes: the largest message of a client.
 
     Attributes:
         operations: what an operator may see and ask for.
     """
 
-    def __init__(self, config: LighthouseConfig, *, cluster_id: str | None, gate: Gate, tls: TLS | None = None) -> None:
+    def __init__(
+        self,
+        config: LighthouseConfig,
+        *,
+        cluster_id: str | None,
+        gate: Gate,
+        max_message_bytes: int,
+        tls: TLS | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._tick_s = config.timeouts.quorum_tick_ms / 1000
-        self._grace_s = config.timeouts.reconnect_grace_ms / 1000
-        # A connection whose other host is silent ends after heartbeat_timeout, by pings or by missing acknowledgements.
-        # A stream on which a message came a moment before its end was therefore closed by that host.
-        self._peer_closed_within_s = config.timeouts.heartbeat_timeout_ms / 2000
-        self._serves_since_ms = self._wall_ms()
+        self._config = config
+        self._serves_since_ms = _wall_ms()
         self._core = LighthouseCore(
             config,
             started_ms=self._serves_since_ms,
@@ -84,13 +89,9 @@ class LighthouseShell:
             nonces=lambda: secrets.randbits(64),
             now_ms=self._now_ms(),
         )
-        self._torchft_core = TorchftCore(config, started_ms=self._serves_since_ms)
-        self._router = ProtocolRouter(
-            self._core,
-            self._torchft_core,
-            undecided_ms=config.timeouts.heartbeat_timeout_ms,
-            now_ms=self._now_ms(),
-        )
+        self._torchft_core = TorchftCore(config.of_job(TORCHFT_JOB), started_ms=self._serves_since_ms)
+        beat_ms = config.timeouts.heartbeat_timeout_ms
+        self._router = ProtocolRouter(self._core, self._torchft_core, undecided_ms=beat_ms, now_ms=self._now_ms())
         self.operations = Operations(
             self._core,
             self._torchft_core,
@@ -98,8 +99,9 @@ class LighthouseShell:
             gate=gate,
             tls=tls,
             send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
+            num_streams=lambda: len(self._streams) + len(self._calls),
             now_ms=self._now_ms,
-            wall_ms=self._wall_ms,
+            wall_ms=_wall_ms,
         )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
@@ -127,7 +129,8 @@ class LighthouseShell:
             gate=gate,
             is_serving=lambda: self.operations.is_ready,
         )
-        self._server = Server(server_options(config.timeouts, hears_beats=True), answered)
+        options = server_options(config.timeouts, hears_beats=True, max_request_bytes=max_message_bytes)
+        self._server = Server(options, answered)
 
     async def start(self, bind: str, tls: TLS | None = None) -> int:
         """Listen. Returns: the port. Raises: ConfigError: the address can't be bound."""
@@ -156,14 +159,21 @@ class LighthouseShell:
 
     def keep_journal(self) -> Journal:
         """Count and record from now on what has happened to the jobs, and return the journal."""
-        self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
+        self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=_wall_ms)
         return self._journal
+
+    def reconfigure(self, config: LighthouseConfig) -> None:
+        """Use other settings from now on; see `LighthouseServer.reconfigure`."""
+        self._config = config
+        self._core.reconfigure(config)
+        self._torchft_core.reconfigure(config.of_job(TORCHFT_JOB))
+        self.operations.reconfigure(config)
 
     # --- the cores' decisions ---------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
-        self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
+        self._timer = self._loop.call_later(self._config.timeouts.quorum_tick_ms / 1_000, self._tick)
+        self._perform(self._router.tick(self._now_ms(), _wall_ms()))
         if self._journal is not None:
             self._journal.tick()
         if self._loop.time() >= self._next_look_at_waits_s:
@@ -177,16 +187,18 @@ class LighthouseShell:
 
         def look() -> None:
             self._graces.discard(timer)
-            self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
+            self._perform(self._core.tick(self._now_ms(), _wall_ms()))
 
-        ends_s = self._loop.time() + self._grace_s + 0.001  # the core's milliseconds are whole numbers
+        grace_s = self._config.timeouts.reconnect_grace_ms / 1_000
+        ends_s = self._loop.time() + grace_s + 0.001  # the core's milliseconds are whole numbers
         if self._last_look_s < ends_s:
             self._last_look_s = ends_s + LOOKS_APART_S
             timer = self._loop.call_at(self._last_look_s, look)
             self._graces.add(timer)
 
     def _handle(self, event: events.LighthouseEvent) -> None:
-        self._perform(self._router.handle(event, self._now_ms(), self._wall_ms()))
+        job = event.hello.job if isinstance(event, events.HelloReceived) else None
+        self._perform(self._router.handle(event, self._now_ms(), _wall_ms()), job)
         if self._core.started_ms != self._serves_since_ms:
             self._serves_since_ms = self._core.started_ms
             log.took_over()
@@ -200,9 +212,10 @@ class LighthouseShell:
             log.resumed(job, quorum, self._core.replica_of(event.stream) or "of an older stream")
 
     def _handle_unary(self, event: events.UnaryEvent) -> None:
-        self._perform(self._router.handle_unary(event, self._now_ms(), self._wall_ms()))
+        self._perform(self._router.handle_unary(event, self._now_ms(), _wall_ms()))
 
-    def _perform(self, decisions: Iterable[_Decision]) -> None:
+    def _perform(self, decisions: Iterable[_Decision], hello_job: str | None = None) -> None:
+        """Perform decisions in order; `hello_job` is the job that a hello has named, if that is what they answer."""
         for decision in decisions:
             if self._journal is not None:
                 self._journal.note(decision)
@@ -214,7 +227,7 @@ class LighthouseShell:
                 case effects.TellNewest(stream, news):
                     self._send(stream, self._encode.news(news))
                 case effects.RefuseSession(stream, refusal, message):
-                    self._refusals.log("a stream", refusal, message, job=self._core.job_of(stream))
+                    self._log_refusal("a stream", refusal, message, self._core.job_of(stream) or hello_job)
                     self._send(stream, codec.encode_from_lighthouse(decision))
                     self._close(stream)
                 case effects.RefuseRequest(stream, _, refusal, message):
@@ -245,10 +258,16 @@ class LighthouseShell:
                 case effects.AnswerUnaryQuorum(call, quorum):
                     self._answer(call, quorum)
                 case effects.RefuseUnary(call, refusal, message):
-                    self._refusals.log("a call", refusal, message, job=TORCHFT_JOB)
+                    self._log_refusal("a call", refusal, message, TORCHFT_JOB)
                     self._answer(call, decision)
                 case _:
                     self._send(decision.stream, codec.encode_from_lighthouse(decision))
+
+    def _log_refusal(self, what: str, refusal: Refusal, message: str, job: str | None) -> None:
+        # Whoever may come may come under a thousand names, and of one limit one line is enough.
+        is_known = job == TORCHFT_JOB or job in self._core.jobs
+        about = f"{job if is_known else ''} is full" if refusal is Refusal.FULL else None
+        self._refusals.log(what, refusal, message, job=job, about=about)
 
     def _send(self, stream: int, message: bytes) -> None:
         outbox = self._streams.get(stream)
@@ -269,19 +288,20 @@ class LighthouseShell:
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
 
-    def _wall_ms(self) -> int:
-        return time.time_ns() // 1_000_000
-
     # --- streams ------------------------------------------------------------------------------------------------------
 
     async def _serve_session(self, _messages: object, context: Context) -> None:
         stream, serves = next(self._numbers), asyncio.current_task()
         assert serves is not None
+        full = _full_of_streams(len(self._streams) + len(self._calls), self._config.limits.max_streams)
+        if full is not None:
+            refused = effects.RefuseSession(stream, Refusal.FULL, full)
+            self._perform([refused])
+            await context.write(codec.encode_from_lighthouse(refused))
+            return
 
         def overflows() -> None:
-            name, job = self._core.replica_of(stream) or "(no hello yet)", self._core.job_of(stream) or "(no hello yet)"
-            words = "disconnected replica %s of job %s at %s: it does not read its messages"
-            logger.warning(words, name, job, peer_address(context.peer()), extra={"job": job})
+            log.does_not_read(self._core.replica_of(stream), self._core.job_of(stream), peer_address(context.peer()))
             self._received_s.pop(stream, None)
             serves.cancel()
 
@@ -295,7 +315,11 @@ class LighthouseShell:
         finally:
             reader.cancel()
             last_s = self._received_s.pop(stream, None)
-            by_peer = last_s is not None and self._loop.time() - last_s < self._peer_closed_within_s
+            # A connection whose other host is silent ends after heartbeat_timeout, by pings or by missing
+            # acknowledgements. A stream on which a message came a moment before its end was therefore closed by that
+            # host.
+            within_s = self._config.timeouts.heartbeat_timeout_ms / 2_000
+            by_peer = last_s is not None and self._loop.time() - last_s < within_s
             del self._streams[stream]
             self._was_asked.discard(stream)
             self._unpacks.discard(stream)
@@ -328,6 +352,8 @@ class LighthouseShell:
                 if event.hello.unpacks:
                     self._unpacks.add(stream)
             self._handle(event)
+            if self._journal is not None and isinstance(event, events.BeatReceived):
+                self._journal.heard(event)
 
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
@@ -373,6 +399,10 @@ class LighthouseShell:
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
         await self._server.services.check_job(context, TORCHFT_JOB)
+        full = _full_of_streams(len(self._streams) + len(self._calls), self._config.limits.max_streams)
+        if full is not None:
+            self._perform([effects.RefuseUnary(0, Refusal.FULL, full)])  # no call has that number
+            await fail(context, Refusal.FULL.value, full)
         call = next(self._numbers)
         waiting = self._calls[call] = self._loop.create_future()
         try:
@@ -393,3 +423,17 @@ class LighthouseShell:
 
 class _WrongJobError(Exception):
     """A hello names this job, and the secret of its stream does not open it."""
+
+
+def _full_of_streams(number: int, most: int) -> str | None:
+    """Return why no further stream or waiting call is served, or None."""
+    if number < most:
+        return None
+    return (
+        f"this lighthouse serves {number} streams and waiting calls, the most that it may serve (max_streams {most}"
+        "). Raise max_streams of the lighthouse, or end replicas"
+    )
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000

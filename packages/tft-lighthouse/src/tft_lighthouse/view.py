@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tft_coord import RefusedError
-from tft_coord.lighthouse import JobStatus, ReplicaState, ReplicaStatus, base_name, shorten
+from tft_coord.lighthouse import JobStatus, Limits, ReplicaState, ReplicaStatus, base_name, shorten
 from tft_lighthouse.history import Incident
 
 SCHEMA_VERSION: Final = 1
@@ -28,16 +28,21 @@ class LighthouseView:
         started_ms, now_ms: milliseconds since 1970.
         cluster_id: of the lighthouses that replace each other.
         is_ready: no newer lighthouse of the cluster serves its jobs.
-        address: of its gRPC port.
+        address: under which replicas come to it.
+        has_secret: a replica and an operator must show the shared secret.
         min_replicas: smallest quorum.
         heartbeat_timeout_ms, join_timeout_ms: its timeouts.
         stragglers: its policy for stragglers.
         jobs: the known jobs.
+        num_streams: open streams and waiting calls.
+        limits: what clients may use.
     """
 
     version: str
     started_ms: int
     now_ms: int
+    address: str
+    has_secret: bool
     cluster_id: str
     is_ready: bool
     min_replicas: int
@@ -45,6 +50,8 @@ class LighthouseView:
     join_timeout_ms: int
     stragglers: str
     jobs: tuple[JobStatus, ...]
+    num_streams: int = 0
+    limits: Limits = Limits()  # noqa: RUF009  # frozen
 
 
 def as_json(view: LighthouseView) -> dict[str, Any]:
@@ -55,6 +62,8 @@ def as_json(view: LighthouseView) -> dict[str, Any]:
         "lighthouse": {
             "version": view.version,
             "started_ms": view.started_ms,
+            "address": view.address,
+            "has_secret": view.has_secret,
             "cluster_id": view.cluster_id,
             "is_ready": view.is_ready,
             "min_replicas": view.min_replicas,
@@ -73,6 +82,7 @@ def _job(job: JobStatus) -> dict[str, Any]:
         "kind": "torchft" if job.is_torchft else "tft",
         "state": job.state.value,
         "step": job.step,
+        "min_replicas": job.min_replicas,
         "quorum": None
         if quorum is None
         else {
@@ -130,6 +140,9 @@ def incident_as_json(incident: Incident) -> dict[str, Any]:
         "members_before": incident.members_before,
         "members_after": incident.members_after,
         "waited_for": incident.waited_for or None,
+        "slowest": incident.slowest or None,
+        "failed_rounds": incident.failed_rounds if incident.slowest else None,
+        "num_reports": incident.num_reports,
     }
 
 

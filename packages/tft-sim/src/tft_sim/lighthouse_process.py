@@ -13,7 +13,8 @@ from typing import Protocol
 from tft_coord.compat.router import Effects, ProtocolRouter
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.core import effects, events
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.config import LighthouseConfig
+from tft_coord.core.lighthouse import LighthouseCore
 from tft_coord.core.living_quorum import LIVES, UNKNOWN_MEMBERS
 from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.core.suspicion import LOST_SILENT, LOST_STOPPED

@@ -15,7 +15,8 @@ from typing import Any
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import assign
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.config import LighthouseConfig
+from tft_coord.core.lighthouse import LighthouseCore
 from tft_coord.core.lineage import fold_lineage, initial_lineage
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.replica_group import ReplicaGroupCore
@@ -27,11 +28,7 @@ from tft_sim.liveness_truth import LivenessTruth, LivenessTruths
 
 JOB = "job"
 TIMEOUTS = Timeouts(
-    heartbeat_timeout_ms=900,
-    join_timeout_ms=1_200,
-    reconnect_grace_ms=300,
-    quorum_tick_ms=300,
-    beat_interval_ms=300,
+    heartbeat_timeout_ms=900, join_timeout_ms=1_200, reconnect_grace_ms=300, quorum_tick_ms=300, beat_interval_ms=300
 )
 BUSY_FOR_LONG = Progress(0, Phase.OWN, TIMEOUTS.slowest_step_ms, slowest_step_ms=TIMEOUTS.slowest_step_ms)
 WALL_MS = 1_000_000

@@ -37,7 +37,7 @@ def drain(
 
     The job may be at any lighthouse of the list. The first lighthouse that knows the replica takes the request.
 
-    Returns: a sentence that confirms the request.
+    Returns: the job of the replica.
     Raises: ConfigError: no lighthouse is known, or all refused.
     """
     if not replica.strip() or not replica.isprintable():
@@ -60,5 +60,5 @@ def drain(
         except CoordinationError as error:
             failures.append(message_for_cli(error))
         else:
-            return f"asked {replica} of job {job} to leave after its running step"
+            return job
     raise ConfigError(f"{replica} was not asked to leave: {'; '.join(failures)}")

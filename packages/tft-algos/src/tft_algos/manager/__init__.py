@@ -6,6 +6,7 @@ from tft_algos.manager.config import ManagerConfig, ResolvedConfig, WorldSizeMod
 from tft_algos.manager.debug_server import start_debug_server
 from tft_algos.manager.interfaces import Clock, Coordinator, ProcessGroupLike, StandingCoordinator
 from tft_algos.manager.manager import Manager
+from tft_algos.manager.metrics import export_metrics
 from tft_algos.manager.status import ManagerPhase, ManagerStatus
 from tft_algos.manager.step.deferred import DeferredStep
 from tft_algos.manager.step.event_log import Incident
@@ -25,5 +26,6 @@ __all__ = [
     "StandingCoordinator",
     "StepControl",
     "WorldSizeMode",
+    "export_metrics",
     "start_debug_server",
 ]

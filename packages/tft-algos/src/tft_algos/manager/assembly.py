@@ -47,6 +47,7 @@ from tft_algos.manager.step.orders import Orders
 from tft_algos.manager.step.own_time import OwnTime
 from tft_algos.manager.step.progress import StepProgress
 from tft_algos.manager.step.straggling import Straggling
+from tft_algos.manager.step.time_account import TimeAccount, Wait
 from tft_algos.manager.step.waits import WaitWatch
 from tft_algos.manager.variables import warn_of_misspelt
 from tft_ckpt import CheckpointTransport, HTTPTransport
@@ -181,6 +182,7 @@ def assemble(
         user_state=user,
         reports=ErrorReporter(lambda: step.status, job_id=config.job, replica_id=speaker.replica_id, rank=config.rank),
         clock=clock,
+        times=TimeAccount(clock.monotonic),
         closing=threading.Event(),
     )
     return _connected(shared, group)
@@ -191,15 +193,9 @@ def _connected(shared: ManagerContext, group: ProcessGroupLike) -> Parts:
     config, step, reports, clock = shared.config, shared.step, shared.reports, shared.clock
     aborter, fingerprint, unreached = QuorumAborter(group, clock), OwnFingerprint(config), UnreachedPeers()
     own_time = OwnTime(clock.monotonic)
-    reducer = Reducer(group, step, clock, own_time=own_time, timeout=config.timeout)
-    step_progress = StepProgress(
-        step,
-        slowest_step_ms=config.timeouts.slowest_step_ms,
-        num_reductions=lambda: reducer.num_started,
-        reduces=lambda: reducer.reduces,
-        monotonic=clock.monotonic,
-        own_time=own_time,
-    )
+    waits = shared.times.waiting(Wait.ROUND, also=own_time)
+    reducer = Reducer(group, step, clock, own_time=own_time, waits=waits, timeout=config.timeout)
+    step_progress = _step_progress(shared, reducer, own_time)
     audit = StateAudit(shared)
     check = StateCheck(shared, audit)
     speculative = SpeculativeSnapshot(
@@ -246,6 +242,19 @@ def _connected(shared: ManagerContext, group: ProcessGroupLike) -> Parts:
             left_out=lambda: straggling.left_out if step.status.is_left_out else "",
         ),
         control_words=ControlWords(shared, group),
+    )
+
+
+def _step_progress(shared: ManagerContext, reducer: Reducer, own_time: OwnTime) -> StepProgress:
+    config = shared.config
+    return StepProgress(
+        shared.step,
+        slowest_step_ms=config.timeouts.slowest_step_ms,
+        num_reductions=lambda: reducer.num_started,
+        reduces=lambda: reducer.reduces,
+        monotonic=shared.clock.monotonic,
+        own_time=own_time,
+        report=shared.times.report if config.rank == 0 else lambda: None,
     )
 
 

@@ -103,6 +103,8 @@ class ManagerConfig:
             The replica is a straggler, is left out, may join again, or should take another share of its batch
             (`Manager.status().share`). A thread of the Manager calls the function, so it must return at once. Each
             change is logged in any case.
+        log_steps: log one line for each step: its result, its quorum, and what its time went to. Env TFT_LOG_STEPS, 0
+            or 1. Default False.
         job: jobs with different names on one lighthouse never meet. Env TFT_JOB_ID. Default "default".
         token: the job's shared secret, which this process shows to all peers and demands of them. Env TFT_TOKEN or
             TFT_TOKEN_FILE. Without a token the job is limited to this machine: its servers listen on loopback.
@@ -139,6 +141,7 @@ class ManagerConfig:
     quorum_retries: int | None = None
     fingerprint: Mapping[str, str] | None = None
     on_straggler: OnStraggler | None = None
+    log_steps: bool | None = None
     job: str | None = None
     token: str | None = field(default=None, repr=False)
     insecure: bool | None = None
@@ -162,10 +165,9 @@ class ManagerConfig:
         for name in ("use_async_quorum", "init_sync"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; give True or False")
-        if self.rank0_synchronization_only is not None and not isinstance(self.rank0_synchronization_only, bool):
-            raise ConfigError(f"rank0_synchronization_only is {self.rank0_synchronization_only!r}; give True or False")
-        if self.insecure is not None and not isinstance(self.insecure, bool):
-            raise ConfigError(f"insecure is {self.insecure!r}; give True or False")
+        for name in ("rank0_synchronization_only", "insecure", "log_steps"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; give True or False")
         if not isinstance(self.world_size_mode, WorldSizeMode):
             raise ConfigError(f"world_size_mode is {self.world_size_mode!r}; give a WorldSizeMode")
         for name in ("rank", "world_size", "max_retries", "quorum_retries", "check_state_every"):
@@ -259,6 +261,7 @@ class ResolvedConfig:
     quorum_retries: int
     fingerprint: Mapping[str, str]
     on_straggler: OnStraggler | None
+    log_steps: bool
     job: str
     token: Token = field(repr=False)
     insecure: bool
@@ -406,6 +409,7 @@ def from_environment(
     if lighthouse is not None:
         _check_address("the lighthouse (lighthouse_addr, or TFT_LIGHTHOUSE)", lighthouse)
     token, tls, insecure = _trust(config, environ, lighthouse)
+    rank0_only = _yes_or_no(config.rank0_synchronization_only, environ, "TFT_RANK0_SYNCHRONIZATION_ONLY")
     if is_for_this_machine(token, tls, insecure=insecure):
         _check_this_machine("hostname", config.hostname)
         if rank == 0 and lighthouse is not None:
@@ -434,15 +438,14 @@ def from_environment(
         heartbeat_interval=config.heartbeat_interval,
         checkpoint_transport=config.checkpoint_transport,
         init_sync=config.init_sync,
-        rank0_synchronization_only=_yes_or_no(
-            config.rank0_synchronization_only, environ, "TFT_RANK0_SYNCHRONIZATION_ONLY"
-        ),
+        rank0_synchronization_only=rank0_only,
         max_retries=config.max_retries,
         check_state_every=_whole_or_0(config.check_state_every, environ, "TFT_CHECK_STATE_EVERY"),
         on_divergence=config.on_divergence,
         quorum_retries=_whole_or_0(config.quorum_retries, environ, "TORCHFT_QUORUM_RETRIES"),
         fingerprint=dict(config.fingerprint or {}),
         on_straggler=config.on_straggler,
+        log_steps=_yes_or_no(config.log_steps, environ, "TFT_LOG_STEPS"),
         job=job,
         token=token,
         insecure=insecure,

@@ -14,6 +14,7 @@ from tft_algos.manager.interfaces import Clock, Coordinator
 from tft_algos.manager.recovery.user_state import UserState
 from tft_algos.manager.step.error_reporter import ErrorReporter
 from tft_algos.manager.step.mailbox import StepMailbox
+from tft_algos.manager.step.time_account import TimeAccount
 from tft_ckpt import CheckpointTransport
 
 
@@ -29,6 +30,7 @@ class ManagerContext:
         user_state: the state that the user has registered.
         reports: receives errors and log lines.
         clock: returns the time.
+        times: what the training thread's time goes to.
         closing: set when the Manager ends.
     """
 
@@ -39,4 +41,5 @@ class ManagerContext:
     user_state: UserState
     reports: ErrorReporter
     clock: Clock
+    times: TimeAccount
     closing: threading.Event

@@ -45,6 +45,7 @@ class ManagerSettings(TypedDict, total=False):
     quorum_retries: int | None
     fingerprint: Mapping[str, str] | None
     on_straggler: OnStraggler | None
+    log_steps: bool | None
     job: str | None
     token: str | None
     insecure: bool | None

@@ -6,6 +6,7 @@ Law of this file: reading. Nothing is decided, nothing waits, and a step has no 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -76,6 +77,10 @@ class ManagerStatus:
         errors: the errors of this step, oldest first, at most 16.
         last_error: the newest error that was reported in any step, `type: text`. "": no error.
         incidents: the last errors and losses of all steps, oldest first, at most 32.
+        spent_s: what the time of this rank went to, up to its last verdict: seconds by cause. The causes are those of
+            the lighthouse's metrics, and `commit` for goodput.
+        num_stalls: how many incidents this rank has come through, with its start.
+        stalls_s: what the time of all these went to.
     """
 
     replica_id: str
@@ -101,6 +106,9 @@ class ManagerStatus:
     errors: tuple[Exception, ...]
     last_error: str
     incidents: tuple[Incident, ...]
+    spent_s: Mapping[str, float]
+    num_stalls: int
+    stalls_s: Mapping[str, float]
 
 
 def status_of(parts: Parts) -> ManagerStatus:
@@ -116,7 +124,7 @@ def status_of(parts: Parts) -> ManagerStatus:
         phase = ManagerPhase.BETWEEN_STEPS
     else:
         phase = ManagerPhase.APPLYING if parts.step_progress.applies else ManagerPhase.COMPUTING
-    plan = step.plan
+    plan, totals = step.plan, shared.times.totals()
     return ManagerStatus(
         replica_id=shared.coordinator.replica_id,
         group_rank=shared.config.rank,
@@ -141,4 +149,7 @@ def status_of(parts: Parts) -> ManagerStatus:
         errors=step.errors,
         last_error=shared.reports.records.last_error,
         incidents=tuple(shared.reports.records.incidents.copy()),
+        spent_s={each.value: seconds for each, seconds in totals.spent_s.items()},
+        num_stalls=totals.num_stalls,
+        stalls_s={each.value: seconds for each, seconds in totals.stalls_s.items()},
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tft_coord.core import effects, events
-from tft_coord.core.lighthouse import LighthouseConfig
+from tft_coord.core.config import LighthouseConfig
 from tft_coord.core.status import JobStatus, ReplicaState, ReplicaStatus, WaitStatus, job_state
 from tft_coord.core.types import Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import TELL_AFTER_MS
@@ -114,6 +114,7 @@ class TorchftCore:
             wait=WaitStatus(sentence=self.waiting_for, lasted_ms=lasted_ms) if asked else None,
             replicas=tuple(replicas),
             is_torchft=True,
+            min_replicas=self._config.min_replicas,
         )
 
     def evict(self, refusal: Refusal, message_to: Callable[[str], str]) -> list[effects.UnaryEffect]:
@@ -132,12 +133,16 @@ class TorchftCore:
         match event:
             case events.HeartbeatReceived() if event.replica_id in self._refused_ms:
                 return []  # the others would wait for it
+            case events.HeartbeatReceived() if self._is_full_for(event.replica_id):
+                return []  # its request is refused
             case events.HeartbeatReceived():
                 self._beats[event.replica_id] = now_ms
                 return []
             case events.UnaryRequestWithdrawn():
                 self._waiting.pop(event.call, None)
                 return []
+            case events.UnaryQuorumRequested() if self._is_full_for(event.member.replica_id):
+                return [effects.RefuseUnary(event.call, Refusal.FULL, self._full_for(event.member.replica_id))]
             case events.UnaryQuorumRequested() if (other := self._of_other_form(event.member, now_ms)) is not None:
                 self._refused_ms[event.member.replica_id] = now_ms
                 self._beats.pop(event.member.replica_id, None)
@@ -148,6 +153,24 @@ class TorchftCore:
                 self._waiting[event.call] = _Waiting(event.member, now_ms)
                 self._missing_requests = 0 if event.member.shrink_only else self._missing_requests - 1
                 return self.tick(now_ms, wall_ms) if self._missing_requests <= 0 else []
+
+    def reconfigure(self, config: LighthouseConfig) -> None:
+        """Use other settings from now on; only min_replicas and the limits may differ from those at the start."""
+        self._config, self._missing_requests = config, 0
+
+    def _is_full_for(self, replica_id: str) -> bool:
+        """Return whether a member that is not known yet has no room."""
+        known = len(self._beats) + len(self._refused_ms)
+        is_known = replica_id in self._beats or replica_id in self._refused_ms
+        return not is_known and known >= self._config.limits.max_replicas
+
+    def _full_for(self, replica_id: str) -> str:
+        most = self._config.limits.max_replicas
+        return (
+            f"the job of torchft's clients has {most} members, the most that it may have (max_replicas), so replica "
+            f"{replica_id} can't join. Raise max_replicas of the lighthouse, or end a replica: it forgets a silent one "
+            f"after {self._config.timeouts.forget_after_ms / 1_000:g} s"
+        )
 
     def _of_other_form(self, member: Member, now_ms: int) -> Member | None:
         """Return a living member whose process groups are built in the other form, or None."""

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from tft_coord.core import effects, events
 from tft_coord.core.assignment import Assignment, all_at, assign
+from tft_coord.core.config import LighthouseConfig
 from tft_coord.core.handshake import Handshake, MemoryBudget, Precedence
 from tft_coord.core.job_end import JobEnd
 from tft_coord.core.liveness import Accepted, Liveness, Lost, OpenRequest, Rejected, Replica
@@ -27,8 +28,9 @@ from tft_coord.core.poor_sources import PoorSources
 from tft_coord.core.progress import HangWatch, Phase, Progress, hang_reason, stuck_reason
 from tft_coord.core.quorum import Form, Situation, Wait, decide, reason_for_new_id
 from tft_coord.core.reach import Exclusions, Reach, peers_of
+from tft_coord.core.room import full_for
 from tft_coord.core.status import JobStatus, job_status
-from tft_coord.core.stragglers import QuorumContext, StragglerPolicy, StragglerWatch, left_out_reason
+from tft_coord.core.stragglers import QuorumContext, StragglerWatch, left_out_reason
 from tft_coord.core.suspicion import (
     STOP_VALID_MS,
     WAIT_VALID_MS,
@@ -40,8 +42,7 @@ from tft_coord.core.suspicion import (
 from tft_coord.core.troubles import Troubles
 from tft_coord.core.types import MAX_INT64, Hello, LossNotice, Member, Quorum, QuorumKey, Refusal
 from tft_coord.core.waits import JobWait, NameWatch, WaitBoard, left_out_wait, quorum_wait, step_wait, waits_since
-from tft_coord.errors import ConfigError, ProtocolError
-from tft_coord.timeouts import LONGEST_MS, Timeouts
+from tft_coord.errors import ProtocolError
 
 INELIGIBLE_FIRST_MS = 1_000
 INELIGIBLE_MOST_MS = 60_000
@@ -58,39 +59,6 @@ LINK_WARNINGS_MOST = 3  # warnings about other replicas that one replica gets at
 CHECK_LINKS = "Check the addresses, the interfaces and the firewalls on both sides"
 NO_REQUEST = "a replica to ask for a quorum"
 TRAINING = "nothing; the job is training"  # `wait_sentence` says this of a quorum that stands
-
-
-@dataclass(frozen=True, slots=True)
-class LighthouseConfig:
-    """The settings of a lighthouse.
-
-    Args:
-        min_replicas: smallest quorum, at least 1.
-        timeouts: join, heartbeat, grace and heal timeouts.
-        stragglers: the policy for a replica that slows the others down.
-        lost_state_timeout_ms: how long a job waits for a lost newest state whose holders fell silent, before it goes on
-            from an older one. At least heartbeat_timeout applies; holders that were lost in another way get
-            heartbeat_timeout.
-    Raises: ConfigError: min_replicas is below 1, or the timeout is negative or longer than a week.
-    """
-
-    min_replicas: int = 1
-    timeouts: Timeouts = Timeouts()  # noqa: RUF009  # frozen
-    stragglers: StragglerPolicy = StragglerPolicy()  # noqa: RUF009  # frozen
-    lost_state_timeout_ms: int = 0
-
-    def __post_init__(self) -> None:
-        if self.min_replicas < 1:
-            raise ConfigError(f"min_replicas is {self.min_replicas}; give at least 1")
-        if not 0 <= self.lost_state_timeout_ms <= LONGEST_MS:
-            raise ConfigError(
-                f"lost_state_timeout_ms is {self.lost_state_timeout_ms}; give 0 to {LONGEST_MS} milliseconds (a week)"
-            )
-
-    @property
-    def lost_state_ms(self) -> int:
-        """Return how long the job waits for a state whose holders fell silent."""
-        return max(self.timeouts.heartbeat_timeout_ms, self.lost_state_timeout_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +208,10 @@ class LighthouseCore:
 
     def status(self, now_ms: int) -> tuple[JobStatus, ...]:
         """Return the state of each job, for an operator. It changes nothing."""
-        return tuple(job.status(now_ms, self.warnings(name)) for name, job in self._jobs.items())
+        return tuple(
+            replace(job.status(now_ms, self.warnings(name)), min_replicas=self._config.of_job(name).min_replicas)
+            for name, job in self._jobs.items()
+        )
 
     def look_at_waits(self, now_ms: int) -> list[effects.TellWait | effects.WaitNoticed | effects.Warned]:
         """Return which replicas to tell now about their wait, and what to log. Call it once a second."""
@@ -258,6 +229,13 @@ class LighthouseCore:
                 living = (each for each in job.liveness.replicas.values() if each.healthy)
                 out += [effects.TellWait(each.stream, warning, True) for each in living if each.stream is not None]
         return out
+
+    def reconfigure(self, config: LighthouseConfig) -> None:
+        """Use other settings from now on. Only min_replicas, the limits and the settings of single jobs may differ from
+        those at the start; a replica that is connected stays, whatever the limits are."""
+        self._config = config
+        for job in self._jobs.values():
+            job.reconfigure(config.of_job(job.name))
 
     def handle(self, event: events.LighthouseEvent, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Handle one event; return the effects, in order."""
@@ -296,7 +274,7 @@ class LighthouseCore:
                 out += job.tick(now_ms, wall_ms)
             except Exception as error:  # a fault in one job must not cost the other jobs their answers
                 out.append(effects.JobFailed(job.name, error))
-        for name in [name for name, job in self._jobs.items() if job.forgotten]:
+        for name in [name for name, job in self._jobs.items() if not job.liveness.replicas]:
             self._forget(self._jobs.pop(name))
         return out
 
@@ -368,10 +346,13 @@ class LighthouseCore:
             message = f"the stream of replica {hello.replica_id} changes from job {current.name} to {hello.job}"
             return [effects.RefuseSession(event.stream, Refusal.MALFORMED, message + "; open another stream")]
         job = self._jobs.get(hello.job)
+        full = full_for(hello, job.liveness if job is not None else None, len(self._jobs), self._config)
+        if full is not None:
+            return [effects.RefuseSession(event.stream, Refusal.FULL, full)]
         if job is None:
             job = self._jobs[hello.job] = Job(
                 hello.job,
-                self._config,
+                self._config.of_job(hello.job),
                 self._incarnation,
                 self._nonces,
                 self._budget,
@@ -532,10 +513,9 @@ class Job:
         """Free the fingerprints, because the job is forgotten."""
         self._handshake.forget_all()
 
-    @property
-    def forgotten(self) -> bool:
-        """Return whether no replica of this job is remembered any more, long after its last quorum."""
-        return not self.liveness.replicas
+    def reconfigure(self, config: LighthouseConfig) -> None:
+        """Use other settings from the next quorum on; see `LighthouseCore.reconfigure`."""
+        self._config, self._reach.min_replicas = config, config.min_replicas
 
     def hello(self, stream: int, hello: Hello, now_ms: int, wall_ms: int) -> list[effects.LighthouseEffect]:
         """Handle the hello of a stream of this job."""

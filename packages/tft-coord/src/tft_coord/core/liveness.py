@@ -171,6 +171,11 @@ class Liveness:
         """Remember lost replicas for at least that long."""
         self._forget_after_ms = max(self._forget_after_ms, for_ms)
 
+    @property
+    def num_connected(self) -> int:
+        """Return how many replicas have an open stream."""
+        return len(self._by_stream)
+
     def of_stream(self, stream: int) -> Replica | None:
         """Return the replica whose newest stream this is."""
         return self._by_stream.get(stream)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Final
 
+from tft_coord.core.stalls import TrainerReport
 from tft_coord.core.suspicion import WAITS_MS
 from tft_coord.core.types import MAX_INT64
 from tft_coord.timeouts import Timeouts
@@ -52,6 +53,7 @@ class Progress:
         excused: the step is the first after a start, a healing or a reconfiguration, and may take any time.
         slowest_step_ms: longest time that a step may take; 0: any.
         own_ms: the median of its own part of the last few steps, without its waits for others; 0: not known.
+        report: what its time went to; None: not said, or not rank 0's.
     """
 
     step: int
@@ -60,6 +62,7 @@ class Progress:
     excused: bool = False
     slowest_step_ms: int = 0
     own_ms: int = 0
+    report: TrainerReport | None = None
 
     @property
     def _too_long(self) -> bool:
@@ -110,9 +113,12 @@ class GroupProgress:
         self._valid_ms = int(REPORT_VALID_BEATS * timeouts.beat_interval_ms)
         self._silent_after_ms = int(SILENT_AFTER_BEATS * timeouts.beat_interval_ms)
         self._reports: dict[int, _RankReport] = {}
+        self._spent: TrainerReport | None = None  # the newest of rank 0
 
     def reported(self, rank: int, progress: Progress, now_ms: int) -> None:
         """Record the progress that a rank's beat reports."""
+        if rank == 0 and progress.report is not None:
+            self._spent = progress.report
         before = self._reports.get(rank)
         reported_ms = progress.since_ms
         if before is None:
@@ -197,7 +203,7 @@ class GroupProgress:
         if not self._reports:
             return None
         own_ms = max(report.progress.own_ms for report in self._reports.values())
-        return replace(self._merged(now_ms), own_ms=own_ms)
+        return replace(self._merged(now_ms), own_ms=own_ms, report=self._spent)
 
     def _merged(self, now_ms: int) -> Progress:
         reports = [self._now_of(report, now_ms) for report in self._reports.values()]

@@ -268,7 +268,7 @@ class Reach:
     """
 
     def __init__(self, min_replicas: int) -> None:
-        self._min_replicas = min_replicas
+        self.min_replicas = min_replicas
         self._links = BadLinks()
         self._stores: dict[str, Pause] = {}  # stores that some replica could not reach
         # replica -> the stores that it missed, and in which quorums
@@ -361,7 +361,7 @@ class Reach:
         if now_ms < self._hold_until_ms:
             why = self.describe(plan.around, now_ms, when=False)
             reason = (
-                f"a set of at least {self._min_replicas} replicas that reach one another and hold the newest state: "
+                f"a set of at least {self.min_replicas} replicas that reach one another and hold the newest state: "
                 f"{why}; all are tried again in {self._hold_until_ms - now_ms} ms"
             )
             return Exclusions(waits=reason)
@@ -576,7 +576,7 @@ class Reach:
             return frozenset()
         holders = _holders(peers)
         before = frozenset(peer.replica_id for peer in peers.values() if peer.before)
-        limits = Limits(len(peers) - self._min_replicas, tuple(each for each in (holders, before) if each))
+        limits = Limits(len(peers) - self.min_replicas, tuple(each for each in (holders, before) if each))
         order = {name: self._order(peers[name]) for name in around}
         cover = smallest_cover(around, order, limits, self.trials.failed())
         return None if cover is None else frozenset(cover)

@@ -289,8 +289,8 @@ class SessionCore:
         meanwhile, and have ended. A duplicate of the replica id may be dead without the lighthouse knowing it. The
         duplicate lives if the lighthouse heard it, `silent_ms` ago, long after this replica first asked. The elapsed
         time alone proves nothing, because a lighthouse that was away or slow declares no losses. The client leaves an
-        older lighthouse for the next dial, and a lighthouse whose clock is far behind too. All other refusals are
-        final.
+        older lighthouse for the next dial, and so a lighthouse whose clock is far behind, and one without room. All
+        other refusals are final.
         """
         self._welcomed = self._beats_count = False  # nothing more is sent on this stream
         if refusal in (Refusal.STALE, Refusal.LOST):
@@ -302,9 +302,9 @@ class SessionCore:
         if refusal is Refusal.OLD_LIGHTHOUSE:
             self._redials_same = False
             return [HangUp()]
-        if refusal is Refusal.CLOCK:
-            # A replica that was served before waits until the clock is corrected, as it waits for a lighthouse that is
-            # away.
+        if refusal in (Refusal.CLOCK, Refusal.FULL):
+            # A replica that was served before waits until the operator has corrected the clock or the limit, as it
+            # waits for a lighthouse that is away.
             self._redials_same = False
             return [*self.dial_failed(self._address_dialed, refusal.value, message), HangUp()]
         if refusal is Refusal.DUPLICATE:

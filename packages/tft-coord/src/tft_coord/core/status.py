@@ -104,6 +104,7 @@ class JobStatus:
         warnings: what is wrong now, one sentence for each problem.
         replicas: all known ones, members first, by rank, then by id.
         is_torchft: its clients are torchft's.
+        min_replicas: smallest quorum.
     """
 
     name: str
@@ -117,6 +118,7 @@ class JobStatus:
     warnings: tuple[str, ...] = ()
     replicas: tuple[ReplicaStatus, ...] = ()
     is_torchft: bool = False
+    min_replicas: int = 1
 
 
 def job_status(

@@ -242,6 +242,7 @@ class Refusal(enum.Enum):
     LEFT = "left"  # it has left the job: end this process; a new life of it joins under a new replica id
     OVER = "job_over"  # the job ended at a later step: load the state of that step, or start a new run
     UNKNOWN = "unknown"  # the name is unknown: look at the names in the message
+    FULL = "full"  # a limit of the lighthouse is reached: raise it, or end what is not needed
 
 
 @dataclass(frozen=True, slots=True)

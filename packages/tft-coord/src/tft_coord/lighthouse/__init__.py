@@ -15,9 +15,11 @@ from tft_coord.compat.router import TORCHFT_JOB, ProtocolRouter
 from tft_coord.compat.rule import TorchftCore
 from tft_coord.compat.views import DescribedJob, LighthouseDescription
 from tft_coord.core import effects, events
+from tft_coord.core.config import JobSettings, LighthouseConfig, Limits
 from tft_coord.core.effects import JobEnded, JobFailed, PaceChanged, QuorumFormed, ReplicaLeft, ReplicaLost, WaitNoticed
-from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
+from tft_coord.core.lighthouse import LighthouseCore
 from tft_coord.core.names import base_name, shorten
+from tft_coord.core.stalls import Spent, Stall, TrainerReport
 from tft_coord.core.status import JobState, JobStatus, ReplicaState, ReplicaStatus, WaitStatus
 from tft_coord.core.types import Quorum, QuorumNews, Refusal
 from tft_coord.descriptors import raise_limit
@@ -33,7 +35,9 @@ from tft_coord.security import (
     is_for_this_machine,
     opens_job,
     read_insecure,
+    read_job_tokens,
     read_token,
+    read_token_file,
 )
 from tft_coord.tls import TLS
 from tft_coord.tokens import JobTokens, Token, TokenFile, check
@@ -59,12 +63,14 @@ __all__ = [
     "Inheritance",
     "JobEnded",
     "JobFailed",
+    "JobSettings",
     "JobState",
     "JobStatus",
     "JobTokens",
     "LighthouseConfig",
     "LighthouseCore",
     "LighthouseDescription",
+    "Limits",
     "LoopShare",
     "Outbox",
     "PaceChanged",
@@ -78,9 +84,12 @@ __all__ = [
     "ReplicaState",
     "ReplicaStatus",
     "Server",
+    "Spent",
+    "Stall",
     "Token",
     "TokenFile",
     "TorchftCore",
+    "TrainerReport",
     "WaitNoticed",
     "WaitStatus",
     "base_name",
@@ -107,7 +116,9 @@ __all__ = [
     "peer_address",
     "raise_limit",
     "read_insecure",
+    "read_job_tokens",
     "read_token",
+    "read_token_file",
     "server_options",
     "services",
     "shorten",

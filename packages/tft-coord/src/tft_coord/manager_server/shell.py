@@ -21,6 +21,7 @@ from tft_coord.errors import ProtocolError
 from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
+from tft_coord.manager_server.report_gate import ReportGate
 from tft_coord.processes import is_stopped, this_process
 from tft_coord.security import Gate, Trust
 from tft_coord.transport.address import join_host_port, peer_address
@@ -111,7 +112,7 @@ class ManagerServerShell:
             replaces=config.replaces,
             arrived=self._handle,
             quorum=self._quorum,
-            progress=self._core.progress,
+            progress=ReportGate(self._core.progress).progress,
             waits=self._core.waits,
             stopped=self._core.stopped,
             is_hung=self._is_hung,

@@ -39,6 +39,8 @@ CODE_KEY = "tft-code"  # trailing metadata: the error of this project behind a s
 # status is overwritten, so only the break is known.
 BROKE_WHILE_WRITING = "Internal error from Core"
 
+TOO_LARGE = "larger than max"  # grpc's text for a message above the receiver's limit
+
 Options = list[tuple[str, int]]
 
 _STATUS = {
@@ -75,14 +77,16 @@ def channel_options(timeouts: Timeouts, *, to_lighthouse: bool = False, within_m
     ]
 
 
-def server_options(timeouts: Timeouts, *, hears_beats: bool = False) -> Options:
+def server_options(
+    timeouts: Timeouts, *, hears_beats: bool = False, max_request_bytes: int = MAX_REQUEST_BYTES
+) -> Options:
     """Return the options of a server: a port has one owner, and pings may come at any pace.
 
     A server that judges its clients by their beats does not need its own pings to find silent ones. Its pings are for
     connections that send nothing at all.
     """
     return [
-        *_common(timeouts, MAX_REQUEST_BYTES, timeouts.heartbeat_timeout_ms // (1 if hears_beats else 8)),
+        *_common(timeouts, max_request_bytes, timeouts.heartbeat_timeout_ms // (1 if hears_beats else 8)),
         ("grpc.so_reuseport", 0),
         # Messages to a server are small, and grpc's ping after each message, to measure the link, would double its
         # work.
@@ -143,6 +147,12 @@ def error_of(failure: grpc.RpcError, what: str) -> CoordinationError:
             )
         case grpc.StatusCode.INVALID_ARGUMENT:
             return ProtocolError(sentence)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if TOO_LARGE in details:
+            sentence = (
+                f"{what}: a message is larger than the receiver takes ({details}); send less, or raise "
+                "max_message_bytes if a lighthouse is the receiver"
+            )
+            return RefusedError(sentence, code=Refusal.FULL.value)
         case grpc.StatusCode.PERMISSION_DENIED | grpc.StatusCode.UNAUTHENTICATED:
             return RefusedError(sentence, code=status.name.lower())
         case _:

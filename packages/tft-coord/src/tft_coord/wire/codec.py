@@ -52,7 +52,7 @@ from tft_coord.core.events import (
 from tft_coord.core.types import MAX_INT64, MAX_UINT64, Member, Quorum, QuorumKey
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
-from tft_coord.wire import fields, table
+from tft_coord.wire import fields, reports, table
 from tft_coord.wire.limits import (
     MAX_JOBS_DESCRIBED,
     MAX_MEMBERS,
@@ -79,6 +79,7 @@ def encode_to_lighthouse(event: LighthouseEvent, previous: Member | None = None)
                 own_ms=fields.own_ms_to_wire(event.progress),
                 waits=event.waits,
                 number=event.number,
+                report=reports.report_to_wire(event.progress),
             )
             return pb.ToLighthouse(beat=beat).SerializeToString()
         case QuorumRequested():

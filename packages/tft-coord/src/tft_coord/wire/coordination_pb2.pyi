@@ -414,19 +414,69 @@ class Progress(_message.Message):
     slowest_step_ms: int
     def __init__(self, step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., since_ms: _Optional[int] = ..., excused: bool = ..., slowest_step_ms: _Optional[int] = ...) -> None: ...
 
+class Spent(_message.Message):
+    __slots__ = ("commit", "detect", "abort", "quorum", "reconfigure", "heal", "serve", "redo", "wait", "start")
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    DETECT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURE_FIELD_NUMBER: _ClassVar[int]
+    HEAL_FIELD_NUMBER: _ClassVar[int]
+    SERVE_FIELD_NUMBER: _ClassVar[int]
+    REDO_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    commit: int
+    detect: int
+    abort: int
+    quorum: int
+    reconfigure: int
+    heal: int
+    serve: int
+    redo: int
+    wait: int
+    start: int
+    def __init__(self, commit: _Optional[int] = ..., detect: _Optional[int] = ..., abort: _Optional[int] = ..., quorum: _Optional[int] = ..., reconfigure: _Optional[int] = ..., heal: _Optional[int] = ..., serve: _Optional[int] = ..., redo: _Optional[int] = ..., wait: _Optional[int] = ..., start: _Optional[int] = ...) -> None: ...
+
+class Stall(_message.Message):
+    __slots__ = ("number", "quorum_before", "quorum_after", "step", "failed_rounds", "spent")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_AFTER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    FAILED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    SPENT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    quorum_before: int
+    quorum_after: int
+    step: int
+    failed_rounds: int
+    spent: Spent
+    def __init__(self, number: _Optional[int] = ..., quorum_before: _Optional[int] = ..., quorum_after: _Optional[int] = ..., step: _Optional[int] = ..., failed_rounds: _Optional[int] = ..., spent: _Optional[_Union[Spent, _Mapping]] = ...) -> None: ...
+
+class TrainerReport(_message.Message):
+    __slots__ = ("total", "stalls")
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    STALLS_FIELD_NUMBER: _ClassVar[int]
+    total: Spent
+    stalls: _containers.RepeatedCompositeFieldContainer[Stall]
+    def __init__(self, total: _Optional[_Union[Spent, _Mapping]] = ..., stalls: _Optional[_Iterable[_Union[Stall, _Mapping]]] = ...) -> None: ...
+
 class Beat(_message.Message):
-    __slots__ = ("healed_bytes", "progress", "own_ms", "waits", "number")
+    __slots__ = ("healed_bytes", "progress", "own_ms", "waits", "number", "report")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     OWN_MS_FIELD_NUMBER: _ClassVar[int]
     WAITS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
     progress: Progress
     own_ms: int
     waits: bool
     number: int
-    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ..., waits: bool = ..., number: _Optional[int] = ...) -> None: ...
+    report: TrainerReport
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ..., waits: bool = ..., number: _Optional[int] = ..., report: _Optional[_Union[TrainerReport, _Mapping]] = ...) -> None: ...
 
 class QuorumRequest(_message.Message):
     __slots__ = ("request", "member", "held", "fingerprint", "as_before")
@@ -771,16 +821,18 @@ class RankHello(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ..., session: _Optional[int] = ...) -> None: ...
 
 class RankBeat(_message.Message):
-    __slots__ = ("healed_bytes", "progress", "own_ms", "number")
+    __slots__ = ("healed_bytes", "progress", "own_ms", "number", "report")
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     OWN_MS_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     healed_bytes: int
     progress: Progress
     own_ms: int
     number: int
-    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    report: TrainerReport
+    def __init__(self, healed_bytes: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., own_ms: _Optional[int] = ..., number: _Optional[int] = ..., report: _Optional[_Union[TrainerReport, _Mapping]] = ...) -> None: ...
 
 class RankLeaves(_message.Message):
     __slots__ = ("reason", "serve_ms", "group_rank", "finished_step")

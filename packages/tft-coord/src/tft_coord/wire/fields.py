@@ -38,6 +38,7 @@ from tft_coord.wire.limits import (
     MAX_NAME_BYTES,
     MAX_SENTENCE_BYTES,
 )
+from tft_coord.wire.reports import report_from_wire
 
 _M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
@@ -207,6 +208,7 @@ def progress_from_wire(beat: pb.Beat | pb.RankBeat) -> Progress | None:
         excused=received.excused,
         slowest_step_ms=checked_count("slowest_step_ms", received.slowest_step_ms, MAX_INT64),
         own_ms=checked_count("own_ms", beat.own_ms, MAX_INT64),
+        report=report_from_wire(beat),
     )
 
 

@@ -36,7 +36,7 @@ from tft_coord.core.types import (
 )
 from tft_coord.errors import ProtocolError
 from tft_coord.wire import coordination_pb2 as pb
-from tft_coord.wire import fields, table
+from tft_coord.wire import fields, reports, table
 from tft_coord.wire.limits import (
     MAX_HEALED_BYTES,
     MAX_MEMBERS,
@@ -417,6 +417,7 @@ def encode_from_rank(message: FromRank) -> bytes:
                 progress=fields.progress_to_wire(message.progress),
                 own_ms=fields.own_ms_to_wire(message.progress),
                 number=message.number,
+                report=reports.report_to_wire(message.progress),
             )
             return pb.ToManagerServer(beat=beat).SerializeToString()
         case RankLate():

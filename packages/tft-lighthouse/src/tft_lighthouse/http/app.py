@@ -21,11 +21,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_coord import CoordinationError, RefusedError
-from tft_coord.lighthouse import ALL_JOBS, TLS, Inheritance, join_host_port, let_go_in_child
-from tft_lighthouse.http import page
+from tft_coord.lighthouse import ALL_JOBS, TLS, Inheritance, join_host_port, let_go_in_child, opens_job
+from tft_lighthouse.http import fragment, site, timeline
 from tft_lighthouse.http.access import NO_SECRET, Access, Denial, Kind, Visitor
 from tft_lighthouse.http.connections import Acceptor, Connections
-from tft_lighthouse.http.incidents import OPENED, Incidents
+from tft_lighthouse.http.incidents import OPENED, Incidents, number_of
 from tft_lighthouse.http.metrics import CONTENT_TYPE, Metrics
 from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
@@ -41,13 +41,24 @@ PROMPT_DENIALS_PER_S: Final = 16
 DENIAL_DELAY_S: Final = 2.0
 LOG_EVERY_S: Final = 60.0
 HEALTH: Final = ("/healthz", "/readyz")
-PATHS: Final = ("/", "/status", "/api/v1/status", "/api/v1/incidents", "/api/v1/events", "/metrics", *HEALTH)
+PATHS: Final = (
+    "/",
+    "/status",
+    "/api/v1/status",
+    "/api/v1/incidents",
+    "/api/v1/events",
+    "/api/v1/timeline",
+    "/metrics",
+    *HEALTH,
+)
+ANSWERS_KEPT_MOST: Final = 32
 FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
 HEADERS: Final = {
     "Server": "tft-lighthouse",
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
 }
 
 
@@ -77,8 +88,10 @@ class HttpServer:
         self._listeners = listeners
         self._access = access
         self._answers = _Answers(self._loop.time)
-        self._metrics = Metrics(operations.view, journal.counters)
+        self._metrics = Metrics(operations.view, journal.counters, journal.goodput)
         self._connections = Connections(self._loop.time)
+        self._timeline = journal.timeline
+        self._site = site.load()
         self._incidents = Incidents(journal.history, extend=self._connections.extend)
         journal.on_closed, journal.on_change = self._metrics.closed, self._incidents.changed
         self._denials = _DenialRate(self._loop.time)
@@ -89,7 +102,8 @@ class HttpServer:
     async def start(self) -> None:
         """Answer requests from now on."""
         app = web.Application(middlewares=[self._guard()], client_max_size=MAX_BODY_BYTES)
-        app.router.add_get("/", self._page)
+        app.router.add_get("/", self._file)
+        app.router.add_get("/assets/{name}", self._file)
         app.router.add_get("/status", self._fragment)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
@@ -97,6 +111,7 @@ class HttpServer:
         app.router.add_get("/api/v1/status", self._status)
         app.router.add_get("/api/v1/incidents", self._incidents.listed)
         app.router.add_get("/api/v1/events", self._incidents.events, allow_head=False)
+        app.router.add_get("/api/v1/timeline", self._timeline_of_job)
         app.router.add_post("/replica/{replica:.+}/kill", self._kill)
         app.router.add_post("/replica/{replica:.+}/drain", self._drain)
         self._runner = web.AppRunner(
@@ -159,7 +174,7 @@ class HttpServer:
             except web.HTTPException as error:
                 return _refused(request, Denial(error.status, error.reason, _allowed(error)))
             if not response.prepared:
-                response.headers.update(HEADERS)
+                response.headers.update({**HEADERS, **response.headers})
             return response
 
         return guard
@@ -174,20 +189,34 @@ class HttpServer:
             return web.Response(text="ready\n")
         return web.Response(text="a newer lighthouse of this cluster serves its replicas\n", status=503)
 
-    async def _page(self, request: web.Request) -> web.StreamResponse:
-        opened = request[OPENED]
-        body = self._answers.get(("page", opened), lambda: page.whole_page(self._operations.view(opened)).encode())
-        return web.Response(body=body, content_type="text/html", charset="utf-8")
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        file = self._site.get(request.match_info.get("name", site.INDEX))
+        if file is None:
+            raise web.HTTPNotFound
+        return web.Response(body=file.body, headers={"Content-Type": file.content_type, **file.headers})
 
     async def _fragment(self, request: web.Request) -> web.StreamResponse:
         opened = request[OPENED]
-        body = self._answers.get(("fragment", opened), lambda: page.fragment(self._operations.view(opened)).encode())
+        body = self._answers.get(("fragment", opened), lambda: fragment.of_view(self._operations.view(opened)).encode())
         return web.Response(body=body, content_type="text/html", charset="utf-8")
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
         opened = request[OPENED]
         body = self._answers.get(
             ("status", opened), lambda: json.dumps(as_json(self._operations.view(opened))).encode()
+        )
+        return web.Response(body=body, content_type="application/json")
+
+    async def _timeline_of_job(self, request: web.Request) -> web.StreamResponse:
+        """Answer with the last 30 minutes of the `job`, or with what is new `after` a time."""
+        job, after_ms = request.query.get("job"), timeline.rounded(number_of(request, "after", 0))
+        if job is None:
+            return _refused(request, Denial(400, "name the job, as in /api/v1/timeline?job=NAME"))
+        if not (opens_job(request[OPENED], job) and self._timeline.knows(job)):
+            return _refused(request, Denial(404, f"this lighthouse knows no job {job[:64]!r}"))
+        started_ms = self._operations.started_ms
+        body = self._answers.get(
+            (f"timeline {after_ms}", job), lambda: timeline.as_bytes(self._timeline, job, after_ms, started_ms)
         )
         return web.Response(body=body, content_type="application/json")
 
@@ -233,7 +262,7 @@ class HttpServer:
 
 @final
 class _Answers:
-    """The last answer of each kind, for what a secret opens, with the time that it took to make."""
+    """The last answer of each kind, about one job or all, with the time that it took to make."""
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
@@ -244,7 +273,10 @@ class _Answers:
         if kept is None or now_s >= kept.until_s:
             body = make()
             took_s = self._seconds() - now_s
+            self._kept.pop(kind, None)  # the oldest comes first
             kept = self._kept[kind] = _Kept(body, now_s + max(KEPT_S, KEPT_TIMES * took_s))
+            if len(self._kept) > ANSWERS_KEPT_MOST:
+                del self._kept[next(iter(self._kept))]
         return kept.body
 
 

@@ -47,7 +47,7 @@ class Incidents:
 
         The query may have `job`, `kind`, `after` (a number of a change) and `limit` (the newest so many).
         """
-        after, limit = _number(request, "after", 0), _number(request, "limit", LISTED_MOST)
+        after, limit = number_of(request, "after", 0), number_of(request, "limit", LISTED_MOST)
         job, kind = request.query.get("job"), request.query.get("kind")
         found = sorted(self._history.incidents(after), key=lambda each: each.number)
         found = [each for each in found if job in (None, each.job) and kind in (None, each.kind.value)]
@@ -66,7 +66,7 @@ class Incidents:
         A reader that names the last change that it knows (`Last-Event-ID`, or `after` in the query) gets all later
         ones first. Another one gets all records.
         """
-        known = _number(request, "after", 0)
+        known = number_of(request, "after", 0)
         last_id = request.headers.get("Last-Event-ID", "")
         known = int(last_id) if last_id.isascii() and last_id.isdigit() else known
         if known > self._history.last_change:
@@ -97,7 +97,7 @@ def _event(incident: Incident) -> str:
     return f"id: {incident.change}\nevent: incident\ndata: {data}\n\n"
 
 
-def _number(request: web.Request, name: str, default: int) -> int:
+def number_of(request: web.Request, name: str, default: int) -> int:
     """Return a number of the query. Raises: HTTPBadRequest: it is none."""
     text: Any = request.query.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 19):

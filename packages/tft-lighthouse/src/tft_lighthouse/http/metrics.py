@@ -9,7 +9,8 @@ Law of this file: names, labels and values; docs/lighthouse-http.md lists them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Final, final
 
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -17,8 +18,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tft_coord.lighthouse import ALL_JOBS, JobState, JobStatus, ReplicaState, shorten
+from tft_coord.lighthouse import ALL_JOBS, JobState, JobStatus, Refusal, ReplicaState, Spent, shorten
 from tft_lighthouse import counters
+from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import Incident
 from tft_lighthouse.view import REPLICAS_LISTED_MOST, LighthouseView
 
@@ -42,11 +44,12 @@ class Metrics:
     Args:
         view: returns what there is to see now.
         counts: what has happened so far.
+        goodput: what the replicas' time went to.
     """
 
-    def __init__(self, view: Callable[[], LighthouseView], counts: counters.Counters) -> None:
+    def __init__(self, view: Callable[[], LighthouseView], counts: counters.Counters, goodput: Goodput) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Collector(view, counts))
+        self._registry.register(_Collector(view, counts, goodput))
         ProcessCollector(registry=self._registry)
         self._phases = Histogram(
             "tft_incident_phase_seconds",
@@ -88,9 +91,10 @@ class _OneJob(Collector):
 
 @final
 class _Collector(Collector):
-    def __init__(self, view: Callable[[], LighthouseView], counts: counters.Counters) -> None:
+    def __init__(self, view: Callable[[], LighthouseView], counts: counters.Counters, goodput: Goodput) -> None:
         self._view = view
         self._counts = counts
+        self._goodput = goodput
 
     def collect(self) -> Iterable[Metric]:
         """Return all metric families."""
@@ -104,15 +108,26 @@ class _Collector(Collector):
         yield GaugeMetricFamily(
             "tft_lighthouse_ready", "1: replicas should come here. 0: a newer lighthouse serves them.", view.is_ready
         )
+        yield GaugeMetricFamily("tft_lighthouse_streams", "Open streams and waiting calls.", view.num_streams)
+        limits = GaugeMetricFamily("tft_lighthouse_limit", "What clients may use.", labels=["limit"])
+        for each in fields(view.limits):
+            limits.add_metric([each.name], getattr(view.limits, each.name))
+        yield limits
         yield from _jobs(view.jobs)
         yield from _replicas(view.jobs)
         yield from _counted(self._counts.jobs)
+        yield from _spent(self._goodput.jobs)
+        refusals = CounterMetricFamily("tft_refusals", "Refused streams, requests and calls.", labels=["refusal"])
+        for refusal in Refusal:
+            refusals.add_metric([refusal.value], self._counts.refusals[refusal.value])
+        yield refusals
 
 
 def _jobs(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
     state = GaugeMetricFamily("tft_job_state", "1 for the state of the job, else 0.", labels=["job", "state"])
     replicas = GaugeMetricFamily("tft_replicas", "Known replicas by state.", labels=["job", "state"])
     quorum_id = GaugeMetricFamily("tft_quorum_id", "Id of the newest quorum.", labels=["job"])
+    least = GaugeMetricFamily("tft_job_min_replicas", "Smallest quorum of the job.", labels=["job"])
     members = GaugeMetricFamily("tft_quorum_members", "Members of the newest quorum.", labels=["job"])
     age = GaugeMetricFamily("tft_quorum_age_seconds", "Time since the quorum's id rose.", labels=["job"])
     waited = GaugeMetricFamily("tft_waiting_seconds", "How long members have waited for others.", labels=["job"])
@@ -127,9 +142,10 @@ def _jobs(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
             quorum_id.add_metric([job.name], job.quorum.key.quorum_id)
             members.add_metric([job.name], len(job.quorum.members))
             age.add_metric([job.name], job.quorum_age_ms / 1_000)
+        least.add_metric([job.name], job.min_replicas)
         waited.add_metric([job.name], job.wait.lasted_ms / 1_000 if job.wait is not None else 0)
         steps.add_metric([job.name], job.step)
-    return state, replicas, quorum_id, members, age, waited, steps
+    return state, replicas, least, quorum_id, members, age, waited, steps
 
 
 def _replicas(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
@@ -150,6 +166,21 @@ def _replicas(jobs: Iterable[JobStatus]) -> Iterable[Metric]:
             if replica.heard_ms is not None:
                 heard.add_metric(names, replica.heard_ms / 1_000)
     return step, own, heard, healed
+
+
+def _spent(by_job: Mapping[str, Mapping[Spent, int]]) -> Iterable[Metric]:
+    good = CounterMetricFamily(
+        "tft_goodput_seconds", "Time of replicas in steps that committed, as they report it.", labels=["job"]
+    )
+    bad = CounterMetricFamily(
+        "tft_badput_seconds", "All other time of replicas, as they report it.", labels=["job", "cause"]
+    )
+    for job, spent_ms in by_job.items():
+        good.add_metric([job], spent_ms.get(Spent.COMMIT, 0) / 1_000)
+        for cause in Spent:
+            if cause is not Spent.COMMIT:
+                bad.add_metric([job, cause.value], spent_ms.get(cause, 0) / 1_000)
+    return good, bad
 
 
 def _counted(by_job: dict[str, Counter[str]]) -> Iterable[Metric]:

@@ -329,7 +329,7 @@ class _Wait:
     def error(self, what: str) -> ConfigureError:
         """Return the error of a wait that is over."""
         return ConfigureError(
-            f"no child process for the group within {time.monotonic() - self._begun_s:.0f} s: {what}; see standard "
+            f"no child process for the group within {time.monotonic() - self._begun_s:.1f} s: {what}; see standard "
             "error for the cause, or use a less loaded machine",
             is_own=True,
         )

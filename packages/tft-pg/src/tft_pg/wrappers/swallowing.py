@@ -25,7 +25,8 @@ from tft_pg.wrappers.wrapping import WrappingProcessGroup, takes_one_group
 
 __all__ = ["ErrorSwallowingProcessGroupWrapper"]
 
-# Every rank gets these errors at the call, before any data is sent. A new `configure` does not fix them.
+# Every rank gets these errors before any data is sent, some at the call and some in `wait`. A new `configure` does not
+# fix them.
 _CALLER_ERRORS = (OperationRefusedError, ConfigError, UnsupportedOperationError)
 
 
@@ -33,8 +34,9 @@ _CALLER_ERRORS = (OperationRefusedError, ConfigError, UnsupportedOperationError)
 class ErrorSwallowingProcessGroupWrapper(WrappingProcessGroup):
     """A wrapper that swallows the errors of every collective until the next `configure`.
 
-    An invalid call still raises `OperationRefusedError`, `ConfigError` or `UnsupportedOperationError`. It is no error
-    of the group, because no `configure` would fix it.
+    An invalid call still raises `OperationRefusedError`, `ConfigError` or `UnsupportedOperationError`, some at the call
+    and some in `wait`. It is no error of the group, because no `configure` would fix it. Only in the future of a Work,
+    which holds the backend's own error, a late refusal can't be told from an error of the group, and is swallowed.
 
     Args:
         pg: the wrapped group.
@@ -130,7 +132,10 @@ class _ReportingExchange(WordExchange):
 
 @final
 class _SwallowingWork(dist.Work):
-    """A Work that never fails. After an error `wait` returns False, and the future holds the unchanged tensors."""
+    """A Work that fails only if the call was invalid.
+
+    After an error of the group `wait` returns False, and the future holds the unchanged tensors.
+    """
 
     def __init__(
         self,
@@ -150,6 +155,8 @@ class _SwallowingWork(dist.Work):
             raise ConfigError(f"wait got the timeout {timeout!r}; pass timedelta(seconds=...)")
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
+        except _CALLER_ERRORS:
+            raise
         except Exception as error:
             self._report(error)
             return False
@@ -166,6 +173,8 @@ class _SwallowingWork(dist.Work):
     def _settle(self, future: torch.futures.Future[Any]) -> object:
         try:
             return future.value()
+        except _CALLER_ERRORS:
+            raise
         except Exception as error:
             self._report(error)
             return self._results
@@ -179,6 +188,8 @@ class _SwallowingWork(dist.Work):
     def source_rank(self) -> int:
         try:
             return self._work._source_rank()
+        except _CALLER_ERRORS:
+            raise
         except Exception as error:
             self._report(error)
             return self._another_rank()
@@ -188,5 +199,7 @@ class _SwallowingWork(dist.Work):
     def synchronize(self) -> None:
         try:
             self._work.synchronize()
+        except _CALLER_ERRORS:
+            raise
         except Exception as error:
             self._report(error)

@@ -20,12 +20,16 @@ from urllib.parse import urlencode
 import typer
 
 from tft_suite import __version__
+from tft_suite.cli import launching
 from tft_suite.errors import ConfigError, MissingExtraError, SuiteError
 
 DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
 # The replicas of the demo are separate, whatever job this shell belongs to.
-OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TFT_TOKEN", "TFT_TOKEN_FILE")
+OF_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TFT_TOKEN", "TFT_TOKEN_FILE"),
+    *("TFT_TLS_CERT", "TFT_TLS_KEY", "TFT_TLS_CA", "TFT_TLS_CLIENT_AUTH"),
+)
 
 WATCH_EVERY_S = 1.0
 CLEAR = "\x1b[2J\x1b[H"  # the terminal, before the next picture
@@ -85,6 +89,7 @@ def doctor(
     lighthouse: Annotated[
         str | None, typer.Option(help="Address, or several separated by commas. Default: the environment's.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
 ) -> int:
     """Check what a job needs here: versions, addresses, interfaces, the lighthouse, the current timeouts.
@@ -94,13 +99,13 @@ def doctor(
     """
     check_timeout(timeout)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # grpc's own messages would appear beside ours
+    from tft_suite.doctor import report
     from tft_suite.doctor.findings import findings
-    from tft_suite.doctor.report import report
     from tft_suite.doctor.survey import survey
 
     facts = survey(os.environ, lighthouse=lighthouse, timeout=timedelta(seconds=timeout))
     found = findings(facts)
-    typer.echo(report(facts, found))
+    typer.echo((report.as_json if as_json else report.report)(facts, found))
     return int(any(finding.is_problem for finding in found))
 
 
@@ -114,6 +119,7 @@ def drain(
         str | None, typer.Option(help='The job of the replica. Default: the environment\'s, else "default".')
     ] = None,
     reason: Annotated[str, typer.Option(help="The reason. The replica logs it with the caller.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a sentence.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")] = 5.0,
 ) -> int:
     """Ask a replica to leave its job after its running step. The other replicas lose no step and do not wait."""
@@ -122,8 +128,10 @@ def drain(
     from tft_suite import drain as draining
 
     within = timedelta(seconds=timeout)
-    confirmation = draining.drain(replica, os.environ, lighthouse=lighthouse, job=job, reason=reason, timeout=within)
-    typer.echo(confirmation)
+    its_job = draining.drain(replica, os.environ, lighthouse=lighthouse, job=job, reason=reason, timeout=within)
+    facts = {"job": its_job, "replica": replica, "asked_to": "leave"}
+    sentence = f"asked {replica} of job {its_job} to leave after its running step"
+    typer.echo(json.dumps(facts) if as_json else sentence)
     return 0
 
 
@@ -135,6 +143,32 @@ HttpOption = Annotated[
 ]
 TimeoutOption = Annotated[float, typer.Option(help="Seconds that each lighthouse may take to answer.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the lighthouse's JSON instead of text.")]
+
+
+@app.command()
+def kill(
+    replica: Annotated[str, typer.Argument(help="Its id, the short form of it, or its name if only one has it.")],
+    lighthouse: LighthouseOption = None,
+    http: HttpOption = None,
+    job: Annotated[
+        str | None, typer.Option(help='The job of the replica. Default: the environment\'s, else "default".')
+    ] = None,
+    reason: Annotated[str, typer.Option(help="The reason. The replica logs it with the caller.")] = "",
+    as_json: JsonOption = False,
+    timeout: TimeoutOption = 10.0,
+) -> int:
+    """End the processes of a replica at once, as if they had crashed. `tft drain` lets a replica finish its step."""
+    from tft_suite.drain import DEFAULT_JOB, JOB
+    from tft_suite.operate.client import http_addresses
+    from tft_suite.operate.kill import kill
+
+    check_timeout(timeout)
+    addresses = http_addresses(os.environ, lighthouse=lighthouse, http=http)
+    its_job = job or os.environ.get(JOB) or DEFAULT_JOB
+    found = kill(replica, addresses, os.environ, job=its_job, reason=reason, timeout_s=timeout)
+    sentence = f"asked the processes of {found.get('replica_id')} of job {its_job} to end"
+    typer.echo(json.dumps(found) if as_json else "".join(each if each.isprintable() else "?" for each in sentence))
+    return 0
 
 
 @app.command()
@@ -218,6 +252,10 @@ def trace(
     found = find_problems(groups, late_s=late)
     typer.echo((report.as_json if as_json else report.as_text)(groups, found, broken))
     return int(bool(found or broken))
+
+
+app.command(context_settings=launching.COMMAND_SETTINGS)(launching.launch)
+app.command()(launching.chaos)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,13 +1,14 @@
-"""Facts and findings as text, one line each.
+"""Facts and findings as text, one line each, or as JSON.
 
 Law of this file: values to text.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from tft_coord.timeouts import Timeouts
 from tft_suite.doctor.facts import Facts, LighthouseFacts
@@ -17,6 +18,18 @@ from tft_suite.doctor.findings import Finding
 def report(facts: Facts, found: Sequence[Finding]) -> str:
     """Return the text that `tft doctor` prints."""
     return "\n".join(_lines(facts, found))
+
+
+def as_json(facts: Facts, found: Sequence[Finding]) -> str:
+    """Return what `tft doctor --json` prints: the facts, and the findings in two lists."""
+    return json.dumps(
+        {
+            "python": platform.python_version(),
+            **asdict(facts),
+            "problems": [finding.sentence for finding in found if finding.is_problem],
+            "notes": [finding.sentence for finding in found if not finding.is_problem],
+        }
+    )
 
 
 def _lines(facts: Facts, found: Sequence[Finding]) -> Iterator[str]:

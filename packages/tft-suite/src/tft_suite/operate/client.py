@@ -1,6 +1,6 @@
 """A client of a lighthouse's HTTP port.
 
-Law of this file: one GET, and what is wrong in a sentence. It follows no redirect and uses no proxy, because the
+Law of this file: one request, and what is wrong in a sentence. It follows no redirect and uses no proxy, because the
 request carries the job's secret.
 """
 
@@ -22,6 +22,7 @@ from tft_suite.errors import ConfigError
 
 SCHEMA_VERSION: Final = 1
 ANSWER_MOST_BYTES: Final = 64 * 1024 * 1024
+ERROR_MOST: Final = 1_000  # characters
 
 
 def http_addresses(environ: Mapping[str, str], *, lighthouse: str | None, http: str | None) -> tuple[str, ...]:
@@ -59,6 +60,20 @@ def fetch(addresses: Sequence[str], path: str, environ: Mapping[str, str], *, ti
         timeout_s: for each address.
     Raises: ConfigError: none answers, or the secret is missing or wrong; the message has a reason for each address.
     """
+    return _first(addresses, "GET", path, environ, timeout_s)
+
+
+def post(addresses: Sequence[str], path: str, environ: Mapping[str, str], *, timeout_s: float) -> dict[str, Any]:
+    """Ask the lighthouses for a change, one after the other until one takes it, and return its answer.
+
+    Args and Raises: as for `fetch`.
+    """
+    return _first(addresses, "POST", path, environ, timeout_s)
+
+
+def _first(
+    addresses: Sequence[str], method: str, path: str, environ: Mapping[str, str], timeout_s: float
+) -> dict[str, Any]:
     try:
         metadata, tls = call_metadata(read_token(environ)), TLS.from_environment(environ)
     except CoordinationConfigError as error:
@@ -67,13 +82,16 @@ def fetch(addresses: Sequence[str], path: str, environ: Mapping[str, str], *, ti
     failures = []
     for address in addresses:
         try:
-            return _get(address, path, headers, timeout_s, tls)
+            found = _ask(address, method, path, headers, timeout_s, tls)
+            return found if method == "POST" else _of_our_version(address, found)
         except ConfigError as error:
             failures.append(str(error))
     raise ConfigError("; ".join(failures))
 
 
-def _get(address: str, path: str, headers: Mapping[str, str], timeout_s: float, tls: TLS | None) -> dict[str, Any]:
+def _ask(
+    address: str, method: str, path: str, headers: Mapping[str, str], timeout_s: float, tls: TLS | None
+) -> dict[str, Any]:
     host, port = host_of(address), int(address.rpartition(":")[2])
     connection = (
         http.client.HTTPConnection(host, port, timeout=timeout_s)
@@ -81,7 +99,7 @@ def _get(address: str, path: str, headers: Mapping[str, str], timeout_s: float, 
         else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls.client_context())
     )
     try:
-        connection.request("GET", path, headers=dict(headers))
+        connection.request(method, path, headers=dict(headers))
         answer = connection.getresponse()
         body = answer.read(ANSWER_MOST_BYTES + 1)
     except TimeoutError as error:
@@ -117,7 +135,11 @@ def _checked(address: str, status: int, body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{address} is no lighthouse's HTTP port (status {status}, and no JSON); check the port")
     if status != 200:
-        raise ConfigError(f"{address} answers with status {status}: {str(found.get('error', ''))[:500]}")
+        raise ConfigError(f"{address} answers with status {status}: {str(found.get('error', ''))[:ERROR_MOST]}")
+    return found
+
+
+def _of_our_version(address: str, found: dict[str, Any]) -> dict[str, Any]:
     if found.get("schema_version") != SCHEMA_VERSION:
         version = str(found.get("schema_version"))[:20]
         raise ConfigError(f"{address} speaks schema version {version}; use the tft-suite of its version")

@@ -73,7 +73,9 @@ def incidents_text(incidents: Sequence[dict[str, Any]]) -> str:
 
 
 def _incident(incident: dict[str, Any]) -> tuple[str, ...]:
-    phases = ", ".join(f"{name} {_seconds(ms)}" for name, ms in incident["phases_ms"].items())
+    phases = ", ".join(f"{_clean(name)} {_fine(ms)}" for name, ms in incident["phases_ms"].items())
+    if slowest := incident.get("slowest"):  # a lighthouse of an earlier release says nothing of it
+        phases += f" ({_clean(slowest)})"
     waited = f"; waited for: {_clean(incident['waited_for'])}" if incident["waited_for"] else ""
     more = incident["num_replicas"] - min(len(incident["replica_ids"]), REPLICAS_SHOWN_MOST)
     return (
@@ -103,6 +105,10 @@ def _names(names: Sequence[str]) -> str:
 def _clean(text: str) -> str:
     """Return a text with short replica ids and without characters that would change the terminal."""
     return "".join(each if each.isprintable() else "?" for each in shorten(text))
+
+
+def _fine(milliseconds: int) -> str:
+    return f"{milliseconds} ms" if 0 <= milliseconds < 1_000 else _seconds(milliseconds)
 
 
 def _seconds(milliseconds: int) -> str:

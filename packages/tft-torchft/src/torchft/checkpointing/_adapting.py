@@ -13,7 +13,7 @@ from email.message import Message
 from typing import Any, Final, final
 
 import tft_ckpt
-from tft_ckpt import CheckpointError, StateKey, TransferTimeoutError
+from tft_ckpt import CheckpointError, StateKey, StateMismatchError, TransferTimeoutError
 from torchft.checkpointing.transport import CheckpointTransport
 
 AT_ONCE: Final = timedelta(milliseconds=1)
@@ -40,8 +40,15 @@ def as_urllib(url: str) -> Iterator[None]:
         yield
     except TransferTimeoutError as error:
         raise FetchTimeoutError(str(error)) from error
+    except StateMismatchError as error:
+        text = "" if error.offered is None or error.wanted is None else _mismatch(error.offered.step, error.wanted.step)
+        raise FetchError(url, f"{text}{error}") from error
     except CheckpointError as error:
         raise FetchError(url, str(error)) from error
+
+
+def _mismatch(serving: int, step: int) -> str:
+    return f"invalid checkpoint requested, serving {serving} but got step={step}; "
 
 
 def limit_of(timeout: timedelta | None, otherwise: timedelta) -> timedelta:

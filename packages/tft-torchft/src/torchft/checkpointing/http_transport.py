@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import tft_ckpt
 from torchft._settings import certificates, secret
 from torchft.checkpointing._adapting import as_urllib, limit_of
+from torchft.checkpointing._dtensors import as_dtensors
 from torchft.checkpointing.transport import CheckpointTransport
 
 __all__ = ["HTTPTransport"]
@@ -75,12 +76,13 @@ class HTTPTransport(CheckpointTransport[T]):
             metadata: of the source.
             step: committed steps.
             timeout: of this call. None: the constructor's. Zero: what is there at once.
-        Returns: the state. A DTensor arrives as a `tft_ckpt.LocalShard`.
+        Returns: the state. A DTensor arrives on a mesh of the same form: see `as_dtensors`.
         Raises: urllib.error.HTTPError: the source refused. urllib.error.URLError: it can't be reached, or the time is
             up (also a TimeoutError then).
         """
         with as_urllib(metadata):
-            state: T = self._transport.recv_checkpoint(src_rank, metadata, step, limit_of(timeout, self._timeout))
+            received = self._transport.recv_checkpoint(src_rank, metadata, step, limit_of(timeout, self._timeout))
+        state: T = as_dtensors(received)
         return state
 
     def shutdown(self, wait: bool = True) -> None:

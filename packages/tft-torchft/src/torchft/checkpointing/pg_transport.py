@@ -10,6 +10,7 @@ import torch
 
 import tft_ckpt
 from torchft.checkpointing._adapting import limit_of
+from torchft.checkpointing._dtensors import as_dtensors
 from torchft.checkpointing.transport import CheckpointTransport
 
 __all__ = ["PGTransport"]
@@ -61,11 +62,12 @@ class PGTransport(CheckpointTransport[T]):
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta | None = None) -> T:
         """Receive a state from a rank. `timeout` None: the constructor's.
 
+        Returns: the state. Without `state_dict`, a DTensor arrives on a mesh of the same form: see `as_dtensors`.
         Raises: TimeoutError. tft_ckpt.CheckpointError: the source has another state, or none.
         """
         into = None if self._state_dict is None else self._state_dict()
         limit = limit_of(timeout, self._timeout)
-        state: T = self._transport.recv_checkpoint(src_rank, metadata, step, limit, into=into)
+        state: T = as_dtensors(self._transport.recv_checkpoint(src_rank, metadata, step, limit, into=into))
         return state
 
     def shutdown(self, wait: bool = True) -> None:

@@ -88,6 +88,7 @@ class QuorumTask:
         self._coordinator = shared.coordinator
         self._reports = shared.reports
         self._clock = shared.clock
+        self._times = shared.times
         self._group = group
         self._aborter = aborter
         self._fingerprint = fingerprint
@@ -194,8 +195,10 @@ class QuorumTask:
                 continue
             self._fingerprint.was_sent(request.fingerprint)
             if isinstance(answer, QuorumKey):
+                self._times.planned(heals=False)
                 effects = self._step.tell(on.UnchangedArrived(ask.attempt, answer))
             else:
+                self._times.planned(heals=answer.heal)
                 effects = self._step.tell(on.PlanArrived(ask.attempt, answer))
             return next((effect for effect in effects if isinstance(effect, do.Configure)), None)
 

@@ -6,6 +6,7 @@ The end of a reduction is in `reduction`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, TypeAlias, final
@@ -112,6 +113,7 @@ class Reducer:
         step: decides each reduction, and receives each failure.
         clock: measures time-outs.
         own_time: told when this member has given its contribution.
+        waits: a context that is entered while a caller waits for a result.
         timeout: maximum time of one quantized reduction.
     """
 
@@ -122,12 +124,14 @@ class Reducer:
         clock: Clock,
         *,
         own_time: OwnTime,
+        waits: contextlib.AbstractContextManager[None],
         timeout: timedelta,
     ) -> None:
         self._group = group
         self._step = step
         self._clock = clock
         self._own_time = own_time
+        self._waits = waits
         self._started = Started(self._report)
         self._aside: list[Started] = []  # of deferred steps
         self.num_started = 0  # since the start of this Manager
@@ -263,7 +267,7 @@ class Reducer:
             into=tensor,
             limit=limit,
             name=str(name),
-            waits=self._own_time,
+            waits=self._waits,
         )
         self._started.add(reduction)
         self.num_started += 1

@@ -112,7 +112,7 @@ class ErrorReporter:
 
     def _log_of(self, step: int, level: int, sentence: str) -> None:
         if logger.isEnabledFor(level):
-            logger.log(level, "[%s - step %d] %s", self._who, step, shorten(sentence))
+            logger.log(level, "[%s - step %d] %s", self._who, step, shorten(sentence), extra=self.records.who)
 
     def error(self, name: StepName, error: Exception, *, counts: bool, is_between: bool = False) -> None:
         """Report an error of a step: from a reduction, a future, or the user.
@@ -285,7 +285,8 @@ class ErrorReporter:
 
     def log_traceback(self, error: BaseException, message: str, *args: object) -> None:
         """Log an error of a user's function with its traceback."""
-        logger.error(f"[%s - step %d] {message}", self._who, self._status().step, *args, exc_info=error)
+        step, who = self._status().step, self.records.who
+        logger.error(f"[%s - step %d] {message}", self._who, step, *args, exc_info=error, extra=who)
 
     def group_lost(self, name: StepName, error: Exception) -> None:
         """Report that this replica group is lost."""

@@ -72,6 +72,7 @@ class EventLog:
     Args:
         job_id, replica_id, rank: the origin of the records.
     Attributes:
+        who: the origin, as attributes of a record.
         last_error: the newest error, `type: text`. "": no error. An exception is not stored, because it would keep the
             memory of its stack frames.
         incidents: the last ones, oldest first, at most 32.
@@ -79,7 +80,7 @@ class EventLog:
     """
 
     def __init__(self, *, job_id: str, replica_id: str, rank: int) -> None:
-        self._who = {"job_id": job_id, "replica_id": replica_id, "rank": rank}
+        self.who = {"job_id": job_id, "replica_id": replica_id, "rank": rank}
         self.quorums = logging.getLogger(QUORUMS)
         self.commits = logging.getLogger(COMMITS)
         self.errors = logging.getLogger(ERRORS)
@@ -128,7 +129,7 @@ class EventLog:
         if not self._is_wanted(logger):
             return
         quorum_id = None if name.key is None else name.key.quorum_id
-        record = {**self._who, "quorum_id": quorum_id, "step": name.step, **facts}
+        record = {**self.who, "quorum_id": quorum_id, "step": name.step, **facts}
         logger.debug("%s of step %d", event, name.step, extra=record)
         if self.listener is not None:
             self.listener(event, record)

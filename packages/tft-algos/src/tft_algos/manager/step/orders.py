@@ -23,6 +23,8 @@ from tft_algos.manager.reduce.reducer import Reducer
 from tft_algos.manager.step.error_reporter import raise_reported
 from tft_algos.manager.step.mailbox import Perform
 from tft_algos.manager.step.own_time import OwnTime
+from tft_algos.manager.step.time_account import Wait
+from tft_algos.manager.step.time_log import log_stall, log_step
 from tft_coord.core.step import effects as do
 
 
@@ -61,7 +63,7 @@ class Orders:
             do.BreakQuorum: self.break_quorum,
             do.EndQuorum: self.end_quorum,
             do.BreakAll: lambda _: self.aborter.break_all(),
-            do.AbortGroup: lambda _: self.group.abort(),
+            do.AbortGroup: self.abort_group,
             do.ReportHealed: self.exchange.healed,
             do.ReportHealFailed: self.exchange.heal_failed,
             do.RecordCommit: self.record_commit,
@@ -81,7 +83,7 @@ class Orders:
         Raises: ManagerClosedError.
         """
         shared = self.shared
-        with self.own_time:
+        with shared.times.waiting(Wait.ROUND, also=self.own_time):
             shared.clock.wait(shared.closing, order.ms / 1_000)
         if shared.closing.is_set():
             raise ManagerClosedError(
@@ -94,9 +96,14 @@ class Orders:
 
     def break_quorum(self, order: do.BreakQuorum) -> None:
         notice = order.notice
+        self.shared.times.broke()
         self.shared.reports.quorum_broke(notice, is_closing=self.shared.closing.is_set())
         self.aborter.break_quorum(notice.key)
         self.exchange.source_lost(notice)
+
+    def abort_group(self, _: do.AbortGroup) -> None:
+        self.shared.times.broke()
+        self.group.abort()
 
     def end_quorum(self, order: do.EndQuorum) -> None:
         if not self.shared.closing.is_set():
@@ -110,10 +117,26 @@ class Orders:
         )
         self.reducer.step_ended(name, committed=order.committed)
         self.own_time.step_ended(counts=order.committed and not order.excused)
+        self.times_ended(order)
         if plan is not None:
             self.speculative.step_ended(name.attempt, plan)
 
+    def times_ended(self, order: do.RecordCommit) -> None:
+        shared, plan, name = self.shared, order.plan, order.name
+        times, stall = shared.times.step_ended(
+            committed=order.committed,
+            key=plan.key if plan is not None else None,
+            step=name.step + order.committed,
+        )
+        config = shared.config
+        if config.log_steps:
+            log_step(shared.reports, config.job, name, plan, times, committed=order.committed)
+        if stall is not None and config.rank == 0:
+            log_stall(shared.reports, config.job, stall)
+
     def report_error(self, order: do.ReportError) -> None:
+        if order.counts:
+            self.shared.times.broke()
         self.shared.reports.error(order.name, order.error, counts=order.counts, is_between=order.is_between)
 
     def report_late_loss(self, order: do.ReportLateLoss) -> None:

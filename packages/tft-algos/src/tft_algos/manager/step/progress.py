@@ -20,6 +20,7 @@ from typing import final
 from tft_algos.manager.step.mailbox import StepMailbox
 from tft_algos.manager.step.own_time import OwnTime
 from tft_coord.core.progress import Phase, Progress
+from tft_coord.core.stalls import TrainerReport
 from tft_coord.core.step import StepStatus
 
 
@@ -34,6 +35,7 @@ class StepProgress:
         reduces: returns whether one of them is under way.
         monotonic: returns the time in seconds.
         own_time: the own part of this rank's steps.
+        report: returns what its time went to.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class StepProgress:
         reduces: Callable[[], bool],
         monotonic: Callable[[], float],
         own_time: OwnTime,
+        report: Callable[[], TrainerReport | None] = lambda: None,
     ) -> None:
         self._step = step
         self.own_time = own_time
+        self._report = report
         self._slowest_step_ms = slowest_step_ms
         self._num_reductions = num_reductions
         self._reduces = reduces
@@ -90,6 +94,7 @@ class StepProgress:
             excused=status.excused or status.pends,
             slowest_step_ms=self._slowest_step_ms,
             own_ms=self.own_time.median_ms,
+            report=self._report(),
         )
 
     def phase(self, status: StepStatus) -> Phase:

@@ -49,6 +49,7 @@ class StepRunner:
         self._reducer = parts.reducer
         self._step_progress = parts.step_progress
         self._own_time = parts.step_progress.own_time
+        self._times = parts.shared.times
         self._standing = standing_coordinator(parts.shared.coordinator)
         self._deferred: list[DeferredStep] = []  # deferred steps that have not ended
         self._synchronize: Callable[[], None] | None = (
@@ -67,7 +68,7 @@ class StepRunner:
                 raise ConfigError(f"{name} is {value!r}; give True or False")
         if asynchronous is not None and not isinstance(asynchronous, bool):
             raise ConfigError(f"use_async_quorum is {asynchronous!r}; give True, False or None")
-        with self._own_time:
+        with self._own_time, self._times.of_round:
             self.settle()
         parts = self._parts
         parts.audit.step_begins()
@@ -78,6 +79,7 @@ class StepRunner:
                 self._reports.log(logging.WARNING, "%s", silent)
         self._reducer.step_begins()
         self._step.tell(on.StartReady(urgent=parts.unreached.has_unsent))
+        self._times.step_begins()
         effects = self._step.tell(
             on.StepStarted(
                 checkpoint_metadata=self._shared.transport.metadata(),
@@ -125,7 +127,7 @@ class StepRunner:
             self._shared.transport.prepare_to_send()
         if not ask.request.use_async_quorum:
             self.wait_quorum()
-            parts.exchange.perform()
+            self._perform_exchange()
             self._reports.raise_fatal()  # if this group was lost meanwhile, it can't train
 
     def _takes_early(self, ask: do.Ask) -> bool:
@@ -173,7 +175,7 @@ class StepRunner:
         """Wait for the quorum. See `Manager.wait_quorum`."""
         if not self._quorum_task.has_begun:
             raise UsageError("wait_quorum was called before start_quorum; call start_quorum first")
-        with self._own_time:
+        with self._own_time, self._times.of_quorum:
             self._quorum_task.wait()
 
     def quorum_is_known(self) -> bool:
@@ -199,7 +201,7 @@ class StepRunner:
         if not self._quorum_task.has_begun:
             raise UsageError("a reduction needs a quorum; call start_quorum first")
         if not self._quorum_task.has_ended:
-            with self._own_time:
+            with self._own_time, self._times.of_quorum:
                 self._quorum_task.settle()
 
     def check_no_sync(self) -> None:
@@ -240,9 +242,13 @@ class StepRunner:
         )
         effects = self._worded(effects)
         if isinstance(effects[-1], do.ExchangeState):
-            self._parts.exchange.perform()
+            self._perform_exchange()
             effects = self._step.tell(on.VoteAsked())
         return self._concluded(self._vote(effects, limit))
+
+    def _perform_exchange(self) -> None:
+        with self._times.of_state:
+            self._parts.exchange.perform()
 
     def _worded(self, effects: Effects) -> Effects:
         """Exchange the word of the round, if it has one. Return the effects that follow."""
@@ -252,7 +258,8 @@ class StepRunner:
         self._step_progress.awaits_words = True
         control_words = self._parts.control_words
         try:
-            ended = control_words.exchange(order) if isinstance(order, do.SendWord) else control_words.hear(order)
+            with self._times.of_round:
+                ended = control_words.exchange(order) if isinstance(order, do.SendWord) else control_words.hear(order)
         finally:
             self._step_progress.awaits_words = False
         return self._step.tell(ended)
@@ -261,7 +268,8 @@ class StepRunner:
         """Wait for what was begun in a step."""
         self._step_progress.finishes = True
         try:
-            finish()
+            with self._times.of_round:
+                finish()
         finally:
             self._step_progress.finishes = False
 
@@ -300,6 +308,10 @@ class StepRunner:
         return end
 
     def _verdict(self, cast: do.CastVote, limit: timedelta) -> Verdict:
+        with self._times.of_round:
+            return self._voted(cast, limit)
+
+    def _voted(self, cast: do.CastVote, limit: timedelta) -> Verdict:
         if cast.stands and self._standing is not None:
             return self._standing.vote(
                 cast.step, cast.yes, limit, key=cast.key, purpose=Purpose.COMMIT, leaving=cast.leaving, stands=True
@@ -342,7 +354,7 @@ class StepRunner:
         """
         self._step.tell(on.StrategyExchanges())
         if self.plan() is not None:
-            self._parts.exchange.perform()
+            self._perform_exchange()
 
     def _exchange(self) -> None:
         """Give or take state before the step ends.
@@ -357,7 +369,7 @@ class StepRunner:
             for order in self._step.tell(on.WordAsked(self._parts.group.errored())):
                 assert isinstance(order, do.SendWord), order
                 self._parts.control_words.send(order)
-        self._parts.exchange.perform()
+        self._perform_exchange()
 
     def _end_deferred(self, step: DeferredStep, timeout: timedelta | None) -> bool:
         """End a deferred step. See `DeferredStep.should_commit`."""

@@ -1,4 +1,4 @@
-"""The lighthouse's status as HTML, for a browser without scripts: `/` and `/status`.
+"""The lighthouse's status as a part of a page, as torchft's lighthouse has it: `/status`.
 
 Law of this file: text from a view; every value from outside is escaped.
 """
@@ -11,28 +11,11 @@ from typing import Final
 from tft_coord.lighthouse import JobStatus, ReplicaStatus, shorten
 from tft_lighthouse.view import REPLICAS_LISTED_MOST, LighthouseView
 
-REFRESH_S: Final = 2
 COLUMNS: Final = ("rank", "replica", "state", "step", "phase", "own part of a step", "last heard", "address")
-STYLE: Final = (
-    ":root{color-scheme:light dark}body{font:16px/1.4 system-ui,sans-serif;margin:1rem auto;max-width:80rem;"
-    "padding:0 1rem}table{border-collapse:collapse;display:block;overflow-x:auto}th,td{text-align:left;"
-    "padding:.2rem .8rem .2rem 0;white-space:nowrap}caption{text-align:left;font-weight:600}"
-)
 
 
-def whole_page(view: LighthouseView) -> str:
-    """Return a page that loads itself again every `REFRESH_S` seconds."""
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<meta http-equiv="refresh" content="{REFRESH_S}">\n<title>tft lighthouse</title>\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>tft lighthouse</h1>\n{fragment(view)}</main>\n</body>\n"
-        "</html>\n"
-    )
-
-
-def fragment(view: LighthouseView) -> str:
-    """Return the same as a part of a page."""
+def of_view(view: LighthouseView) -> str:
+    """Return the state of all jobs as HTML without scripts."""
     up_s = (view.now_ms - view.started_ms) // 1_000
     ready = "" if view.is_ready else " A newer lighthouse of this cluster serves the replicas."
     head = f"<p>Version {escape(view.version)}, up for {up_s} s, {len(view.jobs)} jobs.{ready}</p>\n"
