@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +33,11 @@ from tft_coord import (
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 from tft_suite.errors import ConfigError as SuiteConfigError
+from tft_suite.launch.jobs import ask_to_drain, living
+from tft_suite.launch.processes import Processes
+from tft_suite.launch.services import start_lighthouse
 from tft_suite.operate.client import fetch
+from tft_suite.operate.kill import kill
 
 LATE: Final = timedelta(seconds=60)
 SOON_S: Final = 20.0  # a third of the time-out, on a busy machine
@@ -300,3 +305,42 @@ def test_a_manager_server_and_its_ranks_speak_tls_alone(kit: Kit) -> None:
 def _jobs(address: str, tls: TLS | None) -> tuple[Any, ...]:
     with LighthouseClient(address, LATE, token=SECRET, tls=tls) as client:
         return client.describe(LATE).jobs
+
+
+def test_a_launched_lighthouse_is_drained_and_killed_through_with_certificates(tmp_path: Path) -> None:
+    certificates.write(tmp_path / "here", trustme.CA(), "localhost", "127.0.0.1")
+    (tmp_path / "secret").write_text(SECRET)
+    environ = {
+        **os.environ,
+        **certificates.environment(tmp_path / "here", check_client=True),
+        "TFT_TOKEN_FILE": str(tmp_path / "secret"),
+    }
+    with Processes(tmp_path, environ) as processes:
+        service, address, http = start_lighthouse(processes, bind="", min_replicas=1, logs=tmp_path, environ=environ)
+        with contextlib.closing(service):
+            assert address.startswith("https://localhost:")
+            tls = certificates.settings(tmp_path / "here", check_client=True)
+            with (
+                ManagerServer(
+                    "m:1", address, "127.0.0.1", "127.0.0.1:0", "s:1", 1, token=SECRET, tls=tls, in_process=True
+                ) as server,
+                ManagerClient(server.address(), LATE, group_rank=0, token=SECRET, tls=tls) as client,
+            ):
+                client.quorum(1)
+                (replica,) = living(fetch([http], "/api/v1/status", environ, timeout_s=SOON_S))
+                assert ask_to_drain(http, replica, "a test", environ)
+                stranger = {**environ, "TFT_TOKEN_FILE": str(tmp_path / "here" / "none")}
+                assert not ask_to_drain(http, replica, "a test", stranger)
+                killed = kill("m", [http], environ, job="default", reason="", timeout_s=SOON_S)
+                assert killed["asked_to"] == "end"
+            processes.kill(service.name)
+
+
+def test_a_launcher_says_at_once_that_the_certificate_is_not_for_this_machine(kit: Kit, tmp_path: Path) -> None:
+    environ = {**os.environ, **certificates.environment(kit.folder / "elsewhere")}
+    with (
+        Processes(tmp_path, environ) as processes,
+        at_once(),
+        pytest.raises(SuiteConfigError, match="is not for local"),
+    ):
+        start_lighthouse(processes, bind="", min_replicas=1, logs=tmp_path, environ=environ)

@@ -81,7 +81,7 @@ class LighthouseShell:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._config = config
-        self._serves_since_ms = _wall_ms()
+        self._serves_since_ms = self._wall_ms()
         self._core = LighthouseCore(
             config,
             started_ms=self._serves_since_ms,
@@ -101,7 +101,7 @@ class LighthouseShell:
             send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
             num_streams=lambda: len(self._streams) + len(self._calls),
             now_ms=self._now_ms,
-            wall_ms=_wall_ms,
+            wall_ms=self._wall_ms,
         )
         self._numbers = itertools.count(1)
         self._streams: dict[int, Outbox] = {}
@@ -159,7 +159,7 @@ class LighthouseShell:
 
     def keep_journal(self) -> Journal:
         """Count and record from now on what has happened to the jobs, and return the journal."""
-        self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=_wall_ms)
+        self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
         return self._journal
 
     def reconfigure(self, config: LighthouseConfig) -> None:
@@ -173,7 +173,7 @@ class LighthouseShell:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._config.timeouts.quorum_tick_ms / 1_000, self._tick)
-        self._perform(self._router.tick(self._now_ms(), _wall_ms()))
+        self._perform(self._router.tick(self._now_ms(), self._wall_ms()))
         if self._journal is not None:
             self._journal.tick()
         if self._loop.time() >= self._next_look_at_waits_s:
@@ -187,7 +187,7 @@ class LighthouseShell:
 
         def look() -> None:
             self._graces.discard(timer)
-            self._perform(self._core.tick(self._now_ms(), _wall_ms()))
+            self._perform(self._core.tick(self._now_ms(), self._wall_ms()))
 
         grace_s = self._config.timeouts.reconnect_grace_ms / 1_000
         ends_s = self._loop.time() + grace_s + 0.001  # the core's milliseconds are whole numbers
@@ -198,7 +198,7 @@ class LighthouseShell:
 
     def _handle(self, event: events.LighthouseEvent) -> None:
         job = event.hello.job if isinstance(event, events.HelloReceived) else None
-        self._perform(self._router.handle(event, self._now_ms(), _wall_ms()), job)
+        self._perform(self._router.handle(event, self._now_ms(), self._wall_ms()), job)
         if self._core.started_ms != self._serves_since_ms:
             self._serves_since_ms = self._core.started_ms
             log.took_over()
@@ -212,7 +212,7 @@ class LighthouseShell:
             log.resumed(job, quorum, self._core.replica_of(event.stream) or "of an older stream")
 
     def _handle_unary(self, event: events.UnaryEvent) -> None:
-        self._perform(self._router.handle_unary(event, self._now_ms(), _wall_ms()))
+        self._perform(self._router.handle_unary(event, self._now_ms(), self._wall_ms()))
 
     def _perform(self, decisions: Iterable[_Decision], hello_job: str | None = None) -> None:
         """Perform decisions in order; `hello_job` is the job that a hello has named, if that is what they answer."""
@@ -287,6 +287,9 @@ class LighthouseShell:
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
+
+    def _wall_ms(self) -> int:
+        return time.time_ns() // 1_000_000
 
     # --- streams ------------------------------------------------------------------------------------------------------
 
@@ -433,7 +436,3 @@ def _full_of_streams(number: int, most: int) -> str | None:
         f"this lighthouse serves {number} streams and waiting calls, the most that it may serve (max_streams {most}"
         "). Raise max_streams of the lighthouse, or end replicas"
     )
-
-
-def _wall_ms() -> int:
-    return time.time_ns() // 1_000_000
