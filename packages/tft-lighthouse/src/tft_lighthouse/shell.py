@@ -270,15 +270,13 @@ class LighthouseShell:
         self._refusals.log(what, refusal, message, job=job, about=about)
 
     def _send(self, stream: int, message: bytes) -> None:
-        outbox = self._streams.get(stream)
-        if outbox is not None:
-            outbox.put(message)
+        if stream in self._streams:
+            self._streams[stream].put(message)
 
     def _close(self, stream: int) -> None:
         self._received_s.pop(stream, None)
-        outbox = self._streams.get(stream)
-        if outbox is not None:
-            outbox.close()
+        if stream in self._streams:
+            self._streams[stream].close()
 
     def _answer(self, call: int, answer: Quorum | effects.RefuseUnary | None) -> None:
         waiting = self._calls.get(call)
