@@ -116,6 +116,18 @@ def start_lighthouse(
     process = service.start(processes, time.monotonic())
     near = "localhost" if host.strip("[]") in ("", "::", "0.0.0.0", "127.0.0.1", "::1") else host
     http = f"{near}:{http_port}"
+    try:
+        _await_ready(service, process, http, tls, environ)
+    except ConfigError:
+        processes.kill(service.name)
+        service.close()
+        raise
+    return service, f"{'http' if tls is None else 'https'}://{near}:{port}", http
+
+
+def _await_ready(
+    service: Service, process: subprocess.Popen[bytes], http: str, tls: TLS | None, environ: Mapping[str, str]
+) -> None:
     deadline_s = time.monotonic() + READY_S
     while not is_ready(http, environ):
         if process.poll() is not None:
@@ -125,7 +137,6 @@ def start_lighthouse(
         if time.monotonic() > deadline_s:
             raise ConfigError(f"the lighthouse at {http} is not ready after {READY_S:g} s; see {service.log}")
         time.sleep(LOOK_EVERY_S)
-    return service, f"{'http' if tls is None else 'https'}://{near}:{port}", http
 
 
 def _setting(read: Callable[[Mapping[str, str]], Setting], environ: Mapping[str, str]) -> Setting:
