@@ -238,8 +238,8 @@ def test_a_job_trains_on_while_secret_certificate_and_authority_change(
     assert not trainer.is_alive()
     printed = "".join((caplog.text, *capfd.readouterr()))
     assert "read the changed file" in printed
-    for secret in ("the-old-secret", "the-new-secret", "never-a-secret"):
-        assert secret not in printed
+    for word in ("the-old-secret", "the-new-secret", "never-a-secret"):
+        assert word not in printed
 
 
 def test_a_client_with_a_long_life_follows_both_files(tmp_path: Path) -> None:

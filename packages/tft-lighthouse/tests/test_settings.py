@@ -302,7 +302,7 @@ def test_print_config_without_anything_shows_the_defaults() -> None:
         ("bind = '192.0.2.1:1'", "bind is '192.0.2.1:1' and no shared secret is set"),
         ("token_file = 'none'", "token_file in {file} names {folder}/none, which can't be read"),
         ("job_tokens = 'none'", "job_tokens names {folder}/none, which can't be read"),
-        ("job_tokens = 'l.toml'", "job_tokens names {file}, which holds no valid secret: "),
+        ("job_tokens='l.toml'", "job_tokens names {file}, which holds no valid secret: "),
         ("tls_cert = 'none'", "TLS is half configured: TFT_TLS_KEY, TFT_TLS_CA is not set"),
         ("tls_cert = 'a'\ntls_key = 'b'\ntls_ca = 'c'", "TLS can't read {folder}/a: No such file or directory"),
         ("tls_client_auth = true", "TLS is half configured"),
