@@ -35,6 +35,13 @@ AGAIN_S: Final = 60.0
 REFUSALS_KEPT: Final = 1_000
 
 
+def does_not_read(replica_id: str | None, job: str | None, address: str) -> None:
+    """Log the end of a stream that takes no messages; None: it has said no hello."""
+    words = "disconnected replica %s of job %s at %s: it does not read its messages"
+    known = replica_id or "(no hello yet)", job or "(no hello yet)"
+    logger.warning(words, *known, address, extra={"job": known[1]})
+
+
 @final
 class Refusals:
     """One line for each refusal: a refused client redials at once, and gets the same refusal.
