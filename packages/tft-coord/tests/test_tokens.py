@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -62,9 +62,30 @@ def test_a_secret_that_has_left_the_file_is_accepted_for_a_while(tmp_path: Path,
 def test_an_unknown_secret_makes_a_server_look_at_once(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "f"
     token = TokenFile(write(path, "old"), seconds=clock)
-    write(path, "new")
-    clock.now_s += 0.2
-    assert admits(token, call_metadata("new"))
+    for secret in ("new", "newer", "newest"):
+        write(path, secret)
+        assert admits(token, call_metadata(secret)), "no time has passed since the last look"
+    jobs = JobTokens(write(path, "mine = one\n"), seconds=clock)
+    write(path, "mine = two\n")
+    assert jobs.job_of(b"two") == "mine"
+
+
+def test_wrong_secrets_at_a_slow_file_take_a_tenth_of_the_time(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "f"
+    token = TokenFile(write(path, "old"), seconds=clock)
+    parse, looks_at_s = token._watched._parse, []
+
+    def slowly(text: str) -> Mapping[str, tuple[str, ...]]:
+        looks_at_s.append(clock.now_s)
+        clock.now_s += 0.005
+        return parse(text)
+
+    token._watched._parse = slowly
+    for number in range(2_000):
+        write(path, f"new-{number}")
+        assert not admits(token, call_metadata("wrong"))
+        clock.now_s += 0.001
+    assert 35 <= len(looks_at_s) <= 45, "in 2 s, each 5 ms long"
 
 
 @pytest.mark.parametrize("text", ["", "two words\n", "\n".join(map(str, range(MAX_LINES + 1)))])

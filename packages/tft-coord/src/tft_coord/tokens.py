@@ -24,7 +24,10 @@ MAX_LINES: Final = 8  # of a file with one job's secrets
 MAX_JOB_FILE_BYTES: Final = 1 << 20
 LOOK_EVERY_S: Final = 1.0  # at a file
 OVERLAP_S: Final = 60.0  # how long a secret that has left its file is still accepted
-_LOOK_AGAIN_S: Final = 0.1  # at a file, when a stranger's secret is shown
+# A secret that is not known makes a server look at the file at once, because it may be new. Any host can show one, so
+# these looks are at least so many times as far apart as the last one took, up to the longest pause.
+_LOOK_TIMES: Final = 10
+_LONGEST_PAUSE_S: Final = 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class _Watched:
         self._previous: dict[tuple[str, str], float] = {}  # (job, secret) that has left -> until when it is accepted
         self._version, self._found = self._read()
         self._looked_s = seconds()
+        self._took_s = 0.0  # the last look
 
     def shown(self, job: str) -> str | None:
         """Return the secret to show for a job."""
@@ -83,11 +87,24 @@ class _Watched:
         current = [(job, secret) for job, found in self._found.items() for secret in found]
         return [*current, *(each for each, until_s in self._previous.copy().items() if now_s < until_s)]
 
+    def job_of(self, secret: bytes) -> str | None:
+        """Return the job that accepts a secret, or None. The file is looked at before that."""
+        for _ in range(2):
+            known, job = self._version, None
+            for each, accepted in self.accepted():  # all of them: the time must not tell which one fits
+                if hmac.compare_digest(accepted.encode(), secret):
+                    job = each
+            if job is not None or not self._is_changed_since(known):
+                return job
+        return None
+
     def look_again(self) -> bool:
         """Look at the file now, because a secret was refused. Return whether it has changed."""
-        before = self._version
-        self._look(_LOOK_AGAIN_S)
-        return self._version != before
+        return self._is_changed_since(self._version)
+
+    def _is_changed_since(self, known: object) -> bool:
+        self._look(min(_LOOK_TIMES * self._took_s, _LONGEST_PAUSE_S))
+        return self._version != known
 
     def _look(self, every_s: float) -> None:
         # If another thread reads, or one that a forked child does not have, what was there before is good meanwhile.
@@ -96,6 +113,7 @@ class _Watched:
         try:
             self._looked_s = self._seconds()
             self._update()
+            self._took_s = self._seconds() - self._looked_s
         finally:
             self._lock.release()
 
@@ -155,6 +173,10 @@ class TokenFile:
         others = [secret for _, secret in self._watched.accepted() if secret != first]
         return (*(() if first is None else (first,)), *others)
 
+    def accepts(self, secret: bytes) -> bool:
+        """Return whether a server with this file accepts that secret."""
+        return self._watched.job_of(secret) is not None
+
     def look_again(self) -> bool:
         """Look at the file now, because a secret was refused. Return whether it has changed."""
         return self._watched.look_again()
@@ -186,18 +208,7 @@ class JobTokens:
 
     def job_of(self, secret: bytes) -> str | None:
         """Return the job that a secret opens, or None."""
-        for _ in range(2):
-            opened = None
-            for job, accepted in self._watched.accepted():  # all of them: the time must not tell which one fits
-                if hmac.compare_digest(accepted.encode(), secret):
-                    opened = job
-            if opened is not None or not self._watched.look_again():
-                return opened
-        return None
-
-    def accepts(self, job: str, secret: str) -> bool:
-        """Return whether a job accepts that secret."""
-        return any(each == job and hmac.compare_digest(known, secret) for each, known in self._watched.accepted())
+        return self._watched.job_of(secret)
 
     def __repr__(self) -> str:
         """Return the path, without a secret."""
@@ -227,13 +238,9 @@ def looks_again(token: Token) -> bool:
 
 def is_accepted(token: Token, secret: bytes) -> bool:
     """Return whether a server with that secret accepts the given one."""
-    for _ in range(2):
-        # Each is compared, so that the time does not tell which one fits.
-        if sum(hmac.compare_digest(each.encode(), secret) for each in accepted_secrets(token)):
-            return True
-        if not looks_again(token):
-            return False
-    return False
+    if isinstance(token, TokenFile):
+        return token.accepts(secret)
+    return token is not None and hmac.compare_digest(token.encode(), secret)
 
 
 def _lines(text: str) -> Mapping[str, tuple[str, ...]]:
