@@ -7,9 +7,10 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -39,7 +40,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def lighthouse(
-    command: Path | Sequence[str], *, min_replicas: int, flags: Sequence[str] = (), port: int | None = None
+    command: Path | Sequence[str],
+    *,
+    min_replicas: int,
+    flags: Sequence[str] = (),
+    port: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Started]:
     """Run a lighthouse's command while the block lasts, and kill it afterwards.
 
@@ -47,13 +53,18 @@ def lighthouse(
         command: path, or words of a command.
         min_replicas, flags: of its command line.
         port: the listening port. None takes a free one.
+        environment: additional variables.
     """
     port = free_port() if port is None else port
     words = [str(command)] if isinstance(command, Path) else command
     arguments = [*words, "--bind", f"[::]:{port}", "--min_replicas", str(min_replicas), *flags]
-    environment = {**os.environ, "RUST_LOG": "error"}
     began = time.perf_counter()
-    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        arguments,
+        env={**os.environ, "RUST_LOG": "error", **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):

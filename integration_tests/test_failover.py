@@ -334,10 +334,11 @@ def test_etcd_over_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lasts_s", "at_most_s"), [(20, LATE_S), pytest.param(120, 5, marks=[pytest.mark.soak, pytest.mark.timeout(600)])]
+    ("lasts_s", "median_s_most", "s_most"),
+    [(20, LATE_S, LATE_S), pytest.param(120, 3, 5, marks=[pytest.mark.soak, pytest.mark.timeout(600)])],
 )
 def test_a_leader_that_is_killed_every_5_s_costs_a_job_nothing(
-    cluster: Cluster, spawn: Spawn, lasts_s: int, at_most_s: float
+    cluster: Cluster, spawn: Spawn, lasts_s: int, median_s_most: float, s_most: float
 ) -> None:
     """No trainer ends, ids rise strictly, and a new leader comes within seconds."""
     job = Job(spawn, cast(LighthouseServer, Address(cluster.address)))
@@ -364,11 +365,14 @@ def test_a_leader_that_is_killed_every_5_s_costs_a_job_nothing(
     assert len(ids) >= 2
     assert ids[-1] > cluster.leads()[1].started_ms
     failed = [len(each.of_kind("failed")) for each in trainers[:4]]
-    median_s, most_s = statistics.median(waits_s), max(waits_s)
-    figures = f"{len(waits_s)} kills; a new leader in {median_s:.2f} s (median), {most_s:.2f} s (most); failed {failed}"
+    median_s, longest_s = statistics.median(waits_s), max(waits_s)
+    figures = (
+        f"{len(waits_s)} kills; a new leader in {median_s:.2f} s (median), {longest_s:.2f} s (most); failed {failed}"
+    )
     print(figures)
     assert max(failed) <= len(waits_s), job.history()
-    assert most_s <= at_most_s, figures
+    assert median_s <= median_s_most, figures
+    assert longest_s <= s_most, figures
 
 
 def test_etcd_may_lose_a_member_or_stop_for_a_while(
