@@ -186,7 +186,7 @@ class TokenFile:
         return f"TokenFile({self.path!r})"
 
 
-Token: TypeAlias = "str | TokenFile | None"
+Token: TypeAlias = str | TokenFile | None
 """A secret, a file with secrets, or none."""
 
 
