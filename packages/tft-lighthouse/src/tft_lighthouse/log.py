@@ -22,9 +22,10 @@ from tft_coord.lighthouse import (
     ReplicaLost,
     WaitNoticed,
     effects,
+    field,
     logger_for_people,
+    quoted,
 )
-from tft_coord.logs import field, quoted
 from tft_lighthouse.history import Incident
 from tft_lighthouse.history import Phase as IncidentPhase
 

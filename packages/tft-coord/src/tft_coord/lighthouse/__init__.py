@@ -25,7 +25,7 @@ from tft_coord.core.status import JobState, JobStatus, ReplicaState, ReplicaStat
 from tft_coord.core.types import MAX_INT64, Quorum, QuorumNews, Refusal
 from tft_coord.descriptors import raise_limit
 from tft_coord.forks import Inheritance, let_go_in_child
-from tft_coord.logs import configure_process, logger_for_people
+from tft_coord.logs import configure_process, field, logger_for_people, quoted
 from tft_coord.rpc import grpc
 from tft_coord.security import (
     ALL_JOBS,
@@ -115,6 +115,7 @@ __all__ = [
     "election",
     "events",
     "fail",
+    "field",
     "grpc",
     "host_of",
     "interface_of",
@@ -128,6 +129,7 @@ __all__ = [
     "opens_job",
     "packing",
     "peer_address",
+    "quoted",
     "raise_limit",
     "read_insecure",
     "read_job_tokens",
