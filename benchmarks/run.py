@@ -2,6 +2,7 @@
 
 python -m benchmarks.run             every row
 python -m benchmarks.run p1 p14      some rows
+python -m benchmarks.run p1 p1t p14 p14t   two rows, each with the same over TLS below it
 python -m benchmarks.run --short     few turns, for a quick look (only the full run judges the bars)
 """
 
@@ -35,6 +36,7 @@ from benchmarks.row import Row
 
 ROWS: dict[str, Callable[[bool], Row]] = {
     "p1": lambda short: step_overhead.measure_small(turns=1 if short else 9, steps=100 if short else 300),
+    "p1t": lambda short: step_overhead.measure_tls(turns=1 if short else 9, steps=100 if short else 300),
     "p2": lambda short: step_overhead.measure_large(turns=1 if short else 5, steps=10 if short else 30),
     "p3": lambda short: failure_stall.measure(turns=1 if short else 6),
     "p4": lambda short: rejoin.measure_survivors(turns=1 if short else 6),
@@ -51,6 +53,7 @@ ROWS: dict[str, Callable[[bool], Row]] = {
     "p12": lambda short: lighthouse_scale.measure_heartbeats(turns=1 if short else 5, seconds=2 if short else 5),
     "p13": lambda short: lighthouse_scale.measure_streams(seconds=5.0 if short else 30.0),
     "p14": lambda short: lighthouse_start.measure(turns=3 if short else 7),
+    "p14t": lambda short: lighthouse_start.measure_tls(turns=3 if short else 7),
     "p15": lambda short: reconfigure.measure(turns=1 if short else 7, configures=5 if short else 20),
     "p16": lambda short: child_process.measure(
         turns=1 if short else 9, large=3 if short else 10, small=50 if short else 300

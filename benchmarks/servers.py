@@ -8,9 +8,10 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -43,7 +44,12 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def lighthouse(
-    command: Path | Sequence[str], *, min_replicas: int, flags: Sequence[str] = (), port: int | None = None
+    command: Path | Sequence[str],
+    *,
+    min_replicas: int,
+    flags: Sequence[str] = (),
+    port: int | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Started]:
     """Run a lighthouse's command while the block lasts, and kill it afterwards.
 
@@ -51,14 +57,19 @@ def lighthouse(
         command: path, or words of a command.
         min_replicas, flags: of its command line.
         port: the listening port. None takes a free one.
+        environment: additional variables.
     """
     port = free_port() if port is None else port
     words = [str(command)] if isinstance(command, Path) else command
     arguments = [*words, "--bind", f"[::]:{port}", "--min_replicas", str(min_replicas), *flags]
-    environment = {**os.environ, "RUST_LOG": "error"}
     began = time.perf_counter()
     log = tempfile.TemporaryFile()  # noqa: SIM115  # closed below
-    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=log)
+    process = subprocess.Popen(
+        arguments,
+        env={**os.environ, "RUST_LOG": "error", **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=log,
+    )
     try:
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):

@@ -4,6 +4,8 @@ The systems take turns within one run, because machines are shared and noisy. Th
 the slower replica. The figure of a system is the median of its turns. The judged figures are compared within each turn,
 and the bar applies to the median of these. A machine that slows down for a minute slows all three systems of a turn.
 The order changes with each turn, so that no system always runs behind the same other.
+
+P1 with TLS: the same of tft alone, with certificates on all connections and without. Gloo's traffic is not encrypted.
 """
 
 from __future__ import annotations
@@ -14,16 +16,22 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+
+import trustme
 
 from benchmarks import peer, servers
 from benchmarks.row import Row
+from integration_tests import certificates
 
 WORKER = Path(__file__).resolve().parent / "step_worker.py"
 SYSTEMS = ("ddp", "torchft", "tft")
 REPLICAS = 2
 ABOVE_DDP_MS, BELOW_TORCHFT_MS = 0.7, 0.6
+TLS_TO_PLAIN = 1.05
 TURN_TIMEOUT_S = 180
 
 
@@ -64,6 +72,32 @@ def measure_large(turns: int, steps: int) -> Row:
     )
 
 
+def measure_tls(turns: int, steps: int) -> Row:
+    """Measure P1 of tft with TLS on all its connections, each side with a certificate, and without, in turn."""
+    found: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        certificates.write(Path(folder) / "here", trustme.CA(), "localhost", "127.0.0.1")
+        surroundings = {"plain": {}, "tls": certificates.environment(Path(folder) / "here", check_client=True)}
+        for turn in range(turns):
+            order = sorted(surroundings, reverse=turn % 2 == 0)
+            times = {
+                name: _turn("tft", hidden=64, steps=steps, warmup=30, environment=surroundings[name]) for name in order
+            }
+            found.append(times)
+    tls_ms, plain_ms = (statistics.median(turn[name] for turn in found) for name in ("tls", "plain"))
+    ratio = _median_of_turns(found, lambda turn: turn["tls"] / turn["plain"])
+    return Row(
+        name="P1t",
+        what="the same with TLS",
+        ours=f"{tls_ms:.2f} ms",
+        peer="no TLS",
+        other=f"without TLS {plain_ms:.2f} ms",
+        ratio=ratio,
+        bar=f"<= {TLS_TO_PLAIN:g} x without",
+        met=ratio <= TLS_TO_PLAIN,
+    )
+
+
 def _measure(*, hidden: int, turns: int, steps: int, warmup: int) -> list[dict[str, float]]:
     """Return each system's median step in ms, for each turn."""
     found = []
@@ -81,9 +115,11 @@ def _median_of_turns(found: list[dict[str, float]], figure: Callable[[dict[str, 
     return statistics.median(figure(turn) for turn in found)
 
 
-def _turn(system: str, *, hidden: int, steps: int, warmup: int) -> float:
+def _turn(
+    system: str, *, hidden: int, steps: int, warmup: int, environment: Mapping[str, str] = MappingProxyType({})
+) -> float:
     shape = ["--replicas", str(REPLICAS), "--hidden", str(hidden), "--steps", str(steps), "--warmup", str(warmup)]
-    with _surroundings(system) as (interpreter, extra):
+    with _surroundings(system, environment) as (interpreter, extra):
         workers = [
             subprocess.Popen(
                 [interpreter, str(WORKER), "--system", system, "--rank", str(rank), *shape, *extra],
@@ -91,7 +127,7 @@ def _turn(system: str, *, hidden: int, steps: int, warmup: int) -> float:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error", **environment},
             )
             for rank in range(REPLICAS)
         ]
@@ -128,7 +164,7 @@ def _slower(system: str, workers: list[subprocess.Popen[str]], least_committed: 
 
 
 @contextlib.contextmanager
-def _surroundings(system: str) -> Iterator[tuple[str, list[str]]]:
+def _surroundings(system: str, environment: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the interpreter of a system, and the flags that name its server."""
     if system == "ddp":
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, not in __all__
@@ -139,5 +175,5 @@ def _surroundings(system: str) -> Iterator[tuple[str, list[str]]]:
     ours = Path(sys.executable).parent / "tft-lighthouse"
     command = ours if system == "tft" else peer.lighthouse_command()
     interpreter = sys.executable if system == "tft" else str(peer.python())
-    with servers.lighthouse(command, min_replicas=REPLICAS) as started:
+    with servers.lighthouse(command, min_replicas=REPLICAS, environment=environment) as started:
         yield interpreter, ["--lighthouse", f"http://127.0.0.1:{started.port}"]

@@ -16,7 +16,7 @@ from typing import final
 
 UP_WITHIN_S = 30.0
 END_WITHIN_S = 5.0
-LISTENING = re.compile(r"listening (?:at|on:) http://\S+?:(\d+)")
+LISTENING = re.compile(r"listening (?:at|on:) (https?)://\S+?:(\d+)")
 
 
 @final
@@ -33,14 +33,14 @@ class LighthouseProgram:
         self._command = [str(word) for word in command]
         self._environment = {**os.environ, **(environment or {})}
         self._log = log
-        self._port = 0
+        self._scheme, self._port = "http", 0
         self._process: subprocess.Popen[bytes] | None = None
         self.num_lives = 0
 
     @property
     def address(self) -> str:
-        """Return `http://host:port`, the same for all lives."""
-        return f"http://127.0.0.1:{self._port}"
+        """Return `http://host:port`, or `https://host:port`, the same for all lives."""
+        return f"{self._scheme}://127.0.0.1:{self._port}"
 
     @property
     def log_text(self) -> str:
@@ -65,7 +65,7 @@ class LighthouseProgram:
             assert self._process.poll() is None, f"it ended: {self.log_text[-2000:]}"
             assert time.monotonic() < deadline, f"it does not listen: {self.log_text[-2000:]}"
             time.sleep(0.02)
-        self._port = int(found[-1])
+        self._scheme, self._port = found[-1][0], int(found[-1][1])
 
     def kill(self) -> None:
         """Kill it with kill -9, and return when it is gone."""

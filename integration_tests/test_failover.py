@@ -25,6 +25,7 @@ import grpc
 import pytest
 import trustme
 
+from integration_tests import certificates
 from integration_tests.conftest import Spawn
 from integration_tests.etcd_program import EtcdProgram
 from integration_tests.lighthouse_program import LighthouseProgram
@@ -67,11 +68,21 @@ class Given:
 class Cluster:
     """Three lighthouses that elect a leader under one prefix."""
 
-    def __init__(self, etcd: EtcdProgram, folder: Path, prefix: str, **settings: object) -> None:
+    def __init__(
+        self,
+        etcd: EtcdProgram,
+        folder: Path,
+        prefix: str,
+        environment: dict[str, str] | None = None,
+        **settings: object,
+    ) -> None:
         chosen: dict[str, object] = {"join_timeout_ms": 3_000, "heartbeat_timeout_ms": 3_000, "http_bind": 0}
         chosen |= {"etcd": etcd.endpoints, "etcd_prefix": prefix} | settings
         command: list[str | Path] = [COMMAND, *(f"--{key}={value}" for key, value in chosen.items())]
-        self.programs = [LighthouseProgram(command, folder / f"lighthouse_{number}.log") for number in range(3)]
+        self.programs = [
+            LighthouseProgram(command, folder / f"lighthouse_{number}.log", environment=environment)
+            for number in range(3)
+        ]
         for program in self.programs:
             program.start()
         self.address = ",".join(program.address for program in self.programs)
@@ -330,14 +341,62 @@ def test_etcd_over_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
         etcd.end()
 
 
+def test_lighthouses_with_certificates_and_secrets_elect_a_leader(etcd: EtcdProgram, tmp_path: Path) -> None:
+    """Standbys, and a leader that was deposed, refuse on ports with TLS as on others, and only who shows a secret."""
+    certificates.write(tmp_path / "here", trustme.CA(), "127.0.0.1", "localhost")
+    (tmp_path / "jobs").write_text("default = of-the-job\n")
+    own = {"TFT_TOKEN": "of-all", "TFT_LIGHTHOUSE_JOB_TOKENS": str(tmp_path / "jobs")}
+    environment = certificates.environment(tmp_path / "here", check_client=True) | own
+    tls = certificates.settings(tmp_path / "here", check_client=True)
+    etcd.start()
+    cluster = Cluster(etcd, tmp_path, "/test/certificates", environment=environment)
+    late = timedelta(seconds=LATE_S)
+
+    def refusal_of(program: LighthouseProgram, token: str = "of-the-job") -> str:
+        with LighthouseClient(program.address, late, token=token, tls=tls) as client:
+            try:
+                client.describe()
+            except RefusedError as error:
+                return error.code
+            return ""
+
+    try:
+        first = cluster.leader_after(0)
+        order = sorted(cluster.programs, key=lambda program: program is first.lighthouse)
+        sentence = f"stands by for the leader at {first.lighthouse.address}"
+        until(lambda: all(sentence in each.log_text for each in order[:2]), "the others know it", cluster.logs)
+        assert first.lighthouse.address.startswith("https://")
+        assert [refusal_of(each) for each in order] == ["standby", "standby", ""]
+        assert [refusal_of(each, "another") for each in order] == ["unauthenticated"] * 3
+        addresses = ",".join(each.address for each in order)
+        with ManagerServer(
+            "a", addresses, "127.0.0.1", "127.0.0.1:0", "", 1, token="of-the-job", tls=tls, in_process=True
+        ) as server:
+            client = ManagerClient(server.address(), late, group_rank=0, token="of-the-job", tls=tls)
+            plans = [client.quorum(0, RankRequest(step=0), late)]
+            first.lighthouse.stop()
+            second = cluster.leader_after(first.token)
+            plans.append(client.quorum(0, RankRequest(step=0, commit_failures=1), late))
+            client.close()
+        first.lighthouse.go_on()
+        assert refusal_of(first.lighthouse) == "standby"
+        assert refusal_of(second.lighthouse) == ""
+        ids = [plan.key.quorum_id for plan in plans if isinstance(plan, Plan)]
+        assert first.started_ms < ids[0] < second.started_ms < ids[1]
+        assert not any(token in each.log_text for each in order for token in ("of-all", "of-the-job"))
+    finally:
+        cluster.end()
+
+
 # --- under a job ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("lasts_s", "at_most_s"), [(20, LATE_S), pytest.param(120, 5, marks=[pytest.mark.soak, pytest.mark.timeout(600)])]
+    ("lasts_s", "median_s_most", "s_most"),
+    [(20, LATE_S, LATE_S), pytest.param(120, 3, 5, marks=[pytest.mark.soak, pytest.mark.timeout(600)])],
 )
 def test_a_leader_that_is_killed_every_5_s_costs_a_job_nothing(
-    cluster: Cluster, spawn: Spawn, lasts_s: int, at_most_s: float
+    cluster: Cluster, spawn: Spawn, lasts_s: int, median_s_most: float, s_most: float
 ) -> None:
     """No trainer ends, ids rise strictly, and a new leader comes within seconds."""
     job = Job(spawn, cast(LighthouseServer, Address(cluster.address)))
@@ -364,11 +423,14 @@ def test_a_leader_that_is_killed_every_5_s_costs_a_job_nothing(
     assert len(ids) >= 2
     assert ids[-1] > cluster.leads()[1].started_ms
     failed = [len(each.of_kind("failed")) for each in trainers[:4]]
-    median_s, most_s = statistics.median(waits_s), max(waits_s)
-    figures = f"{len(waits_s)} kills; a new leader in {median_s:.2f} s (median), {most_s:.2f} s (most); failed {failed}"
+    median_s, longest_s = statistics.median(waits_s), max(waits_s)
+    figures = (
+        f"{len(waits_s)} kills; a new leader in {median_s:.2f} s (median), {longest_s:.2f} s (most); failed {failed}"
+    )
     print(figures)
     assert max(failed) <= len(waits_s), job.history()
-    assert most_s <= at_most_s, figures
+    assert median_s <= median_s_most, figures
+    assert longest_s <= s_most, figures
 
 
 def test_etcd_may_lose_a_member_or_stop_for_a_while(

@@ -13,6 +13,7 @@ import trustme
 
 from tft_algos import Manager
 from tft_ckpt import HTTPTransport, StateUnavailableError
+from tft_coord import TLS
 from tft_lighthouse import LighthouseServer
 from tft_pg import ProcessGroupGloo
 
@@ -62,7 +63,7 @@ def test_a_newcomer_heals_over_tls_and_a_stranger_reads_nothing(
 ) -> None:
     certificates(tmp_path, monkeypatch)
     monkeypatch.setenv("TFT_TOKEN", "secret")
-    with LighthouseServer("127.0.0.1:0", min_replicas=1, token="secret") as lighthouse:
+    with LighthouseServer("127.0.0.1:0", token="secret", tls=TLS.from_environment()) as lighthouse:
         first = Replica(lighthouse, "a", torch.arange(1000.0))
         while first.manager.current_step() < 2:
             first.step()
@@ -91,7 +92,7 @@ def test_a_newcomer_heals_over_tls_and_a_stranger_reads_nothing(
 def test_who_has_no_certificate_gets_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificates(tmp_path, monkeypatch)
     monkeypatch.setenv("TFT_TOKEN", "secret")
-    with LighthouseServer("127.0.0.1:0", min_replicas=1, token="secret") as lighthouse:
+    with LighthouseServer("127.0.0.1:0", token="secret", tls=TLS.from_environment()) as lighthouse:
         replica = Replica(lighthouse, "a", torch.ones(10))
         with HTTPTransport[Any](bind="127.0.0.1", token="secret") as stranger, pytest.raises(StateUnavailableError):
             stranger.recv_checkpoint(0, replica.manager._parts.shared.transport.metadata(), 0, timedelta(seconds=5))

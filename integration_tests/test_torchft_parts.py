@@ -283,7 +283,8 @@ class Endless(ParameterServer):
 
 def test_a_client_with_wrong_sizes_ends_its_own_session_only() -> None:
     server = Endless(port=0)
-    wrong, right = (Endless.new_session(server.address()) for _ in range(2))
+    sessions: list[Any] = [Endless.new_session(server.address()) for _ in range(2)]
+    wrong, right = sessions
     with suppress(RuntimeError):  # Gloo would end the process of the server, which is this one
         wrong.send([torch.ones(100_000)], dst_rank=0, tag=0).wait()
     with pytest.raises(RuntimeError):

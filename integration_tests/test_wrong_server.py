@@ -147,7 +147,7 @@ def test_a_server_that_wants_tls_is_said_as_such() -> None:
     async def scenario() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # suppresses the server's own messages
         async with listening(serve, context) as port:
-            with pytest.raises(ProtocolError, match="expects TLS"):
+            with pytest.raises(ProtocolError, match="uses TLS, and this process has no certificates"):
                 await dial(f"127.0.0.1:{port}", Timeouts())
 
     asyncio.run(scenario())

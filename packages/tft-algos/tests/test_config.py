@@ -205,11 +205,14 @@ def test_the_world_size_modes_have_torchfts_values() -> None:
     assert (WorldSizeMode.DYNAMIC.value, WorldSizeMode.FIXED_WITH_SPARES.value) == (0, 1)
 
 
-def test_tls_is_read_where_the_manager_makes_the_transport_itself() -> None:
+def test_certificates_are_of_all_connections_of_a_manager() -> None:
     half = {**LIGHTHOUSE, "TFT_TLS_CERT": "cert.pem"}
     with pytest.raises(ConfigError, match="TFT_TLS_KEY, TFT_TLS_CA is not set"):
         resolve(half)
-    assert resolve(half, checkpoint_transport=MemoryTransport()).tls is None
+    with pytest.raises(ConfigError, match="TFT_TLS_KEY, TFT_TLS_CA is not set"):
+        resolve(half, checkpoint_transport=MemoryTransport())
+    with pytest.raises(ConfigError, match="asks for TLS, and this process has no certificates; set TFT_TLS_CERT"):
+        resolve({"TFT_LIGHTHOUSE": "https://localhost:1"})
     assert resolve(LIGHTHOUSE).tls is None
 
 

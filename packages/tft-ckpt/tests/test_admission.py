@@ -32,7 +32,9 @@ def serving(tls: ssl.SSLContext | None = None, silence_s: float = 60.0) -> Itera
     """A server of a small state, with a token. Gives: its port."""
     listener = listen(HOST, 0)
     port = int(listener.getsockname()[1])
-    server = StateServer(listener, token="right", chunk_bytes=4096, limits=Limits(), silence_s=silence_s, tls=tls)
+    server = StateServer(
+        listener, token="right", chunk_bytes=4096, limits=Limits(), silence_s=silence_s, tls=tls and (lambda: tls)
+    )
     try:
         server.offer([1], key=KEY, expected=False, check=lambda: None)
         yield port

@@ -60,7 +60,7 @@ def serving(tls: TLS, silence_s: float = BOUND_S) -> Iterator[int]:
     listener = listen("127.0.0.1", 0)
     port = int(listener.getsockname()[1])
     server = StateServer(
-        listener, token=None, chunk_bytes=1 << 20, limits=Limits(), silence_s=silence_s, tls=tls.server_context()
+        listener, token=None, chunk_bytes=1 << 20, limits=Limits(), silence_s=silence_s, tls=tls.server_context
     )
     try:
         server.offer(STATE, key=KEY, expected=True, check=lambda: None)

@@ -18,6 +18,7 @@ from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.diagnosis import _PREFACE, _verdict, diagnose
 from tft_coord.transport.settings import channel_options
+from tft_coord.transport.trust import UntrustedError
 
 SETTINGS_FRAME = b"\x00\x00\x06\x04\x00\x00\x00\x00\x00"
 GOAWAY_FRAME = b"\x00\x00\x08\x07\x00\x00\x00\x00\x00"
@@ -38,7 +39,7 @@ UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n"
         (b"HTTP/1.0 504 Gat", UnreachableError, "a proxy answers there with HTTP status 504"),
         (b"<!DOCTYPE HTML P", ProtocolError, "an HTTP server answers there"),
         (b"SSH-2.0-OpenSSH_", ProtocolError, "a server of another protocol answers there"),
-        (b"\x15\x03\x01\x00\x02\x02\x46", ProtocolError, "expects TLS"),
+        (b"\x15\x03\x01\x00\x02\x02\x46", UntrustedError, "the server there uses TLS, and this process has no cert"),
         (SETTINGS_FRAME, UnreachableError, "the connection broke"),
         (GOAWAY_FRAME, UnreachableError, "the connection broke"),
         (SETTINGS_FRAME[:2], UnreachableError, "the connection broke"),

@@ -27,6 +27,7 @@ import psutil
 import pytest
 
 from tft_coord import (
+    TLS,
     ConfigError,
     CoordinationClosedError,
     CoordinationError,
@@ -303,10 +304,10 @@ def test_a_stream_that_broke_leaves_nothing_to_the_collector(monkeypatch: pytest
     channels: list[weakref.ref[grpc.aio.Channel]] = []
     dials, again = itertools.count(), threading.Event()
 
-    async def dial(address: str, timeouts: Timeouts) -> grpc.aio.Channel:
+    async def dial(address: str, timeouts: Timeouts, tls: TLS | None) -> grpc.aio.Channel:
         if next(dials) > 0:
             again.set()
-        channel = await right_dial(address, timeouts)
+        channel = await right_dial(address, timeouts, tls)
         channels.append(weakref.ref(channel))
         return channel
 

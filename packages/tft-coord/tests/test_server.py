@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 
 from tft_coord import descriptors
+from tft_coord.security import Gate
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport import registered_server, settings
 from tft_coord.transport import server as module
@@ -81,7 +82,7 @@ def at(port: int) -> grpc.aio.Channel:
 
 
 def serving(token: str | None = None, options: Options = [("grpc.so_reuseport", 0)]) -> Server:  # noqa: B006
-    return Server(options, Services(unary={ECHO: echo}, streams={STREAM: echo_all}, token=token))
+    return Server(options, Services(unary={ECHO: echo}, streams={STREAM: echo_all}, gate=Gate(token)))
 
 
 @asynccontextmanager

@@ -17,9 +17,9 @@ from tft_coord.core.effects import RefuseSession, TellLost, Welcome
 from tft_coord.core.types import Refusal
 from tft_coord.errors import ConfigError, CoordinationClosedError, CoordinationError, UnreachableError
 from tft_coord.manager_server.link import LighthouseLink
-from tft_coord.security import admits, call_metadata, read_token
+from tft_coord.security import Trust, admits, call_metadata, read_token
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import check_host, join_host_port, target
+from tft_coord.transport.address import check_host, check_scheme, join_host_port, target
 from tft_coord.transport.dial import cancel_and_wait
 from tft_coord.transport.loop import THREAD_NAME, LoopShare
 from tft_coord.transport.outbox import Outbox
@@ -61,9 +61,11 @@ def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
         target(address)
 
 
-def test_an_address_that_asks_for_tls_is_told_that_there_is_none() -> None:
-    with pytest.raises(ConfigError, match=r"'https://h:1' asks for TLS, which is not supported; give http://host:port"):
-        target("https://h:1")
+def test_an_address_that_asks_for_tls_needs_certificates() -> None:
+    assert target("https://h:1/") == "h:1"
+    check_scheme("http://h:1, https://h:2", has_certificates=True)
+    with pytest.raises(ConfigError, match=r"'https://h:2' asks for TLS, and .* no certificates; set TFT_TLS_CERT"):
+        check_scheme("http://h:1, https://h:2", has_certificates=False)
 
 
 def test_an_ipv6_host_is_put_in_brackets() -> None:
@@ -100,7 +102,7 @@ def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None
     file.write_text("s3cret\n")
     assert read_token({}) is None
     assert read_token({"TFT_TOKEN": "s3cret"}) == "s3cret"
-    assert read_token({"TFT_TOKEN_FILE": str(file)}) == "s3cret"
+    assert call_metadata(read_token({"TFT_TOKEN_FILE": str(file)})) == call_metadata("s3cret")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +274,7 @@ def test_what_is_written_does_not_count_as_waiting() -> None:
 def link_to(addresses: str) -> LighthouseLink:
     return LighthouseLink(
         addresses,
-        token=None,
+        trust=Trust(None),
         timeouts=Timeouts(),
         job="job",
         replica_id="a",

@@ -6,6 +6,7 @@ import base64
 
 import pytest
 
+from tft_coord.lighthouse import Gate
 from tft_lighthouse.http.access import Access, Kind, Visitor
 
 SECRET = "s3cret"
@@ -23,9 +24,9 @@ def status(
     return denial.status if denial is not None else 200
 
 
-WITH_SECRET = Access(SECRET, names=(), insecure=False)
-FOR_THIS_MACHINE = Access(None, names=("trainer-7",), insecure=False)
-INSECURE = Access(None, names=("trainer-7",), insecure=True)
+WITH_SECRET = Access(Gate(SECRET), names=(), insecure=False)
+FOR_THIS_MACHINE = Access(Gate(None), names=("trainer-7",), insecure=False)
+INSECURE = Access(Gate(None), names=("trainer-7",), insecure=True)
 
 
 @pytest.mark.parametrize("access", [WITH_SECRET, FOR_THIS_MACHINE, INSECURE])

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import trustme
 
 from tft_coord import ConfigError, CoordinationClosedError, LighthouseClient, RefusedError, RequestTimeoutError
 from tft_lighthouse import JobSettings, LighthouseServer, Limits
@@ -99,7 +100,7 @@ def test_a_broken_file_keeps_the_settings_and_logs_one_line(content: str | None,
         assert "no setting has changed\n" in lighthouse.hang_up()
 
 
-def test_a_secret_is_read_again_and_counts_for_new_calls_on_both_ports(tmp_path: Path) -> None:
+def test_a_secret_needs_no_signal_and_counts_for_new_calls_on_both_ports(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("first\n")
     words = ("--token_file", str(secret), "--http-bind", "127.0.0.1:0")
@@ -107,20 +108,25 @@ def test_a_secret_is_read_again_and_counts_for_new_calls_on_both_ports(tmp_path:
         page = lighthouse.line("status, metrics and health at").split(" at ")[1].split()[0]
         before = LighthouseClient(lighthouse.address, LATE, token="first")
         before.heartbeat("a")
-        secret.write_text("second\n")
-        assert "no setting has changed; the shared secret was read again" in (said := lighthouse.hang_up())
-        assert "second" not in said
+        replace(secret, "second\n")
         with LighthouseClient(lighthouse.address, LATE, token="second") as after:
             after.heartbeat("a")
-        with before, pytest.raises(RefusedError, match="shared secret"):
-            before.heartbeat("a")
+        with before:
+            before.heartbeat("a")  # the one before is accepted for a minute more
         assert status_of(page, "second") == 200
-        assert status_of(page, "first") == 401
-        secret.write_text("not a secret\n")
+        assert status_of(page, "third") == 401
+        assert "reloaded the settings; no setting has changed\n" in lighthouse.hang_up()
+        replace(secret, "not a secret\n")
         assert "keeps all settings as they were: --token_file names" in lighthouse.hang_up()
         secret.unlink()
         assert "which can't be read" in lighthouse.hang_up()
         assert status_of(page, "second") == 200
+
+
+def replace(file: Path, content: str) -> None:
+    """Give a file other content at once, as a careful tool does it."""
+    file.with_suffix(".new").write_text(content)
+    file.with_suffix(".new").replace(file)
 
 
 def status_of(page: str, secret: str) -> int:
@@ -174,8 +180,6 @@ def test_a_server_takes_other_settings_while_it_runs() -> None:
                 client.quorum("b", LATE, step=1)
         with pytest.raises(ConfigError, match="min_replicas is 0; give at least 1"):
             lighthouse.reconfigure(min_replicas=0)
-        with pytest.raises(ConfigError, match="without a shared secret; restart it with one"):
-            lighthouse.reconfigure(token="secret")
     with pytest.raises(CoordinationClosedError, match="was shut down"):
         lighthouse.reconfigure()
 
@@ -195,14 +199,32 @@ def test_what_needs_a_restart_is_said_again_until_it_is_done() -> None:
         assert apply(lighthouse, in_force, before)[1] == "reloaded the settings; max_streams 9 -> 50000"
 
 
-def test_a_secret_is_neither_added_nor_taken_away(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["token_file", "job_tokens", "tls_cert"])
+def test_another_file_of_secrets_or_certificates_needs_a_restart(name: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
-    secret = settings(token_file=str(tmp_path / "secret"))
+    (tmp_path / "jobs").write_text("job = secret-of-it\n")
+    authority = trustme.CA()
+    authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(tmp_path / "node.pem")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    secret = {"token_file": str(tmp_path / "secret")}
+    flags = {
+        "token_file": secret,
+        "job_tokens": {**secret, "job_tokens": str(tmp_path / "jobs")},
+        "tls_cert": {
+            "tls_cert": str(tmp_path / "node.pem"),
+            "tls_key": str(tmp_path / "node.pem"),
+            "tls_ca": str(tmp_path / "ca.pem"),
+        },
+    }[name]
+    before, after = settings(), settings(**flags)
     with LighthouseServer("127.0.0.1:0") as lighthouse:
-        with pytest.raises(ConfigError, match="was started without a shared secret; restart it with one"):
-            apply(lighthouse, settings(), secret)
-        with pytest.raises(ConfigError, match="token_file is not set any more; restart the lighthouse"):
-            apply(lighthouse, secret, settings())
+        in_force, said = apply(lighthouse, before, after)
+        assert in_force[name] is None
+        assert f"{name} (not set) -> {flags[name]}" in said.partition("; these need a restart: ")[2]
+        with LighthouseClient(lighthouse.address, LATE) as client:
+            client.heartbeat("a")
+        with pytest.raises(ConfigError, match=r"can't (be )?read"):
+            apply(lighthouse, before, settings(**{**flags, name: str(tmp_path / "none")}))
 
 
 def test_what_changed_counts_for_the_next_term_of_a_leader_too() -> None:

@@ -31,14 +31,18 @@ if TYPE_CHECKING:
     from tft_coord.manager_server import ManagerServer
     from tft_coord.notifications import Notification
     from tft_coord.timeouts import Timeouts
+    from tft_coord.tls import TLS
+    from tft_coord.tokens import JobTokens, TokenFile
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "TLS",
     "ConfigError",
     "CoordinationClosedError",
     "CoordinationError",
     "JobOverError",
+    "JobTokens",
     "LighthouseClient",
     "LossNotice",
     "ManagerClient",
@@ -65,6 +69,7 @@ __all__ = [
     "StragglerPolicy",
     "Timeouts",
     "Timestamp",
+    "TokenFile",
     "Unchanged",
     "UnknownCallError",
     "UnreachableError",
@@ -102,6 +107,8 @@ _HOMES = {
     "tft_coord.manager_server": ("ManagerServer",),
     "tft_coord.notifications": ("Notification",),
     "tft_coord.timeouts": ("Timeouts",),
+    "tft_coord.tls": ("TLS",),
+    "tft_coord.tokens": ("JobTokens", "TokenFile"),
     "tft_coord.compat.views": ("Quorum", "QuorumMember", "QuorumResult", "Timestamp"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

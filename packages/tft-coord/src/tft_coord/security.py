@@ -9,26 +9,27 @@ Law of this file: the secret, its source, its comparison, and the rules without 
 
 from __future__ import annotations
 
-import hmac
-import os
-import stat
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, final
 
 from tft_coord.errors import ConfigError
+from tft_coord.tls import TLS
+from tft_coord.tokens import JobTokens, Token, TokenFile, accepted_secrets, is_accepted, looks_again
+from tft_coord.tokens import check_token as check_token
 from tft_coord.transport.address import interface_of, is_loopback
 
-MAX_TOKEN_BYTES = 4096
-_MAX_FILE_BYTES = MAX_TOKEN_BYTES + 16  # with line endings
-METADATA_KEY = "authorization"
-INSECURE = "TFT_INSECURE"
-HOW_TO_SERVE_OTHERS = (
+METADATA_KEY: Final = "authorization"
+INSECURE: Final = "TFT_INSECURE"
+HOW_TO_SERVE_OTHERS: Final = (
     "to serve other machines set TFT_TOKEN to the same secret in every process of the job (make one with "
     f"`openssl rand -hex 32`), or set {INSECURE}=1 to serve everybody without one"
 )
-_PREFIX = "Bearer "
+ALL_JOBS: Final = ""
+_PREFIX: Final = "Bearer "
 
 
-def read_token(environment: Mapping[str, str]) -> str | None:
+def read_token(environment: Mapping[str, str]) -> str | TokenFile | None:
     """Return the secret that the environment names, or None.
 
     Args:
@@ -50,8 +51,8 @@ def read_token(environment: Mapping[str, str]) -> str | None:
         raise ConfigError(f"TFT_TOKEN is {'invalid' if token else 'empty; set it, or unset it'}: {error}") from None
 
 
-def read_token_file(path: str, setting: str) -> str:
-    """Return the secret in a file.
+def read_token_file(path: str, setting: str) -> TokenFile:
+    """Return the secrets in a file, which is followed from then on.
 
     Args:
         path: of the file.
@@ -59,25 +60,22 @@ def read_token_file(path: str, setting: str) -> str:
     Raises: ConfigError: the file can't be read, or holds no valid secret.
     """
     try:
-        token = _read_file(path).decode().rstrip("\r\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{setting} names {path}, which can't be read: {error}") from error
-    try:
-        return check_token(token)
+        return TokenFile(path)
     except ConfigError as error:
-        raise ConfigError(f"{setting} names {path}, which holds no valid secret: {error}") from None
+        raise _unusable(path, setting, error) from error.__cause__
 
 
-def _read_file(path: str) -> bytes:
-    """Return the contents of the file if they may be a secret. Raises: OSError, ValueError: they can't be."""
-    # Without O_NONBLOCK the open call would wait for ever for the writer of a pipe.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is not a regular file")
-        found = file.read(_MAX_FILE_BYTES + 1)
-    if len(found) > _MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than a shared secret, which has at most {MAX_TOKEN_BYTES} bytes")
-    return found
+def read_job_tokens(path: str, setting: str) -> JobTokens:
+    """Return the secrets of single jobs in a file, which is followed from then on. Args and Raises: as above."""
+    try:
+        return JobTokens(path)
+    except ConfigError as error:
+        raise _unusable(path, setting, error) from error.__cause__
+
+
+def _unusable(path: str, setting: str, error: ConfigError) -> ConfigError:
+    why = str(error) if "can't be read" in str(error) else f"{path}, which holds no valid secret: {error}"
+    return ConfigError(f"{setting} names {why}")
 
 
 def read_insecure(environment: Mapping[str, str]) -> bool:
@@ -120,28 +118,100 @@ def check_host_without_secret(name: str, host: str) -> None:
         )
 
 
-def check_token(token: str) -> str:
-    """Return the token if it is valid.
-
-    Raises: ConfigError: it is empty, too long, or has characters that a header can't carry.
-    """
-    if not 0 < len(token) <= MAX_TOKEN_BYTES or not all("!" <= character <= "~" for character in token):
-        raise ConfigError(
-            f"the shared secret must be 1 to {MAX_TOKEN_BYTES} printable ASCII characters without spaces; "
-            "make one with `openssl rand -hex 32`"
-        )
-    return token
+def call_metadata(token: Token) -> tuple[tuple[str, str], ...]:
+    """Return the metadata that a client sends with its next call."""
+    return tuple((METADATA_KEY, _PREFIX + secret) for secret in accepted_secrets(token)[:1])
 
 
-def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the metadata that a client sends with every call."""
-    return () if token is None else ((METADATA_KEY, _PREFIX + token),)
-
-
-def admits(token: str | None, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+def admits(token: Token, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
     """Return whether a call with that metadata may be answered."""
     if token is None:
         return True
-    expected = (_PREFIX + token).encode()
+    shown = shown_secret(metadata)
+    return shown is not None and is_accepted(token, shown)
+
+
+def shown_secret(metadata: Iterable[tuple[str, str | bytes]]) -> bytes | None:
+    """Return the secret that a call shows, or None."""
     shown = [value.encode() if isinstance(value, str) else value for key, value in metadata if key == METADATA_KEY]
-    return len(shown) == 1 and hmac.compare_digest(shown[0], expected)
+    prefix = _PREFIX.encode()
+    return shown[0].removeprefix(prefix) if len(shown) == 1 and shown[0].startswith(prefix) else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What a client shows to the servers of its job, and by what it knows them.
+
+    Args:
+        token: the secret, or None.
+        tls: the certificates, or None.
+    """
+
+    token: Token = field(repr=False)
+    tls: TLS | None = None
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata of the next call."""
+        return call_metadata(self.token)
+
+    def looks_again(self) -> bool:
+        """Look at the secret's file after a refusal. Return whether it has changed."""
+        return looks_again(self.token)
+
+
+def is_for_this_machine(token: Token, tls: TLS | None, *, insecure: bool) -> bool:
+    """Return whether a server may serve only this machine, because it can't tell who asks."""
+    return token is None and not insecure and not (tls is not None and tls.check_client)
+
+
+@final
+class Gate:
+    """What the secret of a caller opens at a server.
+
+    Args:
+        token: opens everything; None: everything is open to everybody.
+        jobs: secrets that open one job each, at a lighthouse.
+    Raises: ConfigError: there are secrets of jobs and no secret that opens everything.
+    """
+
+    def __init__(self, token: Token, jobs: JobTokens | None = None) -> None:
+        if jobs is not None and token is None:
+            raise ConfigError(
+                f"{jobs.path} has secrets of jobs, and this lighthouse has none of its own, so it would serve "
+                "everybody; set TFT_TOKEN or TFT_TOKEN_FILE as well"
+            )
+        self._token = token
+        self._jobs = jobs
+
+    def opens(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+        """Return what a call with that metadata may use: ALL_JOBS, the name of one job, or None for nothing."""
+        if self._token is None:
+            return ALL_JOBS
+        shown = shown_secret(metadata)
+        if shown is None:
+            return None
+        job = self._jobs.job_of(shown) if self._jobs is not None else None
+        return job or (ALL_JOBS if is_accepted(self._token, shown) else None)
+
+    @property
+    def has_secret(self) -> bool:
+        """Return whether a caller must show a secret."""
+        return self._token is not None
+
+    def secret_of(self, job: str) -> Token:
+        """Return the secret that opens the servers of a job."""
+        own = self._jobs.shown(job) if self._jobs is not None else None
+        return own if own is not None else self._token
+
+
+def opens_job(opened: str | None, job: str) -> bool:
+    """Return whether a result of `Gate.opens` includes that job."""
+    return opened is not None and opened in (ALL_JOBS, job)
+
+
+def wrong_job(opened: str | None, job: str) -> str:
+    """Return the sentence that refuses a call for another job than the secret's."""
+    if opened is None:
+        return "the secret of this call is no longer valid; show the present one"
+    return f"the secret of this call opens job {opened!r} alone, and the call is for job {job[:64]!r}; show that job's"

@@ -103,7 +103,7 @@ def _serve(words: argparse.Namespace, settings: Settings) -> int:
 
 
 def _reload(server: LighthouseServer, words: argparse.Namespace, before: Settings) -> Settings:
-    """Read the settings and the secret again, and use what may change while the jobs go on.
+    """Read the settings again, and use what may change while the jobs go on.
 
     Returns: the settings in force from now on; those from before if the new ones are wrong.
     """
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         "reads its file of settings again on SIGHUP.",
         epilog="A flag beats a variable of the environment (env), which beats the file. TFT_TOKEN, or --token_file, "
         "sets a secret that every process of the job must share; make one with openssl rand -hex 32. Without a secret "
-        "only this machine is served.",
+        "only this machine is served. The files of secrets and certificates are read again when they change.",
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -23,6 +23,7 @@ from tft_coord.lighthouse import (
     TrainerReport,
     WaitNoticed,
     effects,
+    events,
 )
 from tft_lighthouse import log
 from tft_lighthouse.counters import Counters
@@ -113,6 +114,12 @@ class Journal:
         self.history.resumed(job, quorum, replica_id, self._wall_ms())
         if self.history.last_change != before:
             self.on_change()
+
+    def heard(self, beat: events.BeatReceived) -> None:
+        """Record what the trainer of a beat's stream reports, if the beat has a report."""
+        report = beat.progress.report if beat.progress is not None else None
+        if report is not None:
+            self.reported(beat.stream, report)
 
     def reported(self, stream: int, report: TrainerReport) -> None:
         """Record what the trainer of a stream reports."""

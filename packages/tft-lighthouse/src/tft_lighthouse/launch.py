@@ -1,6 +1,6 @@
 """From settings to a lighthouse, and from other settings to the same lighthouse.
 
-Law of this file: values of settings to arguments of the server; it reads the files that they name, and nothing else.
+Law of this file: values of settings to arguments of the server; of files it opens those with secrets and certificates.
 """
 
 from __future__ import annotations
@@ -11,13 +11,25 @@ from dataclasses import replace
 from typing import Any
 
 from tft_coord import ConfigError, StragglerAction, StragglerPolicy
-from tft_coord.lighthouse import JobSettings, Limits, read_token, read_token_file
+from tft_coord.lighthouse import (
+    TLS,
+    Gate,
+    JobSettings,
+    JobTokens,
+    Limits,
+    Token,
+    is_for_this_machine,
+    read_job_tokens,
+    read_token,
+    read_token_file,
+)
 from tft_lighthouse import defaults
 from tft_lighthouse.etcd.settings import EtcdConfig
 from tft_lighthouse.server import LighthouseServer, check_addresses, lighthouse_config
 from tft_lighthouse.settings import BY_NAME, DEFAULT, Settings, Value
 
 TOKEN_VARIABLES = ("TFT_TOKEN", "TFT_TOKEN_FILE")
+TLS_FILES = ("tls_cert", "tls_key", "tls_ca")
 
 
 def start(settings: Settings) -> LighthouseServer:
@@ -28,6 +40,8 @@ def start(settings: Settings) -> LighthouseServer:
         on_lost_state=settings["on_lost_state"],
         cluster_id=settings["cluster_id"],
         token=_secret(settings)[0],
+        job_tokens=_job_tokens(settings),
+        tls=_tls(settings),
         insecure=settings["insecure"],
         http_bind=http_bind_of(settings["http_bind"] or "", settings["bind"]),
         max_message_bytes=settings["max_message_bytes"],
@@ -55,8 +69,10 @@ def check(settings: Settings) -> str | None:
     if etcd is not None:
         etcd.read_files()
     token, source = _secret(settings)
+    Gate(token, _job_tokens(settings))
+    is_local = is_for_this_machine(token, _tls(settings), insecure=settings["insecure"])
     http_bind = http_bind_of(settings["http_bind"] or "", settings["bind"])
-    check_addresses(settings["bind"], http_bind, for_this_machine=token is None and not settings["insecure"])
+    check_addresses(settings["bind"], http_bind, for_this_machine=is_local)
     return source
 
 
@@ -70,16 +86,11 @@ def apply(server: LighthouseServer, before: Settings, now: Settings) -> tuple[Se
     Raises: ConfigError: a setting is wrong; nothing has changed.
     """
     check(now)
-    token, source = _secret(now)
-    if token is None and before["token_file"] is not None:
-        raise ConfigError("token_file is not set any more; restart the lighthouse to run it without a shared secret")
     changes = list(_changes(before, now))
     reloaded = [sentence for sentence, reloads in changes if reloads]
     late = [sentence for sentence, reloads in changes if not reloads]
-    server.reconfigure(**_reloadable(now), token=token)
+    server.reconfigure(**_reloadable(now))
     said = f"reloaded {now.file or 'the settings'}; {', '.join(reloaded) or 'no setting has changed'}"
-    if source not in (None, "TFT_TOKEN"):
-        said += "; the shared secret was read again, and counts for new connections"
     values = {name: (now if setting.reloads else before).values[name] for name, setting in BY_NAME.items()}
     return replace(now, values=values), f"{said}; these need a restart: {', '.join(late)}" if late else said
 
@@ -135,18 +146,37 @@ def _stragglers(settings: Settings) -> StragglerPolicy:
     return StragglerPolicy(action=StragglerAction(action), ratio=ratio)
 
 
-def _secret(settings: Settings) -> tuple[str | None, str | None]:
+def _secret(settings: Settings) -> tuple[Token, str | None]:
     """Return the shared secret and what has set it. Raises: ConfigError: it can't be read, or is set twice."""
-    path, source = settings.values["token_file"].value, settings.values["token_file"].source
+    path, source = str(_path(settings, "token_file")), settings.values["token_file"].source
     if source.startswith("--"):
-        return read_token_file(str(path), source), f"{source} {path}"
+        return read_token_file(path, source), f"{source} {path}"
     from_environment = read_token(os.environ)
     if from_environment is not None:
         return from_environment, next(name for name in TOKEN_VARIABLES if name in os.environ)
     if source == DEFAULT:
         return None, None
-    place = str(_place(settings, "token_file"))
-    return read_token_file(place, f"token_file in {source}"), f"token_file in {source}"
+    return read_token_file(path, f"token_file in {source}"), f"token_file in {source}"
+
+
+def _job_tokens(settings: Settings) -> JobTokens | None:
+    """Return the secrets of single jobs. Raises: ConfigError: they can't be read, or are wrong."""
+    path = _path(settings, "job_tokens")
+    return read_job_tokens(path, "job_tokens") if path is not None else None
+
+
+def _tls(settings: Settings) -> TLS | None:
+    """Return the certificates. Raises: ConfigError: they can't be read, or don't fit together."""
+    named = {BY_NAME[name].environment: _path(settings, name) or "" for name in TLS_FILES}
+    return TLS.from_environment({**named, "TFT_TLS_CLIENT_AUTH": str(int(settings["tls_client_auth"]))})
+
+
+def _path(settings: Settings, name: str) -> str | None:
+    """Return the path that a setting names, None for none. In the file of settings it is relative to its folder."""
+    path, source = settings.values[name].value, settings.values[name].source
+    if path is None or source != settings.file:
+        return str(path) if path is not None else None
+    return os.path.join(os.path.dirname(source), str(path))
 
 
 def _etcd(settings: Settings) -> EtcdConfig | None:
@@ -160,18 +190,10 @@ def _etcd(settings: Settings) -> EtcdConfig | None:
         endpoints=tuple(endpoint.strip() for endpoint in settings["etcd"].split(",")),
         prefix=settings["etcd_prefix"],
         ttl_s=settings["etcd_ttl_s"],
-        ca=_place(settings, "etcd_ca"),
-        cert=_place(settings, "etcd_cert"),
-        key=_place(settings, "etcd_key"),
+        ca=_path(settings, "etcd_ca"),
+        cert=_path(settings, "etcd_cert"),
+        key=_path(settings, "etcd_key"),
     )
-
-
-def _place(settings: Settings, name: str) -> str | None:
-    """Return the path in a setting, None for no path. A path in the file of settings is relative to its folder."""
-    path, source = settings.values[name].value, settings.values[name].source
-    if path is None or source != settings.file:
-        return str(path) if path is not None else None
-    return os.path.join(os.path.dirname(source), str(path))
 
 
 def _changes(before: Settings, now: Settings) -> Iterator[tuple[str, bool]]:

@@ -22,9 +22,10 @@ from tft_coord.lighthouse import (
     ReplicaLost,
     WaitNoticed,
     effects,
+    field,
     logger_for_people,
+    quoted,
 )
-from tft_coord.logs import field, quoted
 from tft_lighthouse.history import Incident
 from tft_lighthouse.history import Phase as IncidentPhase
 
@@ -33,6 +34,13 @@ logger = logger_for_people("tft_lighthouse")
 MEMBERS_LOGGED_MOST: Final = 50  # of a quorum of thousands
 AGAIN_S: Final = 60.0
 REFUSALS_KEPT: Final = 1_000
+
+
+def does_not_read(replica_id: str | None, job: str | None, address: str) -> None:
+    """Log the end of a stream that takes no messages; None: it has said no hello."""
+    words = "disconnected replica %s of job %s at %s: it does not read its messages"
+    known = replica_id or "(no hello yet)", job or "(no hello yet)"
+    logger.warning(words, *known, address, extra={"job": known[1]})
 
 
 @final

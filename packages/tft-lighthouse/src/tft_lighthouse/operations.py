@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, final
 
 from tft_coord import RefusedError
 from tft_coord.lighthouse import (
+    ALL_JOBS,
+    TLS,
     TORCHFT_JOB,
     DescribedJob,
+    Gate,
     LighthouseConfig,
     LighthouseCore,
     LighthouseDescription,
@@ -23,6 +26,7 @@ from tft_coord.lighthouse import (
     effects,
     events,
     kill_group,
+    opens_job,
 )
 from tft_lighthouse.version import __version__
 from tft_lighthouse.view import LighthouseView, find_replica
@@ -40,7 +44,8 @@ class Operations:
     Args:
         core, torchft: the cores.
         config: limits and timeouts.
-        token: shared secret, or None.
+        gate: knows the secret of each job.
+        tls: certificates for the connections to replicas, or None.
         send: sends an order to its stream.
         num_streams: returns the number of open streams and waiting calls.
         now_ms: returns the time of a monotonic clock.
@@ -57,7 +62,8 @@ class Operations:
         torchft: TorchftCore,
         config: LighthouseConfig,
         *,
-        token: str | None,
+        gate: Gate,
+        tls: TLS | None,
         send: Callable[[effects.AskToLeave | effects.TellNewest], None],
         num_streams: Callable[[], int],
         now_ms: Callable[[], int],
@@ -68,23 +74,24 @@ class Operations:
         self._core = core
         self._torchft = torchft
         self._config = config
-        self._token = token
+        self._gate = gate
+        self._tls = tls
         self._send = send
         self._num_streams = num_streams
         self._now_ms = now_ms
         self._wall_ms = wall_ms
         self.address = ""
 
-    def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
-        """Use other settings, and the secret for calls of this lighthouse, from now on."""
-        self._config, self._token = config, token
+    def reconfigure(self, config: LighthouseConfig) -> None:
+        """Use other settings from now on."""
+        self._config = config
 
     def renew(self, core: LighthouseCore, torchft: TorchftCore) -> None:
         """Show other cores from now on: this lighthouse begins again, without memory."""
         self._core, self._torchft = core, torchft
 
-    def view(self) -> LighthouseView:
-        """Return what an operator may see."""
+    def view(self, opened: str | None = ALL_JOBS) -> LighthouseView:
+        """Return what an operator may see whose secret opens one job, or ALL_JOBS."""
         now_ms, timeouts = self._now_ms(), self._config.timeouts
         theirs = self._torchft.status(TORCHFT_JOB, now_ms)
         leader = self._candidate.leader if self._candidate is not None else None
@@ -93,7 +100,7 @@ class Operations:
             started_ms=self._core.started_ms,
             now_ms=self._wall_ms(),
             address=self.address,
-            has_secret=self._token is not None,
+            has_secret=self._gate.has_secret,
             cluster_id=self._core.cluster_id,
             is_ready=self.is_ready,
             leader=leader.address if leader is not None else "",
@@ -103,7 +110,11 @@ class Operations:
             stragglers=self._config.stragglers.describe(),
             num_streams=self._num_streams(),
             limits=self._config.limits,
-            jobs=(*self._core.status(now_ms), *((theirs,) if theirs is not None else ())),
+            jobs=tuple(
+                job
+                for job in (*self._core.status(now_ms), *((theirs,) if theirs is not None else ()))
+                if opens_job(opened, job.name)
+            ),
         )
 
     @property
@@ -127,7 +138,7 @@ class Operations:
         if self._candidate is not None and not self._candidate.leads():
             raise RefusedError(self._candidate.sentence(), code=Refusal.STANDBY.value)
 
-    def drain(self, job: str | None, replica: str, *, reason: str, caller: str) -> str:
+    def drain(self, job: str | None, replica: str, *, reason: str, caller: str, opened: str | None = ALL_JOBS) -> str:
         """Ask a replica to leave after its running step.
 
         Args:
@@ -135,15 +146,18 @@ class Operations:
             replica: as `find_replica` takes it.
             reason: for the replica's log.
             caller: the operator's address.
+            opened: what the operator's secret opens.
         Returns: the id of the replica.
         Raises: RefusedError: there is no such replica, or it can't be asked.
         """
         self.check_leads()
-        its_job, found = find_replica(self.view().jobs, replica, job)
+        its_job, found = find_replica(self.view(opened).jobs, replica, job)
         self.ask_to_leave(events.DrainRequested(0, its_job.name, found.replica_id, reason), caller)
         return found.replica_id
 
-    async def kill(self, job: str | None, replica: str, *, reason: str, caller: str) -> str:
+    async def kill(
+        self, job: str | None, replica: str, *, reason: str, caller: str, opened: str | None = ALL_JOBS
+    ) -> str:
         """Ask the processes of a replica to end at once, as torchft's lighthouse does.
 
         Args: as for `drain`.
@@ -151,13 +165,19 @@ class Operations:
         Raises: RefusedError: there is no such replica, or it refuses. CoordinationError: it can't be reached.
         """
         self.check_leads()
-        its_job, found = find_replica(self.view().jobs, replica, job)
+        its_job, found = find_replica(self.view(opened).jobs, replica, job)
         if not found.address:
             raise RefusedError(f"the address of replica {found.replica_id} is not known yet; try again", code="unknown")
         message = f"{reason or 'it is killed'} (asked by {caller})"
         facts = {"job": its_job.name, "replica_id": found.replica_id, "reason": message}
         logger.warning("job %s: replica %s is asked to end: %s", its_job.name, found.replica_id, message, extra=facts)
-        await kill_group(found.address, message, token=self._token, timeouts=self._config.timeouts)
+        await kill_group(
+            found.address,
+            message,
+            token=self._gate.secret_of(its_job.name),
+            timeouts=self._config.timeouts,
+            tls=self._tls,
+        )
         return found.replica_id
 
     def ask_to_leave(self, drain: events.DrainRequested, caller: str) -> None:
@@ -174,15 +194,16 @@ class Operations:
                 logger.info("job %s: replica %s is asked to leave: %s", drain.job, drain.replica, reason, extra=facts)
             self._send(order)
 
-    def description(self) -> LighthouseDescription:
-        """Return what the lighthouse says of itself to its clients."""
+    def description(self, opened: str | None = ALL_JOBS) -> LighthouseDescription:
+        """Return what the lighthouse says of itself to a client whose secret opens one job, or ALL_JOBS."""
         timeouts = self._config.timeouts
         core, torchft = self._core, self._torchft
         jobs = tuple(
             _described(name, core.quorum(name), core.wait_sentence(name, self._now_ms()), core.warnings(name))
             for name in core.jobs
+            if opens_job(opened, name)
         )
-        lives = torchft.any_alive(self._now_ms()) is not None
+        lives = opens_job(opened, TORCHFT_JOB) and torchft.any_alive(self._now_ms()) is not None
         return LighthouseDescription(
             version=__version__,
             started_ms=self._core.started_ms,

@@ -17,15 +17,20 @@ from tft_coord.lighthouse import (
     HOW_TO_SERVE_OTHERS,
     MAX_MEMBERS,
     MAX_NAME_BYTES,
+    TLS,
+    Gate,
     JobSettings,
+    JobTokens,
     LighthouseConfig,
     Limits,
     LoopShare,
+    Token,
     bind_without_secret,
+    check,
     check_host,
     check_host_without_secret,
-    check_token,
     interface_of,
+    is_for_this_machine,
     join_host_port,
 )
 from tft_lighthouse import defaults
@@ -70,11 +75,14 @@ class LighthouseServer:
             name when that is all interfaces.
         cluster_id: one name for all lighthouses whose addresses a job is given, 1 to 256 bytes; None takes a random
             one, of this lighthouse alone.
-        token: shared secret, or None; with one, nothing is answered without it. Without one only this machine is
-            served: `[::]` means loopback then.
+        token: shared secret, a `TokenFile` with it, or None; with one, nothing is answered without it. Without one
+            only this machine is served: `[::]` means loopback then.
         insecure: serve everybody without a secret.
         stragglers: the policy for a replica that slows the others down; None: a warning.
         http_bind: `host:port` for status, metrics and health over HTTP; port 0 takes a free one. None: no such port.
+        job_tokens: secrets that open one job each; `token` opens all.
+        tls: certificates for both ports and for the calls to replicas; None: nothing is encrypted. With `check_client`
+            the certificates take the place of a secret.
         limits: what clients may use; None: the defaults of `Limits`.
         jobs: the settings of single jobs that differ from the others', by name.
         max_message_bytes: the largest message that a client may send.
@@ -95,20 +103,22 @@ class LighthouseServer:
         lost_state_timeout_ms: int = defaults.LOST_STATE_TIMEOUT_MS,
         hostname: str | None = None,
         cluster_id: str | None = None,
-        token: str | None = None,
+        token: Token = None,
         insecure: bool = False,
         stragglers: StragglerPolicy | None = None,
         http_bind: str | None = None,
+        job_tokens: JobTokens | None = None,
+        tls: TLS | None = None,
         limits: Limits | None = None,
         jobs: Mapping[str, JobSettings] | None = None,
         max_message_bytes: int = defaults.MAX_MESSAGE_BYTES,
         etcd: EtcdConfig | None = None,
     ) -> None:
-        is_for_this_machine = token is None and not insecure
-        bind, http_bind = check_addresses(bind, http_bind, for_this_machine=is_for_this_machine)
-        host = _check_hostname(hostname, bind, for_this_machine=is_for_this_machine)
-        if token is not None:
-            check_token(token)
+        is_local = is_for_this_machine(token, tls, insecure=insecure)
+        bind, http_bind = check_addresses(bind, http_bind, for_this_machine=is_local)
+        host = _check_hostname(hostname, bind, for_this_machine=is_local)
+        gate = Gate(check(token), job_tokens)
+        check_message_bytes(max_message_bytes)
         self._config = lighthouse_config(
             min_replicas=min_replicas,
             join_timeout_ms=join_timeout_ms,
@@ -121,33 +131,31 @@ class LighthouseServer:
             limits=limits,
             jobs=jobs,
         )
-        check_message_bytes(max_message_bytes)
-        self._token = token
         self._shell: LighthouseShell | None = None
         self._http: HttpServer | None = None
         self._http_address: str | None = None
         listeners = listen(http_bind) if http_bind is not None else ()
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
-            self._shell, port = self._share.run(self._start(bind, cluster_id, max_message_bytes, etcd, listeners))
+            self._shell, port = self._share.run(
+                self._start(bind, listeners, gate, tls, cluster_id, max_message_bytes, etcd)
+            )
         except BaseException:
             for listener in listeners:
                 listener.close()
             self._share.give_back()
             raise
-        self._address = Address(f"http://{join_host_port(host or _this_machine(), port)}")
-        self._log_start(bind, on_lost_state, is_for_this_machine=is_for_this_machine)
+        self._address = Address(_url(tls, host or _this_machine(), port))
+        self._log_start(bind, on_lost_state, is_local=is_local, is_open=token is None and insecure)
         try:
             if etcd is not None:
                 self._share.run(self._campaign(self._address))
-            if listeners:
-                name = hostname or _host_of(http_bind or "") or _this_machine()
-                self._serve_http(listeners, name, token=token, insecure=insecure)
+            self._serve_http(listeners, hostname or _host_of(http_bind or bind), gate, insecure=not is_local, tls=tls)
         except BaseException:
             self.shutdown()
             raise
 
-    def _log_start(self, bind: str, on_lost_state: str, *, is_for_this_machine: bool) -> None:
+    def _log_start(self, bind: str, on_lost_state: str, *, is_local: bool, is_open: bool) -> None:
         logger.info(
             "listening at %s (bind %s, min_replicas %d, stragglers %s, on_lost_state %s, for %g s)",
             self._address,
@@ -157,20 +165,20 @@ class LighthouseServer:
             on_lost_state,
             self._config.lost_state_ms / 1_000,
         )
-        if is_for_this_machine:
+        if is_local:
             sentence = "no shared secret is set, so only this machine is served, at %s; %s"
             logger.warning(sentence, self._address, HOW_TO_SERVE_OTHERS)
-        elif self._token is None:
+        elif is_open:
             logger.warning("insecure: any host that reaches %s can join, end and change the job", self._address)
 
     @property
     def http_address(self) -> str | None:
-        """Return `http://host:port` of the HTTP port; None: there is none."""
+        """Return `http://host:port` of the HTTP port, `https://` with TLS; None: there is none."""
         return self._http_address
 
     @property
     def address(self) -> Address:
-        """Return `http://host:port`, for the managers. It is also callable, as torchft's is."""
+        """Return `http://host:port`, `https://` with TLS, for the managers. It is also callable, as torchft's is."""
         return self._address
 
     def reconfigure(
@@ -179,37 +187,27 @@ class LighthouseServer:
         min_replicas: int = defaults.MIN_REPLICAS,
         limits: Limits | None = None,
         jobs: Mapping[str, JobSettings] | None = None,
-        token: str | None = None,
     ) -> None:
         """Use other settings from now on, while the jobs go on.
 
-        A larger or smaller least number counts for the next quorum. A limit ends no replica that is connected. Another
-        secret counts for new connections and calls; open streams go on.
+        A larger or smaller least number counts for the next quorum. A limit ends no replica that is connected. The
+        files of secrets and certificates are not among these settings: their changes are noticed without a call.
 
         Args:
             min_replicas, limits, jobs: as at the start. Values that are left out become the defaults.
-            token: another shared secret; None: as it is.
-        Raises: ConfigError: a value is wrong, or the lighthouse has no shared secret to replace; nothing has changed.
-            CoordinationClosedError: it was shut down.
+        Raises: ConfigError: a value is wrong; nothing has changed. CoordinationClosedError: it was shut down.
         """
         shell = self._shell
         if shell is None:
             raise CoordinationClosedError("this lighthouse was shut down; make a new one")
-        if token is not None:
-            if self._token is None:
-                raise ConfigError("this lighthouse was started without a shared secret; restart it with one")
-            check_token(token)
         _check_min_replicas(min_replicas)
         config = replace(self._config, min_replicas=min_replicas, limits=limits or Limits(), jobs=dict(jobs or {}))
-        token = token or self._token
 
         async def apply() -> None:
-            shell.reconfigure(config, token)
-            if self._http is not None and token is not None:
-                self._http.use_token(token)
+            shell.reconfigure(config)
 
         self._share.run(apply())
-        self._config, self._token = config, token
+        self._config = config
 
     def shutdown(self) -> None:
         """Shut down: nothing is answered any more, on any connection; port and thread are free. Idempotent."""
@@ -231,42 +229,53 @@ class LighthouseServer:
     async def _start(
         self,
         bind: str,
+        listeners: Sequence[socket.socket],
+        gate: Gate,
+        tls: TLS | None,
         cluster_id: str | None,
         max_message_bytes: int,
         etcd: EtcdConfig | None,
-        listeners: Sequence[socket.socket],
     ) -> tuple[LighthouseShell, int]:
         shell = LighthouseShell(
-            self._config, cluster_id=cluster_id, token=self._token, max_message_bytes=max_message_bytes, etcd=etcd
+            self._config, cluster_id=cluster_id, gate=gate, tls=tls, max_message_bytes=max_message_bytes, etcd=etcd
         )
         if listeners:
             shell.keep_journal()  # now: what replicas say before HTTP is served counts too, such as a quorum to resume
-        return shell, await shell.start(bind)
+        return shell, await shell.start(bind, tls)
 
     async def _campaign(self, address: str) -> None:
         assert self._shell is not None, "it was started"
         assert self._shell.candidate is not None, "it has etcd's settings"
         self._shell.candidate.start(address)
 
-    def _serve_http(self, listeners: Sequence[socket.socket], host: str, *, token: str | None, insecure: bool) -> None:
-        """Answer HTTP requests from now on; `host` is this machine's name for others."""
+    def _serve_http(
+        self, listeners: Sequence[socket.socket], host: str, gate: Gate, *, insecure: bool, tls: TLS | None
+    ) -> None:
+        """Answer HTTP requests from now on, if there are listeners; `host` is this machine's name for others, or ""."""
+        if not listeners:
+            return
+        host = host or _this_machine()
         # The import takes longer than the rest of the start, and the lighthouse answers its replicas meanwhile.
         from tft_lighthouse.http.access import Access
         from tft_lighthouse.http.app import HttpServer
 
-        access = Access(token, names=(host, _this_machine(), socket.gethostname()), insecure=insecure)
+        access = Access(gate, names=(host, _this_machine(), socket.gethostname()), insecure=insecure)
         shell = self._shell
         assert shell is not None
         shell.operations.address = str(self._address)
 
         async def start() -> HttpServer:
-            server = HttpServer(shell.operations, shell.keep_journal(), listeners, access)
+            server = HttpServer(shell.operations, shell.keep_journal(), listeners, access, tls)
             await server.start()
             return server
 
         self._http = self._share.run(start())
-        self._http_address = f"http://{join_host_port(host, listeners[0].getsockname()[1])}"
+        self._http_address = _url(tls, host, listeners[0].getsockname()[1])
         logger.info("status, metrics and health at %s (/, /api/v1/status, /metrics, /healthz)", self._http_address)
+
+
+def _url(tls: TLS | None, host: str, port: int) -> str:
+    return f"{'http' if tls is None else 'https'}://{join_host_port(host, port)}"
 
 
 def _check_hostname(hostname: str | None, bind: str, *, for_this_machine: bool) -> str:

@@ -174,10 +174,15 @@ SETTINGS: Final = (
     _text(
         "token_file",
         None,
-        "file with the secret that every process of the jobs must share",
+        "file with the secret that every process of the jobs must share; the file itself may change",
         "FILE",
         variable="TFT_TOKEN_FILE",
-        reloads=True,
+    ),
+    _text(
+        "job_tokens",
+        None,
+        "file with lines JOB = secret, of secrets that open one job each; the file itself may change",
+        "FILE",
     ),
     Setting(
         name="insecure",
@@ -185,6 +190,22 @@ SETTINGS: Final = (
         default=False,
         help="serve all machines without a secret; without it and without a secret only this machine is served",
         variable="TFT_INSECURE",
+    ),
+    _text(
+        "tls_cert",
+        None,
+        "PEM file with the certificate of this machine; all connections use TLS then",
+        "FILE",
+        variable="TFT_TLS_CERT",
+    ),
+    _text("tls_key", None, "PEM file with the private key of the certificate", "FILE", variable="TFT_TLS_KEY"),
+    _text("tls_ca", None, "PEM file with the only authorities that are trusted", "FILE", variable="TFT_TLS_CA"),
+    Setting(
+        name="tls_client_auth",
+        kind=Kind.SWITCH,
+        default=False,
+        help="require a certificate of every client too",
+        variable="TFT_TLS_CLIENT_AUTH",
     ),
     _number(
         "min_replicas", defaults.MIN_REPLICAS, "smallest quorum", 1, defaults.QUORUM_MOST, reloads=True, of_job=True

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Final, TypeAlias, cast, final
 
 from tft_coord import ConfigError, Member, ProtocolError, RefusedError
 from tft_coord.lighthouse import (
+    TLS,
     TORCHFT_JOB,
     Context,
+    Gate,
     LighthouseConfig,
     Outbox,
     Quorum,
@@ -29,6 +31,7 @@ from tft_coord.lighthouse import (
     effects,
     events,
     fail,
+    opens_job,
     peer_address,
     server_options,
     services,
@@ -60,7 +63,8 @@ class LighthouseShell:
     Args:
         config: limits and timeouts.
         cluster_id: of the lighthouses that replace each other, or None for one alone.
-        token: shared secret, or None.
+        gate: knows the secrets, and what each of them opens.
+        tls: certificates for all connections, or None.
         max_message_bytes: the largest message of a client.
         etcd: settings of the election of one lighthouse among several, or None: this one always serves.
 
@@ -74,8 +78,9 @@ class LighthouseShell:
         config: LighthouseConfig,
         *,
         cluster_id: str | None,
-        token: str | None,
+        gate: Gate,
         max_message_bytes: int,
+        tls: TLS | None = None,
         etcd: EtcdConfig | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -93,7 +98,8 @@ class LighthouseShell:
             self._core,
             self._torchft_core,
             config,
-            token=token,
+            gate=gate,
+            tls=tls,
             send=lambda order: self._send(order.stream, codec.encode_from_lighthouse(order)),
             num_streams=lambda: len(self._streams) + len(self._unary),
             now_ms=self._now_ms,
@@ -112,6 +118,7 @@ class LighthouseShell:
             encode=self._encode,
             number=self._numbers.__next__,
             full=self._refuse_full_call,
+            check_job=lambda context: self._server.services.check_job(context, TORCHFT_JOB),
         )
         self._unpacks: set[int] = set()  # streams whose other end can decode a packed quorum
         self._refusals = log.Refusals(self._loop.time)
@@ -119,11 +126,10 @@ class LighthouseShell:
         self._timer: asyncio.TimerHandle | None = None
         self._graces = Graces(lambda: self._perform(self._core.tick(self._now_ms(), self._wall_ms())))
         self._next_look_at_waits_s = 0.0
-        self._services = self._new_services(token)
         options = server_options(config.timeouts, hears_beats=True, max_request_bytes=max_message_bytes)
-        self._server = Server(options, self._services)
+        self._server = Server(options, self._new_services(gate))
 
-    def _new_services(self, token: str | None) -> services.Services:
+    def _new_services(self, gate: Gate) -> services.Services:
         return services.Services(
             unary={
                 services.LIGHTHOUSE_DESCRIBE: self._answer_describe,
@@ -132,14 +138,14 @@ class LighthouseShell:
                 services.LIGHTHOUSE_DRAIN: self._answer_drain,
             },
             streams={services.LIGHTHOUSE_SESSION: self._serve_session},
-            token=token,
+            gate=gate,
             is_serving=lambda: self.operations.is_ready,
         )
 
-    async def start(self, bind: str) -> int:
+    async def start(self, bind: str, tls: TLS | None = None) -> int:
         """Listen. Returns: the port. Raises: ConfigError: the address can't be bound."""
         try:
-            port = self._server.bind(bind)
+            port = self._server.bind(bind, tls)
         except RuntimeError as error:
             raise ConfigError(
                 f"the lighthouse can't listen at {bind}: the port is in use or the address is not this machine's; "
@@ -168,13 +174,12 @@ class LighthouseShell:
             self._journal = Journal(self._core, self._torchft_core, now_ms=self._now_ms, wall_ms=self._wall_ms)
         return self._journal
 
-    def reconfigure(self, config: LighthouseConfig, token: str | None) -> None:
+    def reconfigure(self, config: LighthouseConfig) -> None:
         """Use other settings from now on; see `LighthouseServer.reconfigure`."""
         self._config = config
         self._core.reconfigure(config)
         self._torchft_core.reconfigure(config.of_job(TORCHFT_JOB))
-        self.operations.reconfigure(config, token)
-        self._services.token = token
+        self.operations.reconfigure(config)
 
     # --- the election -------------------------------------------------------------------------------------------------
 
@@ -290,18 +295,11 @@ class LighthouseShell:
         about = f"{job if is_known else ''} is full" if refusal is Refusal.FULL else None
         self._refusals.log(what, refusal, message, job=job, about=about)
 
-    def _full_of_streams(self) -> str | None:
-        """Return why no further stream or waiting call is served, or None."""
-        most, number = self._config.limits.max_streams, len(self._streams) + len(self._unary)
-        if number < most:
-            return None
-        return (
-            f"this lighthouse serves {number} streams and waiting calls, the most that it may serve (max_streams {most}"
-            "). Raise max_streams of the lighthouse, or end replicas"
-        )
+    def _full(self) -> str | None:
+        return _full_of_streams(len(self._streams) + len(self._unary), self._config.limits.max_streams)
 
     def _refuse_full_call(self) -> effects.RefuseUnary | None:
-        full = self._full_of_streams()
+        full = self._full()
         if full is None:
             return None
         refused = effects.RefuseUnary(0, Refusal.FULL, full)  # no call has that number
@@ -309,15 +307,13 @@ class LighthouseShell:
         return refused
 
     def _send(self, stream: int, message: bytes) -> None:
-        outbox = self._streams.get(stream)
-        if outbox is not None:
-            outbox.put(message)
+        if stream in self._streams:
+            self._streams[stream].put(message)
 
     def _close(self, stream: int) -> None:
         self._received_s.pop(stream, None)
-        outbox = self._streams.get(stream)
-        if outbox is not None:
-            outbox.close()
+        if stream in self._streams:
+            self._streams[stream].close()
 
     def _now_ms(self) -> int:
         return int(self._loop.time() * 1000)
@@ -332,7 +328,7 @@ class LighthouseShell:
             return await context.write(codec.encode_from_lighthouse(self.candidate.refusal()))
         stream, serves = next(self._numbers), asyncio.current_task()
         assert serves is not None
-        full = self._full_of_streams()
+        full = self._full()
         if full is not None:
             refused = effects.RefuseSession(stream, Refusal.FULL, full)
             self._perform([refused])
@@ -340,9 +336,7 @@ class LighthouseShell:
             return None
 
         def overflows() -> None:
-            name, job = self._core.replica_of(stream) or "(no hello yet)", self._core.job_of(stream) or "(no hello yet)"
-            words = "disconnected replica %s of job %s at %s: it does not read its messages"
-            logger.warning(words, name, job, peer_address(context.peer()), extra={"job": job})
+            log.does_not_read(self._core.replica_of(stream), self._core.job_of(stream), peer_address(context.peer()))
             self._received_s.pop(stream, None)
             serves.cancel()
 
@@ -355,6 +349,8 @@ class LighthouseShell:
         reader = self._loop.create_task(self._read(stream, outbox, context))
         try:
             await outbox.write_all(write)
+            if reader.done() and reader.result():
+                await self._server.services.check_job(context, reader.result())
         finally:
             reader.cancel()
             last_s = self._received_s.pop(stream, None)
@@ -369,9 +365,13 @@ class LighthouseShell:
             self._handle(events.StreamClosed(stream, by_peer))
             self._graces.begin(self._config.timeouts.reconnect_grace_ms)
 
-    async def _read(self, stream: int, outbox: Outbox, context: Context) -> None:
-        """Read the stream until its manager server closes its side, the stream breaks, or a message is invalid."""
+    async def _read(self, stream: int, outbox: Outbox, context: Context) -> str:
+        """Read the stream until its manager server closes its side, the stream breaks, or a message is invalid.
+
+        Returns: "", or the job that the stream's hello names and its secret does not open.
+        """
         last: Member | None = None
+        opened = self._server.services.opened(context)
 
         def receive(message: bytes) -> None:
             nonlocal last
@@ -387,13 +387,14 @@ class LighthouseShell:
                 if event.quorum is not None:
                     self._handle_report(event)
                     return
-            elif isinstance(event, events.HelloReceived) and event.hello.unpacks:
-                self._unpacks.add(stream)
+            elif isinstance(event, events.HelloReceived):
+                if not opens_job(opened, event.hello.job):
+                    raise _WrongJobError(event.hello.job)
+                if event.hello.unpacks:
+                    self._unpacks.add(stream)
             self._handle(event)
             if self._journal is not None and isinstance(event, events.BeatReceived):
-                report = event.progress.report if event.progress is not None else None
-                if report is not None:
-                    self._journal.reported(stream, report)
+                self._journal.heard(event)
 
         try:
             while isinstance(message := cast("object", await context.read()), bytes):
@@ -401,18 +402,22 @@ class LighthouseShell:
         except ProtocolError as error:
             sentence = f"from {peer_address(context.peer())}: {error}"
             self._perform([effects.RefuseSession(stream, Refusal.MALFORMED, sentence)])
+        except _WrongJobError as error:
+            return str(error)
         finally:
             outbox.close()
+        return ""
 
     async def _answer_describe(self, _request: bytes, context: Context) -> bytes:
         await check_leads(self.operations, context)
-        return codec.encode_description(self.operations.description())
+        return codec.encode_description(self.operations.description(self._server.services.opened(context)))
 
     async def _answer_drain(self, request: bytes, context: Context) -> bytes:
         try:
             drain = codec.decode_drain(0, request)
         except ProtocolError as error:
             await fail(context, Refusal.MALFORMED.value, str(error))
+        await self._server.services.check_job(context, drain.job)
         try:
             self.operations.ask_to_leave(drain, peer_address(context.peer()))
         except RefusedError as error:
@@ -439,3 +444,17 @@ def _resumed(journal: Journal | None, job: str, quorum: Quorum, replica_id: str)
     log.resumed(job, quorum, replica_id)
     if journal is not None:
         journal.resumed(job, quorum, replica_id)
+
+
+class _WrongJobError(Exception):
+    """A hello names this job, and the secret of its stream does not open it."""
+
+
+def _full_of_streams(number: int, most: int) -> str | None:
+    """Return why no further stream or waiting call is served, or None."""
+    if number < most:
+        return None
+    return (
+        f"this lighthouse serves {number} streams and waiting calls, the most that it may serve (max_streams {most}"
+        "). Raise max_streams of the lighthouse, or end replicas"
+    )

@@ -6,7 +6,7 @@ Law of this file: calls to events, and decisions to answers. Which call gets whi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import final
 
 from tft_coord import ProtocolError, RefusedError
@@ -25,6 +25,7 @@ class UnaryCalls:
         encode: the encoders of the lighthouse.
         number: returns the number of a new call.
         full: returns why no further call may wait, and counts that as a refusal; None: there is room.
+        check_job: ends a call whose secret does not open the job of torchft's clients.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class UnaryCalls:
         encode: Encoders,
         number: Callable[[], int],
         full: Callable[[], effects.RefuseUnary | None],
+        check_job: Callable[[Context], Awaitable[None]],
     ) -> None:
         self._operations = operations
         self._handle = handle
         self._encode = encode
         self._number = number
         self._full = full
+        self._check_job = check_job
         self._calls: dict[int, asyncio.Future[Quorum | effects.RefuseUnary | None]] = {}
 
     def __len__(self) -> int:
@@ -59,6 +62,7 @@ class UnaryCalls:
 
     async def heartbeat(self, request: bytes, context: Context) -> bytes:
         """Take the beat of a replica."""
+        await self._check_job(context)
         await check_leads(self._operations, context)
         try:
             replica_id = codec.decode_heartbeat(request)
@@ -69,6 +73,7 @@ class UnaryCalls:
 
     async def quorum(self, request: bytes, context: Context) -> bytes:
         """Answer with the next quorum."""
+        await self._check_job(context)
         await check_leads(self._operations, context)
         try:
             member = codec.decode_lighthouse_request(request)

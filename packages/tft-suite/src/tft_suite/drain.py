@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 
-from tft_coord import CoordinationError, LighthouseClient
+from tft_coord import TLS, CoordinationError, LighthouseClient
 from tft_coord.errors import ConfigError as CoordinationConfigError
 from tft_coord.security import read_token
-from tft_coord.transport.address import targets
+from tft_coord.transport.address import check_scheme, targets
 from tft_suite.errors import ConfigError
 
 LIGHTHOUSE = ("TFT_LIGHTHOUSE", "TORCHFT_LIGHTHOUSE")
@@ -49,11 +49,13 @@ def drain(
     failures: list[str] = []
     try:
         addresses, token = targets(addresses_text), read_token(environ)
+        tls = TLS.from_environment(environ)
+        check_scheme(addresses_text, has_certificates=tls is not None)
     except CoordinationConfigError as error:
         raise ConfigError(f"{replica} was not asked to leave: {error}") from error
     for address in addresses:
         try:
-            with LighthouseClient(address, timeout, token=token, waits=False) as client:
+            with LighthouseClient(address, timeout, token=token, waits=False, tls=tls) as client:
                 client.drain(job, replica, timeout, reason=reason)
         except CoordinationError as error:
             failures.append(message_for_cli(error))

@@ -14,6 +14,8 @@ from datetime import timedelta
 from typing import Final
 
 from tft_coord.security import read_insecure, read_token
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
 
 SIXTY_SECONDS: Final = timedelta(seconds=60)
 """The default of torchft's time-outs. An argument that is this very object was not given."""
@@ -31,9 +33,14 @@ def given(value: timedelta) -> timedelta | None:
     return None if value is SIXTY_SECONDS else value
 
 
-def secret() -> tuple[str | None, bool]:
+def secret() -> tuple[Token, bool]:
     """Return the job's secret, or None, and whether all hosts are served without one."""
     return read_token(os.environ), read_insecure(os.environ)
+
+
+def certificates() -> TLS | None:
+    """Return the job's certificates, or None."""
+    return TLS.from_environment(os.environ)
 
 
 def advertised(hostname: str) -> str | None:
@@ -44,7 +51,7 @@ def advertised(hostname: str) -> str | None:
     return None if hostname == OWN_HOSTNAME else hostname
 
 
-def advertised_by_server(hostname: str, token: str | None, *, insecure: bool) -> str:
+def advertised_by_server(hostname: str, token: Token, *, insecure: bool) -> str:
     """Return the host name that a server advertises."""
     is_local = token is None and not insecure
     return "localhost" if is_local and hostname == OWN_HOSTNAME else hostname

@@ -14,7 +14,7 @@ import tft_coord
 from tft_coord.compat.views import Quorum, QuorumMember, Timestamp
 from tft_lighthouse import LighthouseServer as OurLighthouseServer
 from torchft._errors import ArgumentError, translated
-from torchft._settings import SIXTY_SECONDS, advertised_by_server, secret
+from torchft._settings import SIXTY_SECONDS, advertised_by_server, certificates, secret
 
 __all__ = [
     "LighthouseClient",
@@ -84,6 +84,7 @@ class LighthouseServer:
                 heartbeat_timeout_ms=_HEARTBEAT_TIMEOUT_MS if heartbeat_timeout_ms is None else heartbeat_timeout_ms,
                 token=token,
                 insecure=insecure,
+                tls=certificates(),
             )
 
     def address(self) -> str:
@@ -107,7 +108,7 @@ class LighthouseClient:
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         with translated():
-            self._client = tft_coord.LighthouseClient(addr, connect_timeout, token=secret()[0])
+            self._client = tft_coord.LighthouseClient(addr, connect_timeout, token=secret()[0], tls=certificates())
 
     def quorum(
         self,
@@ -172,6 +173,7 @@ class ManagerServer:
                 job=os.environ.get("TFT_JOB_ID") or "default",
                 token=token,
                 insecure=insecure,
+                tls=certificates(),
             )
 
     def address(self) -> str:
@@ -196,7 +198,7 @@ class ManagerClient:
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         with translated():
-            self._client = tft_coord.ManagerClient(addr, connect_timeout, token=secret()[0])
+            self._client = tft_coord.ManagerClient(addr, connect_timeout, token=secret()[0], tls=certificates())
 
     def _quorum(
         self,

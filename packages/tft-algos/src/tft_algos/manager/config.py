@@ -17,13 +17,14 @@ from datetime import timedelta
 from typing import Any, Final, Literal, TypeAlias
 
 from tft_algos.errors import ConfigError, UnknownSettingError
-from tft_ckpt import TLS, CheckpointTransport
-from tft_ckpt import ConfigError as CheckpointConfigError
+from tft_ckpt import CheckpointTransport
 from tft_coord.core.stragglers import StragglerNotice
 from tft_coord.errors import ConfigError as CoordinationConfigError
-from tft_coord.security import check_host_without_secret, check_token, read_insecure, read_token
+from tft_coord.security import check_host_without_secret, check_token, is_for_this_machine, read_insecure, read_token
 from tft_coord.timeouts import LONGEST_MS, Timeouts
-from tft_coord.transport.address import check_host, host_of, targets
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
+from tft_coord.transport.address import check_host, check_scheme, host_of, targets
 
 DEFAULT_JOB: Final = "default"
 _LIGHTHOUSE_IS_SET_BY: Final = "lighthouse_addr, TFT_LIGHTHOUSE or TORCHFT_LIGHTHOUSE"
@@ -231,7 +232,8 @@ class ResolvedConfig:
     Args:
         timeout_is_explicit: `timeout` came from the user, so the process group gets it too.
         store_addr: None: this process hosts the store.
-        tls: TLS settings of the transport that the Manager makes, or None.
+        tls: TLS settings of all connections of the Manager, of its servers, and of the transport that it makes; or
+            None.
         run_scope: key prefix of the group and its restart count, for a store that outlives the group. A launcher need
             not give a restart count, nor raise it.
         group_scope: key prefix of the group across its restarts, for the same store.
@@ -262,7 +264,7 @@ class ResolvedConfig:
     on_straggler: OnStraggler | None
     log_steps: bool
     job: str
-    token: str | None = field(repr=False)
+    token: Token = field(repr=False)
     insecure: bool
     tls: TLS | None
     run_scope: str
@@ -400,16 +402,10 @@ def from_environment(
         raise ConfigError(
             f"MASTER_ADDR is {store_addr} and MASTER_PORT is not set; set MASTER_PORT to the port of the group's store"
         )
-    lighthouse = config.lighthouse_addr or environ.get("TFT_LIGHTHOUSE") or environ.get("TORCHFT_LIGHTHOUSE") or None
-    if lighthouse is None and rank == 0:
-        raise ConfigError(
-            f"the lighthouse address is not set; set {_LIGHTHOUSE_IS_SET_BY}, for example to http://localhost:29510"
-        )
-    if lighthouse is not None:
-        _check_address(f"the lighthouse ({_LIGHTHOUSE_IS_SET_BY})", lighthouse)
-    token, insecure = _token(config, environ), _insecure(config, environ)
+    lighthouse = _lighthouse(config, environ, is_needed=rank == 0)
+    token, tls, insecure = _trust(config, environ, lighthouse)
     rank0_only = _yes_or_no(config.rank0_synchronization_only, environ, "TFT_RANK0_SYNCHRONIZATION_ONLY")
-    if token is None and not insecure:
+    if is_for_this_machine(token, tls, insecure=insecure):
         _check_this_machine("hostname", config.hostname)
         if rank == 0 and lighthouse is not None:
             for address in targets(lighthouse):
@@ -448,24 +444,33 @@ def from_environment(
         job=job,
         token=token,
         insecure=insecure,
-        tls=_tls(environ) if config.checkpoint_transport is None else None,
+        tls=tls,
         run_scope=f"{group_scope}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         group_scope=group_scope,
     )
 
 
-def _token(config: ManagerConfig, environ: Mapping[str, str]) -> str | None:
-    try:
-        return check_token(config.token) if config.token is not None else read_token(environ)
-    except CoordinationConfigError as error:
-        raise ConfigError(str(error)) from error
+def _lighthouse(config: ManagerConfig, environ: Mapping[str, str], *, is_needed: bool) -> str | None:
+    lighthouse = config.lighthouse_addr or environ.get("TFT_LIGHTHOUSE") or environ.get("TORCHFT_LIGHTHOUSE") or None
+    if lighthouse is None and is_needed:
+        raise ConfigError(
+            f"the lighthouse address is not set; set {_LIGHTHOUSE_IS_SET_BY}, for example to http://localhost:29510"
+        )
+    if lighthouse is not None:
+        _check_address(f"the lighthouse ({_LIGHTHOUSE_IS_SET_BY})", lighthouse)
+    return lighthouse
 
 
-def _insecure(config: ManagerConfig, environ: Mapping[str, str]) -> bool:
+def _trust(config: ManagerConfig, environ: Mapping[str, str], lighthouse: str | None) -> tuple[Token, TLS | None, bool]:
+    """Return the secret, the certificates, and whether all machines are served without either."""
     try:
-        return config.insecure if config.insecure is not None else read_insecure(environ)
+        token = check_token(config.token) if config.token is not None else read_token(environ)
+        insecure = config.insecure if config.insecure is not None else read_insecure(environ)
+        tls = TLS.from_environment(environ)
+        check_scheme(lighthouse or "", has_certificates=tls is not None)
     except CoordinationConfigError as error:
         raise ConfigError(str(error)) from error
+    return token, tls, insecure
 
 
 def _check_this_machine(name: str, host: str | None) -> None:
@@ -478,13 +483,6 @@ def _check_this_machine(name: str, host: str | None) -> None:
 
 def _this_machine() -> str:
     return "localhost"
-
-
-def _tls(environ: Mapping[str, str]) -> TLS | None:
-    try:
-        return TLS.from_environment(environ)
-    except CheckpointConfigError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _timeouts(config: ManagerConfig, environ: Mapping[str, str]) -> tuple[Timeouts, bool]:

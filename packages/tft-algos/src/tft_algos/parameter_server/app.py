@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import socket
 from concurrent.futures import Future
@@ -19,8 +18,10 @@ from aiohttp.typedefs import Handler, Middleware
 from tft_algos.errors import ServerBusyError
 from tft_algos.parameter_server.routes import HOLDS_HEADER, NEW_SESSION_ROUTE
 from tft_algos.parameter_server.sessions import Session, Sessions
-from tft_ckpt.transfer.routes import authorization
 from tft_ckpt.transfer.web_server import WebServer
+from tft_coord.security import admits
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
 
 __all__ = ["App"]
 
@@ -40,18 +41,27 @@ class App:
         loop: the app's event loop.
         listener: bound and listening; closed at the end.
         token: the secret that clients must present, or None.
+        tls: certificates for the connections, or None.
         sessions: opens each session.
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, listener: socket.socket, *, token: str | None, sessions: Sessions
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        *,
+        token: Token,
+        tls: TLS | None,
+        sessions: Sessions,
     ) -> None:
         self.started: Future[None] = Future()
         self._loop = loop
         self._token = token
         self._sessions = sessions
         self._stop = asyncio.Event()
-        self._server = WebServer(loop, listener, log=_log, tls=None, authentication_timeout_s=AUTHENTICATION_TIMEOUT_S)
+        self._server = WebServer(
+            loop, listener, log=_log, tls=tls and tls.server_context, authentication_timeout_s=AUTHENTICATION_TIMEOUT_S
+        )
 
     def stop(self) -> None:
         """Close the port and every connection, so that `serve` ends. Any thread may call this."""
@@ -70,12 +80,11 @@ class App:
             await self._server.close()
 
     def _check_token(self) -> Middleware:
-        expected = None if self._token is None else authorization(self._token).encode("utf-8")
-
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
             given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-            if expected is not None and not hmac.compare_digest(given, expected):
+            if not admits(self._token, (("authorization", given),)):
+                self._server.refused(request.remote)
                 raise _last(
                     web.HTTPUnauthorized(
                         text="this job's secret is missing or wrong; give every process of the job the same one "

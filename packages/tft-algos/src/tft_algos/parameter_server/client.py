@@ -20,8 +20,11 @@ from tft_algos.parameter_server.routes import (
 )
 from tft_ckpt import TransferTimeoutError
 from tft_ckpt.transfer.connection import Connection, SourceSilentError, StopSignal
-from tft_ckpt.transfer.routes import authorization
 from tft_coord.errors import RequestTimeoutError, UnreachableError
+from tft_coord.security import call_metadata
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
+from tft_coord.transport.trust import why_untrusted
 
 __all__ = ["requested_session"]
 
@@ -29,7 +32,9 @@ _SENTENCE_CHARS_MAX = 300
 
 
 @contextmanager
-def requested_session(address: str, *, token: str | None, timeout_s: float) -> Iterator[OpenedSession]:
+def requested_session(
+    address: str, *, token: Token, timeout_s: float, tls: TLS | None = None
+) -> Iterator[OpenedSession]:
     """Ask a parameter server for a session, which the caller joins inside the context.
 
     The connection stays open inside the context. If it ends early, because this process dies or the caller raises, the
@@ -39,6 +44,7 @@ def requested_session(address: str, *, token: str | None, timeout_s: float) -> I
         address: what the server's `address()` returns.
         token: the job's secret, or None.
         timeout_s: for the whole context.
+        tls: certificates for the connection, or None.
 
     Raises:
         ConfigError: the address is malformed.
@@ -47,8 +53,9 @@ def requested_session(address: str, *, token: str | None, timeout_s: float) -> I
         ServerBusyError: the server has no room for a session, or stops.
         SessionRefusedError: the secret is wrong, the server can't make a group, or it is not a parameter server.
     """
-    host, port = parse_address(address)
-    headers = {HOLDS_HEADER: "1"} | ({} if token is None else {"authorization": authorization(token)})
+    host, port = parse_address(address, has_certificates=tls is not None)
+    headers = {HOLDS_HEADER: "1", **dict(call_metadata(token))}
+    context = None if tls is None else tls.client_context()
     late = (
         f"the parameter server at {address} did not answer within {timeout_s:.3g} s; check whether its process is "
         "stopped, and the network to it"
@@ -56,13 +63,20 @@ def requested_session(address: str, *, token: str | None, timeout_s: float) -> I
     with ExitStack() as held:
         try:
             stop = held.enter_context(closing(StopSignal(timeout_s, None)))
-            connection = held.enter_context(closing(Connection(host, port, silence_s=timeout_s, stop=stop)))
+            connection = held.enter_context(
+                closing(Connection(host, port, silence_s=timeout_s, stop=stop, tls=context))
+            )
             response = connection.get(NEW_SESSION_ROUTE, headers)
             read = response.readline if response.status == 200 else response.read
             status, body = response.status, read(ANSWER_BYTES_MAX + 1)
         except (TransferTimeoutError, SourceSilentError) as error:
             raise RequestTimeoutError(late) from error
         except (OSError, http.client.HTTPException) as error:
+            untrusted = why_untrusted(error, host) if isinstance(error, OSError) else None
+            if untrusted is not None:
+                raise SessionRefusedError(
+                    f"the parameter server at {address} can't be used: {untrusted}", status=0
+                ) from error
             raise UnreachableError(
                 f"the parameter server at {address} can't be reached ({error or type(error).__name__}); check the "
                 "address, and that the server runs"

@@ -23,9 +23,11 @@ from tft_algos.parameter_server.settings import (
     ServerSettings,
     checked_flag,
     resolve_insecure,
+    resolve_tls,
     resolve_token,
     seconds_of,
 )
+from tft_coord.tls import TLS
 from tft_pg import ConfigureError, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 
 __all__ = ["ParameterServer"]
@@ -54,6 +56,8 @@ class ParameterServer(abc.ABC):
             then ends at once, and that of a machine that vanishes ends after this time.
         isolate: whether the server runs the Gloo of each session in a child process. Gloo ends its process if a
             message is longer than the tensor that receives it. With False, a client can end the server in this way.
+        tls: certificates for the requests of sessions; the groups' own traffic is not encrypted. None: what
+            TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA name.
 
     Raises: ConfigError: a setting is invalid, a port is taken, or the server would serve other machines without a
         secret.
@@ -71,6 +75,7 @@ class ParameterServer(abc.ABC):
         max_sessions: int = 64,
         join_timeout: timedelta = timedelta(seconds=60),
         isolate: bool = True,
+        tls: TLS | None = None,
     ) -> None:
         self._session_server = SessionServer(
             ServerSettings(
@@ -82,6 +87,7 @@ class ParameterServer(abc.ABC):
                 join_timeout=join_timeout,
             ),
             token=resolve_token(token),
+            tls=resolve_tls(tls),
             insecure=resolve_insecure(insecure),
             new_group=self._new_isolated_group if checked_flag("isolate", isolate) else self._new_group,
             forward=self.forward,
@@ -132,7 +138,12 @@ class ParameterServer(abc.ABC):
 
     @classmethod
     def new_session(
-        cls, address: str, *, timeout: timedelta = timedelta(seconds=60), token: str | None = None
+        cls,
+        address: str,
+        *,
+        timeout: timedelta = timedelta(seconds=60),
+        token: str | None = None,
+        tls: TLS | None = None,
     ) -> ProcessGroup:
         """Open a session as its client, and block until its group is configured.
 
@@ -140,6 +151,7 @@ class ParameterServer(abc.ABC):
             address: what the server's `address()` returns.
             timeout: for the whole call.
             token: the job's secret. None: what TFT_TOKEN or TFT_TOKEN_FILE names.
+            tls: certificates for the request. None: what TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA name.
 
         Returns: the group, in which this process is rank 1 and the server is rank 0. Call its `shutdown` to end the
             session.
@@ -152,11 +164,11 @@ class ParameterServer(abc.ABC):
             ConfigureError: the session is open, but its group was not built in time.
         """
         deadline_s = time.monotonic() + seconds_of("timeout", timeout)
-        secret = resolve_token(token)
+        secret, certificates = resolve_token(token), resolve_tls(tls)
         group = cls._new_group()  # before the request, so that no session is opened if this fails
         try:
             left_s = max(_LEAST_S, deadline_s - time.monotonic())
-            with requested_session(address, token=secret, timeout_s=left_s) as session:
+            with requested_session(address, token=secret, timeout_s=left_s, tls=certificates) as session:
                 left_s = max(_LEAST_S, deadline_s - time.monotonic())
                 if not join(group, session, 1, timedelta(seconds=left_s)):
                     raise SessionRefusedError(

@@ -84,14 +84,25 @@ def parse_answer(body: bytes) -> OpenedSession:
     return OpenedSession(session_id, store_addr, key)
 
 
-def parse_address(address: str) -> tuple[str, int]:
+def parse_address(address: str, *, has_certificates: bool = False) -> tuple[str, int]:
     """Return the host and the port of a parameter server's address.
 
-    Raises: ConfigError: the address is not `http://host:port/new_session`.
+    Raises: ConfigError: the address is not `http://host:port/new_session`, or `https://` for a process with
+        certificates.
     """
     try:
         parts = urlsplit(address)
-        if parts.scheme == "http" and parts.hostname and parts.port and parts.path in ("", "/", NEW_SESSION_ROUTE):
+        if parts.scheme == "https" and not has_certificates:
+            raise ConfigError(
+                f"{str(address)[:200]!r} asks for TLS, and this process has no certificates; set TFT_TLS_CERT, "
+                "TFT_TLS_KEY and TFT_TLS_CA"
+            )
+        if (
+            parts.scheme in ("http", "https")
+            and parts.hostname
+            and parts.port
+            and parts.path in ("", "/", NEW_SESSION_ROUTE)
+        ):
             return parts.hostname, parts.port
     except (ValueError, AttributeError):
         pass

@@ -22,7 +22,9 @@ from tft_algos.parameter_server.settings import ServerSettings
 from tft_ckpt import ConfigError as TransferConfigError
 from tft_ckpt.descriptors import raise_limit
 from tft_ckpt.transfer.address import advertised_url, is_of_loopback, listen, parse_url
-from tft_coord.security import HOW_TO_SERVE_OTHERS
+from tft_coord.security import HOW_TO_SERVE_OTHERS, is_for_this_machine
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
 from tft_pg import ProcessGroup
 from tft_pg.forks import Inheritance, let_go_in_child
 from tft_pg.threads import join_within
@@ -43,6 +45,7 @@ class SessionServer:
     Args:
         settings: of the server.
         token: the job's secret, or None.
+        tls: certificates for the requests of sessions, or None.
         insecure: whether a server without a secret may serve other machines.
         new_group: makes the server's group of a session.
         forward: serves one session.
@@ -55,15 +58,17 @@ class SessionServer:
         self,
         settings: ServerSettings,
         *,
-        token: str | None,
+        token: Token,
+        tls: TLS | None,
         insecure: bool,
         new_group: Callable[[], ProcessGroup],
         forward: Callable[[str, ProcessGroup], None],
     ) -> None:
         raise_limit()
-        listener = _listen(settings, token=token, insecure=insecure)
+        is_local = is_for_this_machine(token, tls, insecure=insecure)
+        listener = _listen(settings, is_local=is_local)
         try:
-            url = _url(listener, settings.advertise_addr)
+            url = _url(listener, settings.advertise_addr, "http" if tls is None else "https")
             # The store listens where the port does, and so serves no machine that the port does not serve.
             self._store = SessionStore(
                 _listen_at(listener, settings.store_port), parse_url(url)[0], sessions_max=settings.max_sessions
@@ -82,7 +87,7 @@ class SessionServer:
         self._listener = listener
         self._port = int(listener.getsockname()[1])
         self._loop = asyncio.new_event_loop()
-        self._app = App(self._loop, listener, token=token, sessions=self._sessions)
+        self._app = App(self._loop, listener, token=token, tls=tls, sessions=self._sessions)
         self._lock = threading.Lock()
         self._is_closed = False
         self._parent_pid = 0  # in a forked child: the process that owns the original of this server
@@ -94,7 +99,7 @@ class SessionServer:
         except BaseException:
             self.shutdown()
             raise
-        if token is None:
+        if is_local or (token is None and insecure):
             served = "" if insecure else "only this machine is served: "
             _log.warning("no secret is set; %severy process that reaches %s can open a session", served, self._address)
 
@@ -141,9 +146,8 @@ class SessionServer:
             self._loop.close()
 
 
-def _listen(settings: ServerSettings, *, token: str | None, insecure: bool) -> socket.socket:
+def _listen(settings: ServerSettings, *, is_local: bool) -> socket.socket:
     """Return the port for requests. Raises: ConfigError."""
-    is_local = token is None and not insecure
     bind = "localhost" if is_local and settings.bind is None else settings.bind
     try:
         listener = listen(bind, settings.port)
@@ -165,8 +169,8 @@ def _listen_at(other: socket.socket, port: int) -> socket.socket:
         raise ConfigError(f"store_port: {error}") from error
 
 
-def _url(listener: socket.socket, advertise_addr: str | None) -> str:
+def _url(listener: socket.socket, advertise_addr: str | None, scheme: str) -> str:
     try:
-        return advertised_url(listener, advertise_addr)
+        return advertised_url(listener, advertise_addr, scheme)
     except TransferConfigError as error:
         raise ConfigError(str(error)) from error

@@ -13,10 +13,12 @@ from datetime import timedelta
 from tft_algos.errors import ConfigError
 from tft_coord.errors import ConfigError as CoordinationConfigError
 from tft_coord.security import check_token, read_insecure, read_token
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
 from tft_pg import ConfigError as GroupConfigError
 from tft_pg.settings import checked_timeout
 
-__all__ = ["ServerSettings", "checked_flag", "resolve_insecure", "resolve_token", "seconds_of"]
+__all__ = ["ServerSettings", "checked_flag", "resolve_insecure", "resolve_tls", "resolve_token", "seconds_of"]
 
 _PORT_MAX = 65535
 
@@ -69,7 +71,20 @@ def seconds_of(name: str, timeout: timedelta) -> float:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def resolve_token(token: str | None, environ: Mapping[str, str] = os.environ) -> str | None:
+def resolve_tls(tls: TLS | None, environ: Mapping[str, str] = os.environ) -> TLS | None:
+    """Return the certificates: the argument, else what TFT_TLS_CERT, TFT_TLS_KEY and TFT_TLS_CA name, else None.
+
+    Raises: ConfigError: the argument is no TLS, or the files can't be used.
+    """
+    if tls is not None and not isinstance(tls, TLS):
+        raise ConfigError(f"tls is of type {type(tls).__name__}; give a tft_coord.TLS, or None")
+    try:
+        return tls if tls is not None else TLS.from_environment(environ)
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
+
+
+def resolve_token(token: str | None, environ: Mapping[str, str] = os.environ) -> Token:
     """Return the job's secret: the argument, else what TFT_TOKEN or TFT_TOKEN_FILE names, else None.
 
     Raises: ConfigError: the secret is invalid, or can't be read.

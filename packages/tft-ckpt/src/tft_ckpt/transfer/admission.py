@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final, final
 from tft_ckpt import descriptors
 
 if TYPE_CHECKING:
-    import ssl
+    from tft_ckpt.transfer.tls import ContextSource
 
 __all__ = ["Acceptor"]
 
@@ -45,7 +45,7 @@ class Acceptor:
         loop: the event loop; all methods run there.
         listener: bound and listening; closed by `close`.
         protocol: makes the protocol of each connection.
-        tls: the TLS context, or None.
+        tls: returns the TLS context of the next connection, or None.
         authentication_timeout_s: the time limit for an unauthenticated connection, which is closed after it.
     """
 
@@ -55,7 +55,7 @@ class Acceptor:
         listener: socket.socket,
         *,
         protocol: Callable[[], asyncio.BaseProtocol],
-        tls: ssl.SSLContext | None,
+        tls: ContextSource | None,
         authentication_timeout_s: float,
     ) -> None:
         self._loop = loop
@@ -119,11 +119,15 @@ class Acceptor:
             transport, _ = await self._loop.connect_accepted_socket(
                 self._protocol,
                 connection,
-                ssl=self._tls,
+                ssl=None if self._tls is None else self._tls(),
                 ssl_handshake_timeout=None if self._tls is None else self._authentication_timeout_s,
             )
-        except OSError:  # the caller has disconnected, or does not use TLS
+        except OSError as error:  # the caller has disconnected, or does not use TLS
             self._forget(entry)
+            reason = getattr(error, "reason", None)
+            if reason is not None:
+                sentence = "refused a TLS handshake of %s (%s); callers need https, and certificates"
+                self._warn(sentence, entry.host, str(reason).lower().replace("_", " "))
             return
         entry.transport = transport
         if entry in self._unauthenticated:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import socket
@@ -41,14 +40,15 @@ from tft_ckpt.transfer.routes import (
     URL_BYTES_MAX,
     WAIT_HEADER,
     WAIT_MS_MAX,
-    authorization,
+    Token,
+    admits,
     chunks_body,
 )
 from tft_ckpt.transfer.snapshot_store import Found, Refused, SnapshotStore
 from tft_ckpt.transfer.web_server import WebServer
 
 if TYPE_CHECKING:
-    import ssl
+    from tft_ckpt.transfer.tls import ContextSource
 
 __all__ = ["App"]
 
@@ -87,7 +87,7 @@ class App:
         silence_s: the limit for readers that take no data and for connections without requests. They are disconnected
             after it.
         send_bytes_per_s: the rate limit for all readers together, or None.
-        tls: the TLS context, or None for plain HTTP.
+        tls: returns the TLS context of the next connection, or None for plain HTTP.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class App:
         *,
         store: SnapshotStore,
         lock: threading.Lock,
-        token: str | None,
+        token: Token,
         silence_s: float,
         send_bytes_per_s: float | None,
-        tls: ssl.SSLContext | None,
+        tls: ContextSource | None,
     ) -> None:
         self._loop = loop
         self._store = store
@@ -267,12 +267,10 @@ class App:
         return track
 
     def _check_token(self) -> Middleware:
-        expected = None if self._token is None else authorization(self._token).encode("utf-8")
-
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-            if expected is not None and not hmac.compare_digest(given, expected):
+            if not admits(self._token, request.headers.get("authorization", "")):
+                self._server.refused(request.remote)
                 refusal = web.HTTPUnauthorized(
                     text="this job's token is missing or wrong; give every process of the job the same one",
                     headers={"www-authenticate": "Bearer"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import http.client
 import math
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,13 +31,16 @@ from tft_ckpt.transfer.routes import (
     PARTIAL_HEADER,
     RELAY_HEADER,
     WAIT_HEADER,
+    Token,
     authorization,
     chunks_bytes_max,
     chunks_path,
     data_path,
     manifest_path,
     parse_chunks,
+    shown_token,
 )
+from tft_ckpt.transfer.tls import ContextSource
 
 __all__ = ["Chunks", "Reader", "RequestContext", "SharedRateLimiter", "SourceBrokenError", "SourceHungError"]
 
@@ -85,20 +87,21 @@ class RequestContext:
         token: the job's token, or None.
         own: this receiver's URL, where it relays its chunks; "" if it does not.
         limits: larger states are refused.
-        tls: for sources whose URL says https.
+        tls: returns the TLS context of the next connection, for sources whose URL says https; None: plain HTTP.
         rate_limiter: the rate limit, or None.
     """
 
     key: StateKey
-    token: str | None = field(repr=False)
+    token: Token = field(repr=False)
     own: str
     limits: Limits
-    tls: ssl.SSLContext | None = None
+    tls: ContextSource | None = None
     rate_limiter: SharedRateLimiter | None = None
 
     def headers(self) -> dict[str, str]:
         """Return the headers of data requests."""
-        return {} if self.token is None else {"authorization": authorization(self.token)}
+        shown = shown_token(self.token)
+        return {} if shown is None else {"authorization": authorization(shown)}
 
     def named_headers(self) -> dict[str, str]:
         """Return the headers of manifest and chunk requests, which name the receiver."""
@@ -175,7 +178,9 @@ class Reader:
             )
         with _converting_errors(f"can't connect to {self._source}"):
             silence_s, deadline_s = self._silence_s, self._deadline_s
-            return Connection(host, port, silence_s=silence_s, stop=self._stop, tls=tls, deadline_s=deadline_s)
+            return Connection(
+                host, port, silence_s=silence_s, stop=self._stop, tls=tls and tls(), deadline_s=deadline_s
+            )
 
     def _get(self, path: str, headers: Mapping[str, str], *, patience_s: float = 0.0) -> http.client.HTTPResponse:
         if self._is_last:

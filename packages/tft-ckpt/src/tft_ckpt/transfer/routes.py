@@ -30,8 +30,10 @@ Law of this file: spelling only.
 
 from __future__ import annotations
 
+import hmac
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from tft_ckpt.key import StateKey
 
@@ -43,6 +45,8 @@ __all__ = [
     "RELAY_HEADER",
     "WAIT_HEADER",
     "WAIT_MS_MAX",
+    "Token",
+    "admits",
     "authorization",
     "chunks_body",
     "chunks_bytes_max",
@@ -50,6 +54,7 @@ __all__ = [
     "data_path",
     "manifest_path",
     "parse_chunks",
+    "shown_token",
 ]
 
 WAIT_HEADER = "x-tft-wait-ms"
@@ -116,6 +121,25 @@ def chunks_bytes_max(num_chunks: int) -> int:
     return 64 + 2 * (-(-num_chunks // 8)) + PEERS_MAX * (6 * URL_BYTES_MAX + 3)
 
 
+Token: TypeAlias = "str | Callable[[], Sequence[str]] | None"
+"""A job's token, or what returns the tokens of the moment: the first is shown, and all are accepted; None: no token."""
+
+
 def authorization(token: str) -> str:
     """Return the value of the authorization header for a job's token."""
     return f"Bearer {token}"
+
+
+def shown_token(token: Token) -> str | None:
+    """Return the token that a request shows now, or None."""
+    return next(iter(token()), None) if callable(token) else token
+
+
+def admits(token: Token, header: str) -> bool:
+    """Return whether a request with that authorization header may be answered."""
+    if token is None:
+        return True
+    given = header.encode("utf-8", "surrogateescape")
+    accepted = token() if callable(token) else (token,)
+    # Each is compared, so that the time does not tell which one fits.
+    return sum(hmac.compare_digest(given, authorization(each).encode()) for each in accepted) > 0

@@ -35,13 +35,13 @@ from tft_ckpt.state.snapshot import Snapshot
 from tft_ckpt.state.tree import Limits
 from tft_ckpt.threads import join_within
 from tft_ckpt.transfer.relay import Relay
+from tft_ckpt.transfer.routes import Token
 from tft_ckpt.transfer.snapshot_store import SnapshotStore
 
 if TYPE_CHECKING:
-    import ssl
-
     from tft_ckpt.state.target import Target
     from tft_ckpt.transfer.app import App
+    from tft_ckpt.transfer.tls import ContextSource
 
 __all__ = ["Relay", "StateServer"]
 
@@ -79,7 +79,7 @@ class StateServer:
         keep_buffers: whether to keep the memory of an unused state for the next one. Otherwise the memory is returned
             to the system. That happens when the next state is offered and no reader is left, or after silence_s without
             requests.
-        tls: the TLS context, or None for plain HTTP.
+        tls: returns the TLS context of the next connection, or None for plain HTTP.
         import_later: whether to import the web server at first use or at `get_ready`, and not at once.
     """
 
@@ -87,13 +87,13 @@ class StateServer:
         self,
         listener: socket.socket,
         *,
-        token: str | None,
+        token: Token,
         chunk_bytes: int,
         limits: Limits,
         silence_s: float,
         send_bytes_per_s: float | None = None,
         keep_buffers: bool = True,
-        tls: ssl.SSLContext | None = None,
+        tls: ContextSource | None = None,
         import_later: bool = False,
     ) -> None:
         raise_limit()

@@ -1,25 +1,38 @@
-"""TLS for all connections, against eavesdropping and forgery.
+"""TLS for all connections of a job, against eavesdropping and forgery.
 
 One certificate authority for each job is enough. Every process trusts it, and has its own certificate for its
-advertised address. With `check_client` a server also requires a certificate of its readers. Then the certificates alone
+advertised address. With `check_client` a server also requires a certificate of its clients. Then the certificates alone
 decide the membership in the job.
 
-Law of this file: certificate files, and the standard library's contexts made of them; no sockets.
+The files may change while a process runs. Each new connection uses the present ones. Files that do not fit together,
+as in the middle of a change, are not used: the previous ones stay until the change is complete.
+
+Law of this file: certificate files, and the standard library's contexts made of them; no sockets. `tft_coord.TLS` is
+the same, for processes without torch; a transport takes either.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Final, Protocol, TypeAlias, final
 
 from tft_ckpt.errors import ConfigError
 
-__all__ = ["TLS"]
+__all__ = ["TLS", "ContextSource", "TLSSettings"]
 
-_YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+LOOK_EVERY_S: Final = 1.0  # at the files
+_KEPT_MOST: Final = 64
+_YES: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
+ContextSource: TypeAlias = "Callable[[], ssl.SSLContext]"
+_Version: TypeAlias = "tuple[tuple[int, int, int], ...]"
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -31,7 +44,7 @@ class TLS:
         certificate: path of a PEM file: this process's certificate and the intermediate ones.
         key: path of a PEM file: the certificate's private key, without a password.
         authority: path of a PEM file: the only trusted authorities.
-        check_client: whether a server also requires a certificate of the authority from its readers.
+        check_client: whether a server also requires a certificate of the authority from its clients.
 
     Raises: ConfigError: a file is missing, unreadable, or does not fit the others.
     """
@@ -48,8 +61,7 @@ class TLS:
                 raise ConfigError(f"TLS.{name} is {path!r}; give the path of a PEM file")
         if type(self.check_client) is not bool:
             raise ConfigError(f"TLS.check_client is {self.check_client!r}; give True or False")
-        self.server_context()
-        self.client_context()
+        _load(self)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> TLS | None:
@@ -76,31 +88,134 @@ class TLS:
         return cls(certificate, key, authority, check_client=check_client)
 
     def server_context(self) -> ssl.SSLContext:
-        """Return a context for the serving side, from the present files. Raises: ConfigError."""
-        context = self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        context.verify_mode = ssl.CERT_REQUIRED if self.check_client else ssl.CERT_NONE
-        return context
+        """Return the context for the serving side, from the present files."""
+        return _contexts_of(self).server
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a context for the requesting side, from the present files. It checks the server's name. Raises:
-        ConfigError.
-        """
-        return self._loaded(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        """Return the context for the requesting side, from the present files. It checks the server's name."""
+        return _contexts_of(self).client
 
-    def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+
+class TLSSettings(Protocol):
+    """The part of `TLS` that a transport uses."""
+
+    @property
+    def check_client(self) -> bool:
+        """Return whether a server requires a certificate from its clients."""
+        ...
+
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context for the serving side of the next connection."""
+        ...
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return the context for the requesting side of the next connection."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Contexts:
+    """The contexts of one version of the three files, which fit together."""
+
+    version: _Version
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+def _contexts_of(tls: TLS) -> _Contexts:
+    """Return the contexts of the present files, which are looked at once in `LOOK_EVERY_S` at most.
+
+    Raises: ConfigError: no contents have fitted together so far, which a constructed `TLS` excludes.
+    """
+    watch = _watches.get(tls)
+    if watch is None:  # of a forgotten or copied value
+        watch = _load(tls)
+    now_s = time.monotonic()
+    # Another thread, or one that a forked child does not have, may be reading: what it had before is good meanwhile.
+    if now_s >= watch.next_look_s and watch.lock.acquire(blocking=False):
         try:
-            # An empty password. Otherwise Python would ask for the password of an encrypted key on the terminal.
-            context.load_cert_chain(self.certificate, self.key, password="")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"TLS can't use the certificate {self.certificate} with the key {self.key}: {error}; give PEM files "
-                "that belong together, the key without a password"
-            ) from error
+            watch.next_look_s = now_s + LOOK_EVERY_S
+            watch.look(tls)
+        finally:
+            watch.lock.release()
+    return watch.found
+
+
+@final
+class _Watch:
+    """The last good contents of the files of one `TLS`."""
+
+    def __init__(self, found: _Contexts) -> None:
+        self.found = found
+        self.lock = threading.Lock()
+        self.next_look_s = time.monotonic() + LOOK_EVERY_S
+        self._fault = ""
+
+    def look(self, tls: TLS) -> None:
         try:
-            context.load_verify_locations(self.authority)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"TLS can't use the authority {self.authority}: {error}; give a PEM file of certificates"
-            ) from error
-        return context
+            if _version(tls) == self.found.version:
+                self._fault = ""
+                return
+            self.found = _read(tls)
+        except ConfigError as error:
+            fault = str(error)
+            if fault != self._fault:
+                self._fault = fault
+                logger.warning("the new certificate files can't be used, and the previous ones stay: %s", fault)
+            return
+        self._fault = ""
+        logger.info("read the new certificate %s; new connections use it", tls.certificate)
+
+
+_watches: dict[TLS, _Watch] = {}
+
+
+def _load(tls: TLS) -> _Watch:
+    watch = _Watch(_read(tls))
+    for oldest in list(_watches)[: max(0, len(_watches) + 1 - _KEPT_MOST)]:
+        _watches.pop(oldest, None)
+    _watches[tls] = watch
+    return watch
+
+
+def _version(tls: TLS) -> _Version:
+    """Return what changes with the files. Raises: ConfigError: one is missing."""
+    found = []
+    for path in (tls.certificate, tls.key, tls.authority):
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise ConfigError(f"TLS can't read {path}: {error.strerror}; give the path of a PEM file") from error
+        found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
+    return tuple(found)
+
+
+def _read(tls: TLS) -> _Contexts:
+    """Return the contents of the files. Raises: ConfigError: they do not fit together, or change meanwhile."""
+    version = _version(tls)
+    server, client = (_context(tls, side) for side in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
+    server.verify_mode = ssl.CERT_REQUIRED if tls.check_client else ssl.CERT_NONE
+    if _version(tls) != version:
+        raise ConfigError(f"TLS can't use {tls.certificate}: the files change while they are read; try again")
+    return _Contexts(version, server, client)
+
+
+def _context(tls: TLS, side: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(side)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        # An empty password. Otherwise Python would ask for the password of an encrypted key on the terminal.
+        context.load_cert_chain(tls.certificate, tls.key, password="")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"TLS can't use the certificate {tls.certificate} with the key {tls.key}: {error}; give PEM files "
+            "that belong together, the key without a password"
+        ) from error
+    try:
+        context.load_verify_locations(tls.authority)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"TLS can't use the authority {tls.authority}: {error}; give a PEM file of certificates"
+        ) from error
+    return context

@@ -35,8 +35,9 @@ from tft_ckpt.transfer.failed_sources import SourceRecord
 from tft_ckpt.transfer.link import interface_of, link_bytes_per_s, slow_link_sentence
 from tft_ckpt.transfer.rate_limiter import check_rate
 from tft_ckpt.transfer.reader import RequestContext, SharedRateLimiter
+from tft_ckpt.transfer.routes import Token
 from tft_ckpt.transfer.server import StateServer
-from tft_ckpt.transfer.tls import TLS
+from tft_ckpt.transfer.tls import TLSSettings
 from tft_ckpt.transport import CheckpointTransport, StagedCheckpoint
 
 __all__ = ["HTTPTransport"]
@@ -55,7 +56,7 @@ class _Settings:
     timeout_s: float
     num_chunks: int
     port: int
-    token: str | None = field(repr=False)
+    token: Token = field(repr=False)
     chunk_bytes: int
     send_bytes_per_s: float | None
     receive_bytes_per_s: float | None
@@ -65,7 +66,7 @@ class _Settings:
             raise ConfigError(f"num_chunks is {self.num_chunks}; give 0 to {_CONNECTIONS_MAX} connections")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; give 0 to 65535")
-        if self.token is not None and not (self.token and self.token.isascii() and self.token.isprintable()):
+        if isinstance(self.token, str) and not (self.token and self.token.isascii() and self.token.isprintable()):
             raise ConfigError("token is empty or not plain ASCII; give printable ASCII, or None for no token")
         check_chunk_bytes(self.chunk_bytes)
         check_rate("send_bytes_per_s", self.send_bytes_per_s)
@@ -87,7 +88,8 @@ class HTTPTransport(CheckpointTransport[T]):
         interface: name of the network interface to listen on and to advertise, in place of bind.
         port: the port to listen on; 0 takes a free one.
         advertise_addr: this process's address for others: host, host:port or [ipv6]:port; None determines it.
-        token: the job's secret, sent and required with every request.
+        token: the job's secret, sent and required with every request; or a function that returns the present secrets,
+            of which the first is sent and all are accepted.
         chunk_bytes: length of a checked chunk when this process sends, 4 KiB to 1 GiB. Sources of one state with
             different lengths take turns and do not help each other.
         reuse_buffers: whether to receive into the same memory every time. This saves the cost of fresh memory, but the
@@ -97,7 +99,7 @@ class HTTPTransport(CheckpointTransport[T]):
         receive_bytes_per_s: the rate limit for all receives together; None for no limit.
         keep_buffers: whether to keep the memory of an unused state for the next one, which then costs the trainer
             least. Otherwise the memory is returned to the system.
-        tls: secures every connection. All transports of a job must use it, or none.
+        tls: secures every connection, a `TLS`. All transports of a job must use it, or none.
         import_later: whether to import the web server only when a reader connects, a state is offered or
             `prepare_to_send` is called. The import takes a tenth of a second of a core, which a starting trainer needs.
             Without an early call the first reader waits that long.
@@ -114,7 +116,7 @@ class HTTPTransport(CheckpointTransport[T]):
         bind: str | None = None,
         port: int = 0,
         advertise_addr: str | None = None,
-        token: str | None = None,
+        token: Token = None,
         chunk_bytes: int = 4 << 20,
         reuse_buffers: bool = False,
         limits: Limits | None = None,
@@ -122,7 +124,7 @@ class HTTPTransport(CheckpointTransport[T]):
         send_bytes_per_s: float | None = None,
         receive_bytes_per_s: float | None = None,
         keep_buffers: bool = True,
-        tls: TLS | None = None,
+        tls: TLSSettings | None = None,
         import_later: bool = False,
         insecure: bool = False,
     ) -> None:
@@ -135,8 +137,8 @@ class HTTPTransport(CheckpointTransport[T]):
             send_bytes_per_s=send_bytes_per_s,
             receive_bytes_per_s=receive_bytes_per_s,
         )
-        self._client_tls = None if tls is None else tls.client_context()
-        server_tls = None if tls is None else tls.server_context()
+        self._client_tls = None if tls is None else tls.client_context
+        server_tls = None if tls is None else tls.server_context
         self._rate_limiter = None if receive_bytes_per_s is None else SharedRateLimiter(receive_bytes_per_s)
         self._limits = Limits() if limits is None else limits
         self._kept = BufferPool() if reuse_buffers else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from aiohttp import web
 
@@ -16,9 +16,11 @@ from tft_ckpt.transfer.admission import Acceptor
 from tft_ckpt.transfer.request_log import request_logger
 
 if TYPE_CHECKING:
-    import ssl
+    from tft_ckpt.transfer.tls import ContextSource
 
 __all__ = ["WebServer"]
+
+REFUSALS_EVERY_S: Final = 60.0
 
 
 @final
@@ -29,7 +31,7 @@ class WebServer:
         loop: the event loop. Its other tasks are cancelled by `close`.
         listener: bound and listening; closed at the end.
         log: the parent of the log of requests that can't be read or answered.
-        tls: the TLS context, or None for plain HTTP.
+        tls: returns the TLS context of the next connection, or None for plain HTTP.
         authentication_timeout_s: the time limit for a connection until `authenticated`. It is closed after that time.
     """
 
@@ -39,7 +41,7 @@ class WebServer:
         listener: socket.socket,
         *,
         log: logging.Logger,
-        tls: ssl.SSLContext | None,
+        tls: ContextSource | None,
         authentication_timeout_s: float,
     ) -> None:
         self._loop = loop
@@ -50,6 +52,8 @@ class WebServer:
         self._runner: web.AppRunner | None = None
         self._server: web.Server | None = None
         self._acceptor: Acceptor | None = None
+        self._unlogged = 0  # refused requests since the last log line about them
+        self._logged_s = -REFUSALS_EVERY_S
 
     async def start(self, app: web.Application) -> None:
         """Answer requests from now on. Raises: the error that prevents the start; the port is closed then."""
@@ -82,6 +86,19 @@ class WebServer:
         """Mark a connection as a member of the job."""
         if self._acceptor is not None:
             self._acceptor.authenticated(transport)
+
+    def refused(self, address: str | None) -> None:
+        """Log requests without the right token, at most once a minute: any host may send them."""
+        self._unlogged += 1
+        if self._loop.time() - self._logged_s < REFUSALS_EVERY_S:
+            return
+        self._log.warning(
+            "refused %d requests without the right token, the last from %s; give every process of the job the same one "
+            "(TFT_TOKEN or TFT_TOKEN_FILE)",
+            self._unlogged,
+            address,
+        )
+        self._logged_s, self._unlogged = self._loop.time(), 0
 
     @property
     def transports(self) -> list[asyncio.Transport]:

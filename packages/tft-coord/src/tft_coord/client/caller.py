@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import final
+from typing import Any, TypeAlias, final
 
 from tft_coord.errors import (
     ConfigError,
@@ -23,14 +25,18 @@ from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.security import call_metadata
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import target
+from tft_coord.tls import TLS, Certificates, certificates_of
+from tft_coord.tokens import Token, looks_again
+from tft_coord.transport.address import check_scheme, target
+from tft_coord.transport.credentials import open_channel
 from tft_coord.transport.diagnosis import diagnose, no_peer, secret_refused
 from tft_coord.transport.names import AGAIN_AFTER_S, names
-from tft_coord.transport.settings import channel_options, error_of
+from tft_coord.transport.settings import Options, channel_options, error_of
 from tft_coord.wire.limits import MAX_COUNT
 from tft_coord.wire.services import UnaryStub, unary_stub
 
 # No server implements this method: an answer of any kind shows that a gRPC server is there.
+Stub: TypeAlias = Callable[..., bytes]
 _PROBE = "/torchft.TftProbe/Probe"
 _AGAIN_S = 0.1
 # a server accepts a whole number up to this; it closes the connection on a larger one
@@ -59,12 +65,13 @@ class Caller:
         peer: the kind of server, for messages.
         address: `host:port` or `http://host:port`.
         connect_timeout: how long the constructor tries to reach the server.
-        token: shared secret of the job, or None.
+        token: shared secret of the job, or a file with it, or None.
         timeouts: heartbeat_timeout_ms bounds how long a call retries a broken connection.
         is_known: the server is known to run at this address, so the first call connects and the constructor does not
             probe.
         waits: retry for the whole connect_timeout when the port refuses connections or the name is unknown, because the
             server may start later.
+        tls: of the job, or None.
     Raises: ConfigError: the address is invalid. UnreachableError: no server answered. ProtocolError: another kind of
         server answered.
     """
@@ -74,21 +81,24 @@ class Caller:
         peer: str,
         address: str,
         connect_timeout: timedelta,
-        token: str | None,
+        token: Token,
         timeouts: Timeouts,
         *,
         is_known: bool = False,
         waits: bool = True,
+        tls: TLS | None = None,
     ) -> None:
         self.target = target(address)
+        check_scheme(address, has_certificates=tls is not None)
         self._peer_kind = peer
         self.peer = f"the {peer} at {self.target}"
         self._retry_for_s = timeouts.heartbeat_timeout_ms / 1000
-        self._metadata = call_metadata(token)
+        self._token = token
         within_s = seconds(connect_timeout, "connect_timeout")
+        self._tls = tls
         self._closed = False
         self._parent_pid = 0  # in a forked child: the process that owns this client
-        self._channel = grpc.insecure_channel(self.target, options=channel_options(timeouts))
+        self._channel = _Channel(self.target, channel_options(timeouts), tls)
         let_go_in_child(self)
         resolved = names.look_up(self.target)
         try:
@@ -99,11 +109,11 @@ class Caller:
             self._channel.close()
             raise
 
-    def stub(self, method: str) -> UnaryStub:
+    def stub(self, method: str) -> Stub:
         """Return the stub of this method, for `call`."""
-        return unary_stub(self._channel, method)
+        return self._channel.stub(method)
 
-    def call(self, stub: UnaryStub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
+    def call(self, stub: Stub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
         """Call the method and wait for the answer.
 
         Args:
@@ -116,18 +126,23 @@ class Caller:
         """
         give_up_at = time.monotonic() + timeout_s
         broken_since: float | None = None
+        is_refused = False
         while True:
+            metadata = call_metadata(self._token)
             tried_at = time.monotonic()
             self._check_open(what)
             if tried_at >= give_up_at:
                 raise RequestTimeoutError(f"{what}: no answer from {self.peer} within {timeout_s:g} s")
             try:
-                return stub(request, timeout=give_up_at - tried_at, metadata=self._metadata)
+                return stub(request, timeout=give_up_at - tried_at, metadata=metadata)
             except grpc.RpcError as failure:
                 error = error_of(failure, f"{what}, sent to {self.peer}")
                 self._check_open(what)
                 if failure.code() is grpc.StatusCode.UNAUTHENTICATED:
-                    refused = secret_refused(failure.details() or "no reason given", shown=bool(self._metadata))
+                    if not is_refused and (looks_again(self._token) or metadata != call_metadata(self._token)):
+                        is_refused = True  # the secret has changed meanwhile
+                        continue
+                    refused = secret_refused(failure.details() or "no reason given", shown=bool(metadata))
                     raise RefusedError(f"{self.peer} {refused}", code="unauthenticated") from None
                 if not isinstance(error, UnreachableError) or not again:
                     raise error from None  # grpc's own text only repeats this error
@@ -135,6 +150,7 @@ class Caller:
                 # A call that waited before it failed had a connection until now.
                 if broken_since is None or now - tried_at > 1.0:
                     broken_since = now
+                    self._check_trust()
                 if now - broken_since >= self._retry_for_s:
                     raise error from None
             except ValueError as error:  # grpc raises ValueError when the channel closes between two lines
@@ -166,6 +182,12 @@ class Caller:
         if self._closed:
             raise CoordinationClosedError(f"{what}: this client was closed; make a new one")
 
+    def _check_trust(self) -> None:
+        """Raise ProtocolError if the connection broke because the server has other certificates, or none."""
+        why = diagnose(self.target, self._tls) if self._tls is not None else None
+        if isinstance(why, ProtocolError):
+            raise ProtocolError(f"{self.peer} {no_peer(self._peer_kind, why)}") from None
+
     def _probe(self, within_s: float, *, waits: bool) -> None:
         """Check that a gRPC server answers.
 
@@ -177,7 +199,7 @@ class Caller:
             failure = self._failure(left_s, wait_for_ready=again)
             if failure is None:
                 return
-            why = diagnose(self.target)
+            why = diagnose(self.target, self._tls)
             left_s = give_up_at - time.monotonic()
             if not waits or isinstance(why, ProtocolError) or left_s <= 0:
                 break
@@ -189,7 +211,8 @@ class Caller:
                 left_s = max(left_s - _AGAIN_S, _AGAIN_S)
             again = True
         within = f" within {within_s:g} s (connect_timeout)" if left_s <= 0 else ""
-        raise type(why)(f"{self.peer} {no_peer(self._peer_kind, why, within=within)}") from None
+        kind = UnreachableError if isinstance(why, UnreachableError) else ProtocolError
+        raise kind(f"{self.peer} {no_peer(self._peer_kind, why, within=within)}") from None
 
     def _failure(self, within_s: float, *, wait_for_ready: bool) -> grpc.RpcError | None:
         """Return why no gRPC server has answered, or None if one has."""
@@ -199,3 +222,57 @@ class Caller:
             answered = failure.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
             return None if answered else failure
         return None
+
+
+@final
+class _Channel:
+    """A channel to one address. With TLS it is another one when the certificates have changed.
+
+    The one before stays open for the calls in progress on it.
+    """
+
+    def __init__(self, address: str, options: Options, tls: TLS | None) -> None:
+        self._address = address
+        self._options = options
+        self._tls = tls
+        self._lock = threading.Lock()
+        self._certificates: Certificates | None = None
+        self._open: list[grpc.Channel] = []
+        self._is_closed = False
+        if tls is None:
+            self._open.append(open_channel(address, options, None))
+
+    def stub(self, method: str) -> Stub:
+        """Return a stub that uses the channel of the moment of each call."""
+        if self._tls is None:
+            return unary_stub(self._open[0], method)
+        made: dict[grpc.Channel, UnaryStub] = {}
+
+        def call(request: bytes, **options: Any) -> bytes:
+            channel = self._present()
+            if channel not in made:
+                made.clear()
+                made[channel] = unary_stub(channel, method)
+            return made[channel](request, **options)
+
+        return call
+
+    def _present(self) -> grpc.Channel:
+        """Return the channel with the present certificates. Raises: ValueError: it was closed."""
+        assert self._tls is not None
+        found = certificates_of(self._tls)
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("closed")
+            if found is not self._certificates:
+                self._certificates = found
+                self._open.append(open_channel(self._address, self._options, self._tls))
+                if len(self._open) > 2:
+                    self._open.pop(0).close()
+            return self._open[-1]
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+        for channel in self._open:
+            channel.close()

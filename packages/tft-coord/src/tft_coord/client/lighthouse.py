@@ -10,7 +10,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, final
 
-from tft_coord.client.caller import Caller, seconds
+from tft_coord.client.caller import Caller, Stub, seconds
 from tft_coord.compat.views import LighthouseDescription, Quorum, quorum_view
 from tft_coord.core.events import DrainRequested
 from tft_coord.core.types import Member
@@ -23,9 +23,10 @@ from tft_coord.errors import (
     UnreachableError,
 )
 from tft_coord.timeouts import Timeouts
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
 from tft_coord.transport.diagnosis import OF_ANOTHER_KIND
 from tft_coord.wire import codec, services
-from tft_coord.wire.services import UnaryStub
 
 
 @final
@@ -35,9 +36,10 @@ class LighthouseClient:
     Args:
         addr: of the lighthouse, `host:port` or `http://host:port`.
         connect_timeout: how long the constructor tries to reach the lighthouse.
-        token: shared secret, or None.
+        token: shared secret, a `TokenFile` with it, or None.
         waits: retry for the whole connect_timeout when the server is not there yet or its name is unknown. False: use
             the connect_timeout only for a connection that takes long.
+        tls: certificates for the connection; None: it is not encrypted.
     Raises: ConfigError: the address is invalid. UnreachableError: no server answered. ProtocolError: another kind of
         server answered.
     """
@@ -47,10 +49,11 @@ class LighthouseClient:
         addr: str,
         connect_timeout: timedelta = timedelta(seconds=60),
         *,
-        token: str | None = None,
+        token: Token = None,
         waits: bool = True,
+        tls: TLS | None = None,
     ) -> None:
-        self._caller = Caller("lighthouse", addr, connect_timeout, token, Timeouts(), waits=waits)
+        self._caller = Caller("lighthouse", addr, connect_timeout, token, Timeouts(), waits=waits, tls=tls)
         self._quorum_stub = self._caller.stub(services.LIGHTHOUSE_QUORUM)
         self._describe_stub = self._caller.stub(services.LIGHTHOUSE_DESCRIBE)
         self._heartbeat_stub = self._caller.stub(services.LIGHTHOUSE_HEARTBEAT)
@@ -145,7 +148,7 @@ class LighthouseClient:
         """Close the channel; calls in progress end with CoordinationClosedError. Idempotent."""
         self._caller.close()
 
-    def _call_ours(self, stub: UnaryStub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
+    def _call_ours(self, stub: Stub, request: bytes, timeout_s: float, what: str, *, again: bool) -> bytes:
         """Make a call that neither torchft's lighthouse nor another program's server knows."""
         try:
             return self._caller.call(stub, request, timeout_s, what, again=again)

@@ -17,7 +17,10 @@ from tft_coord.core.progress import Progress
 from tft_coord.core.types import Plan, Purpose, QuorumKey, RankRequest, Verdict
 from tft_coord.errors import CoordinationClosedError, CoordinationError, ProtocolError
 from tft_coord.notifications import Notification
+from tft_coord.security import Trust
 from tft_coord.timeouts import Timeouts
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
 from tft_coord.wire import rank_codec, services
 from tft_coord.wire.limits import MAX_HEALED_BYTES
 
@@ -43,7 +46,7 @@ class ManagerClient:
         addr: of the manager server, `host:port` or `http://host:port`.
         connect_timeout: how long the constructor tries to reach the server.
         group_rank: opens this rank's session at once, as `open_session` does; None leaves it to the caller.
-        token: shared secret of the job, or None.
+        token: shared secret of the job, a `TokenFile` with it, or None.
         timeouts: of the job.
         listener: receives the session's notifications: losses in a quorum or this group, newcomers that ask for state,
             and requests that this rank leave or end. A thread of this client calls it; it must return at once.
@@ -54,6 +57,7 @@ class ManagerClient:
         is_alive: called several times a second while the session opens, and while it is broken. False means that the
             manager server has ended: opening stops and all waiting calls fail.
         connect_now: check that the server answers. False: the first call connects, and reports a failure.
+        tls: certificates for the connections; None: they are not encrypted.
     Raises: ConfigError: the address is invalid. UnreachableError: no server answered in time. ProtocolError: the group
         has no such rank. RefusedError: another process is this rank.
     """
@@ -64,16 +68,19 @@ class ManagerClient:
         connect_timeout: timedelta = timedelta(seconds=60),
         *,
         group_rank: int | None = None,
-        token: str | None = None,
+        token: Token = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
         listener: Callable[[Notification], None] = lambda _: None,
         progress: Callable[[], Progress | None] = lambda: None,
         beat_number: Callable[[], int] = lambda: 0,
         is_alive: Callable[[], bool] = lambda: True,
         connect_now: bool = True,
+        tls: TLS | None = None,
     ) -> None:
-        self._caller = Caller("manager server", addr, connect_timeout, token, timeouts, is_known=not connect_now)
-        self._token = token
+        self._caller = Caller(
+            "manager server", addr, connect_timeout, token, timeouts, is_known=not connect_now, tls=tls
+        )
+        self._trust = Trust(token, tls)
         self._timeouts = timeouts
         self._connect_within_s = connect_timeout.total_seconds()
         self._quorum_stub = self._caller.stub(services.MANAGER_QUORUM)
@@ -256,7 +263,7 @@ class ManagerClient:
         self._session = RankSession(
             self._caller.target,
             group_rank=group_rank,
-            token=self._token,
+            trust=self._trust,
             timeouts=self._timeouts,
             listener=self._listener,
             progress=self._progress,

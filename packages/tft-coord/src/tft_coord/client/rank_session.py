@@ -37,6 +37,7 @@ from tft_coord.core.types import (
 from tft_coord.errors import (
     CoordinationClosedError,
     CoordinationError,
+    ProtocolError,
     RefusedError,
     ReplicaGroupLostError,
     RequestTimeoutError,
@@ -45,7 +46,7 @@ from tft_coord.errors import (
 from tft_coord.notifications import Notification
 from tft_coord.processes import this_process
 from tft_coord.rpc import grpc
-from tft_coord.security import call_metadata
+from tft_coord.security import Trust
 from tft_coord.timeouts import Timeouts
 from tft_coord.transport.dial import cancel_and_wait, dial
 from tft_coord.transport.loop import LoopShare
@@ -70,7 +71,7 @@ class RankSession:
     Args:
         address: of the manager server, `host:port`.
         group_rank: of this process.
-        token: shared secret of the job, or None.
+        trust: the secret and the certificates of the job.
         timeouts: of the job.
         connect_within_s: how long the constructor waits until the manager server knows this rank.
         is_alive: called several times a second while the constructor waits, and while the stream is broken. False means
@@ -89,7 +90,7 @@ class RankSession:
         address: str,
         *,
         group_rank: int,
-        token: str | None,
+        trust: Trust,
         timeouts: Timeouts,
         connect_within_s: float,
         listener: Callable[[Notification], None],
@@ -102,7 +103,7 @@ class RankSession:
         self._progress = progress
         self._beat_number = beat_number
         self._is_alive = is_alive
-        self._metadata = call_metadata(token)
+        self._trust = trust
         self._timeouts = timeouts
         self._session = time.time_ns()
         self._name = f"the stream of rank {group_rank} to its manager server at {address}"
@@ -265,6 +266,8 @@ class RankSession:
                     self._release_all(self._closed_by)
                     return
                 error = error_of(failure, self._name) if isinstance(failure, grpc.aio.AioRpcError) else failure
+                if _is_unauthenticated(failure) and (welcomed.done() or self._trust.looks_again()):
+                    error = UnreachableError(str(error))  # the secret changes at this moment
                 if not isinstance(error, UnreachableError):
                     raise error from None
                 if self._outbox is not None:
@@ -287,7 +290,13 @@ class RankSession:
 
     async def _run_stream(self, welcomed: asyncio.Future[None]) -> None:
         """Dial once and, if that succeeds, run one stream until it ends."""
-        channel = await dial(self._address, self._timeouts)
+        try:
+            channel = await dial(self._address, self._timeouts, self._trust.tls)
+        except ProtocolError as error:
+            if not welcomed.done():
+                raise ProtocolError(f"{self._name}: {error}") from None
+            # The server was the right one before. Its certificates may change at this moment.
+            raise UnreachableError(str(error)) from error
         try:
             await self._converse(channel, welcomed)
         finally:
@@ -295,7 +304,7 @@ class RankSession:
 
     async def _converse(self, channel: grpc.aio.Channel, welcomed: asyncio.Future[None]) -> None:
         """Run one stream. Return when a goodbye ended it; raise when it breaks."""
-        call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=self._metadata)
+        call = services.stream_stub(channel, services.MANAGER_SESSION)(metadata=self._trust.metadata())
         outbox = self._outbox = Outbox(call.cancel)
         outbox.put(rank_codec.encode_from_rank(rank_codec.RankHello(self.group_rank, self._session)))
         process = this_process()
@@ -389,6 +398,10 @@ class RankSession:
             # As for a listener: a rank that can't report its progress is alive all the same.
             logger.exception("%s: the next beat has no progress, because progress raised an error", self._name)
             return None
+
+
+def _is_unauthenticated(failure: Exception) -> bool:
+    return isinstance(failure, grpc.aio.AioRpcError) and failure.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 @final

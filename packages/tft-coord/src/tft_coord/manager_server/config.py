@@ -6,12 +6,14 @@ Law of this file: one frozen value that checks itself, and its JSON.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 from tft_coord.errors import ConfigError
-from tft_coord.security import bind_without_secret, check_host_without_secret, check_token
+from tft_coord.security import bind_without_secret, check_host_without_secret, is_for_this_machine
 from tft_coord.timeouts import Timeouts
-from tft_coord.transport.address import check_host, targets
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token, TokenFile, check
+from tft_coord.transport.address import check_host, check_scheme, targets
 from tft_coord.wire.limits import MAX_ADDRESS_BYTES, MAX_NAME_BYTES, MAX_WORLD_SIZE
 
 
@@ -28,9 +30,10 @@ class ManagerServerConfig:
         world_size: ranks in the group.
         job: of the group.
         replaces: replica id of the group's predecessor, or "".
-        token: shared secret of the job, or None.
+        token: shared secret of the job, or a file with it, or None.
         timeouts: of the job.
         insecure: serve everybody without a secret. Otherwise a server without one listens at loopback only.
+        tls: of the job, or None.
     Raises: ConfigError: one of them is invalid; the message names it.
     """
 
@@ -42,9 +45,10 @@ class ManagerServerConfig:
     world_size: int
     job: str
     replaces: str
-    token: str | None = field(repr=False)
+    token: Token = field(repr=False)
     timeouts: Timeouts
     insecure: bool = False
+    tls: TLS | None = None
 
     def __post_init__(self) -> None:
         for name, text in (("replica_id", self.replica_id), ("job", self.job), ("hostname", self.hostname)):
@@ -57,17 +61,21 @@ class ManagerServerConfig:
             raise ConfigError(f"store_addr is longer than {MAX_ADDRESS_BYTES} bytes; give host:port")
         if isinstance(self.world_size, bool) or not 1 <= self.world_size <= MAX_WORLD_SIZE:
             raise ConfigError(f"world_size is {self.world_size!r}; give 1 to {MAX_WORLD_SIZE}")
-        if self.token is not None:
-            check_token(self.token)
-        elif not self.insecure:
+        check(self.token)
+        if self._is_for_this_machine:
             check_host_without_secret("hostname", self.hostname)
             bind_without_secret(self.bind)
         targets(self.lighthouse_addr)
+        check_scheme(self.lighthouse_addr, has_certificates=self.tls is not None)
+
+    @property
+    def _is_for_this_machine(self) -> bool:
+        return is_for_this_machine(self.token, self.tls, insecure=self.insecure)
 
     @property
     def listens_at(self) -> str:
         """Return `bind`, or without a secret the loopback part of it."""
-        return self.bind if self.token is not None or self.insecure else bind_without_secret(self.bind)
+        return bind_without_secret(self.bind) if self._is_for_this_machine else self.bind
 
     def cannot_listen(self) -> ConfigError:
         """Return the error for a `bind` that is not available."""
@@ -78,10 +86,18 @@ class ManagerServerConfig:
 
     def to_json(self) -> str:
         """Return the value as one line, for `from_json`."""
-        return json.dumps(asdict(self))
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        plain["timeouts"] = asdict(self.timeouts)
+        plain["tls"] = None if self.tls is None else asdict(self.tls)
+        plain["token"] = {"path": self.token.path} if isinstance(self.token, TokenFile) else self.token
+        return json.dumps(plain)
 
     @classmethod
     def from_json(cls, line: str) -> ManagerServerConfig:
         """Return the value that `to_json` wrote. Raises: ConfigError: it is invalid."""
-        fields = json.loads(line)
-        return cls(**{**fields, "timeouts": Timeouts(**fields["timeouts"])})
+        plain = json.loads(line)
+        token, tls = plain["token"], plain["tls"]
+        plain["timeouts"] = Timeouts(**plain["timeouts"])
+        plain["tls"] = None if tls is None else TLS(**tls)
+        plain["token"] = TokenFile(token["path"]) if isinstance(token, dict) else token
+        return cls(**plain)

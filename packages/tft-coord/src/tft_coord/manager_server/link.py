@@ -19,6 +19,7 @@ from typing import final
 
 from tft_coord.compat.channel import TorchftConversation
 from tft_coord.compat.replica_group import TorchftGroupCore
+from tft_coord.compat.views import LighthouseDescription
 from tft_coord.core import events
 from tft_coord.core.effects import (
     AnnounceNewcomer,
@@ -61,7 +62,7 @@ from tft_coord.logs import logger_for_people
 from tft_coord.manager_server.absence import Absence
 from tft_coord.manager_server.trial import try_peers
 from tft_coord.rpc import grpc
-from tft_coord.security import call_metadata
+from tft_coord.security import Trust
 from tft_coord.timeouts import ROUND_TRIPS_TO_BE_BACK, Timeouts
 from tft_coord.transport.address import index_of, targets
 from tft_coord.transport.diagnosis import OF_ANOTHER_KIND, no_peer, secret_refused
@@ -82,7 +83,7 @@ class LighthouseLink:
     Args:
         pid: of the trainer.
         lighthouse_addr: the address to dial; several addresses with commas between them.
-        token: shared secret of the job, or None.
+        trust: the secret and the certificates of the job.
         timeouts: of the job.
         job, replica_id, address, replaces: as in `Hello`.
         arrived: receives the lighthouse's answers and notifications.
@@ -97,7 +98,7 @@ class LighthouseLink:
         self,
         lighthouse_addr: str,
         *,
-        token: str | None,
+        trust: Trust,
         timeouts: Timeouts,
         job: str,
         replica_id: str,
@@ -113,7 +114,7 @@ class LighthouseLink:
     ) -> None:
         self._targets = targets(lighthouse_addr)
         self._target = self._targets[0]  # the last dialed one
-        self._metadata = call_metadata(token)
+        self._trust = trust
         self._timeouts = timeouts
         self._replica_id = replica_id
         self._arrived = arrived
@@ -311,7 +312,7 @@ class LighthouseLink:
         within_ms = self._patience_ms.get(self._target, self._timeouts.heartbeat_timeout_ms)
         opened_s: float | None = None
         try:
-            channel = await dial(self._target, self._timeouts, to_lighthouse=True, within_ms=within_ms)
+            channel = await dial(self._target, self._timeouts, self._trust.tls, to_lighthouse=True, within_ms=within_ms)
             self._reached.add(self._target)
             opened_s = self._loop.time()
             try:
@@ -325,8 +326,8 @@ class LighthouseLink:
                 await channel.close()
         except grpc.aio.AioRpcError as error:
             why = error.details() or error.code().name
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                self._refusal = secret_refused(why, shown=bool(self._metadata))
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED and not self._trust.looks_again():
+                self._refusal = secret_refused(why, shown=self._trust.token is not None)
             self._note_failure(why)
             self._dial_failed("unauthenticated" if self._refusal else "")
         except ProtocolError as error:
@@ -352,7 +353,7 @@ class LighthouseLink:
         self._perform(self._core.dial_failed(self._targets.index(self._target), code, message))
 
     async def _converse(self, channel: grpc.aio.Channel) -> None:
-        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=self._metadata)
+        call = services.stream_stub(channel, services.LIGHTHOUSE_SESSION)(metadata=self._trust.metadata())
         outbox = Outbox(call.cancel)
         self._call, self._outbox, self._sent_member = call, outbox, None
         writer = self._loop.create_task(self._write(call, outbox))
@@ -369,14 +370,8 @@ class LighthouseLink:
 
     async def _describe(self, address: int) -> None:
         """Ask another lighthouse for its description; an unreachable one does not matter now."""
-        within_s = self._timeouts.heartbeat_timeout_ms / 1000
         try:
-            channel = await dial(self._targets[address], self._timeouts)
-            try:
-                describe = services.call_stub(channel, services.LIGHTHOUSE_DESCRIBE)
-                description = codec.decode_description(await describe(b"", metadata=self._metadata, timeout=within_s))
-            finally:
-                await channel.close()
+            description = await _description_of(self._targets[address], self._trust, self._timeouts)
         except (grpc.aio.AioRpcError, ProtocolError, UnreachableError) as error:
             logger.debug("replica %s: the lighthouse at %s: %s", self._replica_id, self._targets[address], error)
             return
@@ -582,3 +577,14 @@ class LighthouseLink:
         self._perform(self._core.tick(now_ms, lambda: self._progress(now_ms), lambda: self._waits(now_ms)))
         # Between a loss and the next welcome no beat is due. The timer therefore checks again soon.
         self._next_beat = self._loop.call_at(max(self._core.next_beat_ms, now_ms + 50) / 1000, self._beat)
+
+
+async def _description_of(target: str, trust: Trust, timeouts: Timeouts) -> LighthouseDescription:
+    """Return a lighthouse's description of itself. Raises: AioRpcError, ProtocolError, UnreachableError: none came."""
+    channel = await dial(target, timeouts, trust.tls)
+    try:
+        describe = services.call_stub(channel, services.LIGHTHOUSE_DESCRIBE)
+        answer = await describe(b"", metadata=trust.metadata(), timeout=timeouts.heartbeat_timeout_ms / 1000)
+        return codec.decode_description(answer)
+    finally:
+        await channel.close()

@@ -25,6 +25,8 @@ from tft_coord.errors import ConfigError, CoordinationClosedError, CoordinationE
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.timeouts import Timeouts
+from tft_coord.tls import TLS
+from tft_coord.tokens import Token
 from tft_coord.transport.address import host_of
 
 GOODBYE_WITHIN_S: Final = 3.0
@@ -62,10 +64,12 @@ class ManagerServer:
         job: of the group; jobs on one lighthouse never meet.
         timeouts: of the job.
         replaces: replica id of this group's predecessor, which is lost from now on, or "".
-        token: shared secret of the job, or None. Without one it listens at loopback only, and `hostname` must be of
-            loopback too.
+        token: shared secret of the job, a `TokenFile` with it, or None. Without one it listens at loopback only, and
+            `hostname` must be of loopback too.
         in_process: serve on this process's loop thread instead of in a child. For tests.
         insecure: serve everybody without a secret.
+        tls: certificates for all connections, to the ranks and to the lighthouse; None: they are not encrypted. With
+            `check_client` the certificates take the place of a secret.
         wait: return when it serves. False: return while the child starts, which takes a fraction of a second that the
             caller can use; `address()` waits for it then, and raises the error that kept it from serving.
     Raises:
@@ -89,10 +93,11 @@ class ManagerServer:
         job: str = "default",
         timeouts: Timeouts = Timeouts(),  # noqa: B008  # frozen
         replaces: str = "",
-        token: str | None = None,
+        token: Token = None,
         in_process: bool = False,
         wait: bool = True,
         insecure: bool = False,
+        tls: TLS | None = None,
     ) -> None:
         if heartbeat_interval <= timedelta(0) or connect_timeout <= timedelta(0):
             raise ConfigError("heartbeat_interval and connect_timeout must be above zero")
@@ -110,14 +115,16 @@ class ManagerServer:
             token=token,
             timeouts=timeouts,
             insecure=insecure,
+            tls=tls,
         )
         self._replica_id = replica_id
+        self._scheme = "http" if tls is None else "https"
         self._server: _Child | _InProcess | None = (
             _InProcess(config) if in_process else _Child(config, connect_timeout.total_seconds(), wait=wait)
         )
 
     def address(self) -> str:
-        """Return `http://host:port` of this server, when it serves.
+        """Return `http://host:port` of this server, when it serves; `https://` with TLS.
 
         Raises: CoordinationClosedError: it was shut down. With `wait=False` also the error that kept it from serving,
             as the constructor does.
@@ -127,7 +134,7 @@ class ManagerServer:
             raise CoordinationClosedError(
                 f"the manager server of replica {self._replica_id} was shut down; make a new one"
             )
-        return f"http://{server.address()}"
+        return f"{self._scheme}://{server.address()}"
 
     def alive(self) -> bool:
         """Return whether it serves; False after shutdown and when its process has ended."""

@@ -23,6 +23,7 @@ from tft_coord.manager_server.config import ManagerServerConfig
 from tft_coord.manager_server.link import LighthouseLink
 from tft_coord.manager_server.report_gate import ReportGate
 from tft_coord.processes import is_stopped, this_process
+from tft_coord.security import Gate, Trust
 from tft_coord.transport.address import join_host_port, peer_address
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
@@ -76,7 +77,7 @@ class ManagerServerShell:
                     services.MANAGER_KILL: self._answer_kill,
                 },
                 streams={services.MANAGER_SESSION: self._serve_rank},
-                token=config.token,
+                gate=Gate(config.token),
             ),
         )
         self._core: ReplicaGroupCore
@@ -90,7 +91,7 @@ class ManagerServerShell:
         """
         config = self._config
         try:
-            port = self._server.bind(config.listens_at)
+            port = self._server.bind(config.listens_at, config.tls)
         except RuntimeError as error:
             raise config.cannot_listen() from error
         address = join_host_port(config.hostname, port)
@@ -103,7 +104,7 @@ class ManagerServerShell:
         )
         self._link = LighthouseLink(
             config.lighthouse_addr,
-            token=config.token,
+            trust=Trust(config.token, config.tls),
             timeouts=config.timeouts,
             job=config.job,
             replica_id=config.replica_id,

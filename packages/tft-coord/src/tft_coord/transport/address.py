@@ -18,13 +18,15 @@ from tft_coord.wire.limits import MAX_ADDRESS_BYTES
 def target(address: str) -> str:
     """Return grpc's form of an address as users write it: `host:port`, `http://host:port`, `[::1]:29510`.
 
+    The scheme may be https. The certificates of a process decide whether it uses TLS, see `check_scheme`.
+
     Raises: ConfigError: there is no host or no port in it.
     """
     bare = address.strip()
-    if bare.startswith("https://"):
-        raise ConfigError(f"{bare[:MAX_ADDRESS_BYTES]!r} asks for TLS, which is not supported; give http://host:port")
-    if bare.startswith("http://"):
-        bare = bare.removeprefix("http://").rstrip("/")
+    for scheme in ("http://", "https://"):
+        if bare.startswith(scheme):
+            bare = bare.removeprefix(scheme).rstrip("/")
+            break
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s/:\[\]]+):(\d{1,5})", bare)
     if match is None or not 0 < int(match[2]) < 65536 or len(bare) > MAX_ADDRESS_BYTES:
         raise ConfigError(f"{address[:MAX_ADDRESS_BYTES]!r} is not an address; give host:port, such as localhost:29510")
@@ -49,6 +51,19 @@ def index_of(address: str, known: Sequence[str]) -> int | None:
     with suppress(ConfigError, ValueError):
         return known.index(target(address))
     return None
+
+
+def check_scheme(addresses: str, *, has_certificates: bool) -> None:
+    """Check that no address asks for TLS in a process that has no certificates.
+
+    Raises: ConfigError: one does. Without TLS the process would show its secret to everybody on the way.
+    """
+    asks = next((each.strip() for each in addresses.split(",") if each.strip().startswith("https://")), None)
+    if asks is not None and not has_certificates:
+        raise ConfigError(
+            f"{asks[:MAX_ADDRESS_BYTES]!r} asks for TLS, and this process has no certificates; set TFT_TLS_CERT, "
+            "TFT_TLS_KEY and TFT_TLS_CA, or give http://host:port"
+        )
 
 
 def check_host(name: str, host: str) -> None:

@@ -18,8 +18,10 @@ import threading
 from contextlib import suppress
 from typing import Final
 
-from tft_coord.errors import ProtocolError, UnreachableError
+from tft_coord.errors import ConfigError, ProtocolError, UnreachableError
+from tft_coord.tls import TLS, own_fault, probe_context
 from tft_coord.transport.address import host_of
+from tft_coord.transport.trust import WANTS_TLS, UntrustedError, why_own_is_refused, why_untrusted
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # with empty SETTINGS
 _FIRST_BYTES: Final = 16
@@ -44,7 +46,7 @@ def no_peer(peer: str, why: UnreachableError | ProtocolError, *, within: str = "
     """
     if isinstance(why, UnreachableError):
         return f"can't be reached{within}: {why}; check the address, and that the server runs"
-    return f"is not a {peer}: {why}"
+    return f"can't be used: {why}" if isinstance(why, UntrustedError) else f"is not a {peer}: {why}"
 
 
 def secret_refused(details: str, *, shown: bool) -> str:
@@ -53,12 +55,12 @@ def secret_refused(details: str, *, shown: bool) -> str:
     return f"refuses {what}: {details}"
 
 
-def diagnose(address: str) -> UnreachableError | ProtocolError:
+def diagnose(address: str, tls: TLS | None = None) -> UnreachableError | ProtocolError:
     """Do the same as `why_unreachable`, blocking, from any thread."""
     found: list[UnreachableError | ProtocolError] = []
 
     async def ask() -> None:
-        found.append(await why_unreachable(address))
+        found.append(await why_unreachable(address, tls))
 
     # The check runs on a thread of its own, because a loop may run in this one.
     thread = threading.Thread(target=asyncio.run, args=(ask(),), name="tft-diagnose", daemon=True)
@@ -67,25 +69,46 @@ def diagnose(address: str) -> UnreachableError | ProtocolError:
     return found[0] if found else UnreachableError(f"the check of its address timed out after {_DIAGNOSE_WITHIN_S:g} s")
 
 
-async def why_unreachable(address: str) -> UnreachableError | ProtocolError:
+async def why_unreachable(address: str, tls: TLS | None = None) -> UnreachableError | ProtocolError:
     """Find out what listens at the address.
 
     Args:
         address: `host:port`, as `target` gives it; no gRPC connection to it succeeded just now.
+        tls: as the connection used it.
     Returns: UnreachableError: the port refuses connections, the name is unknown, or the server may be the right one
-        while it starts or ends, maybe behind a proxy. ProtocolError: another kind of server answers there.
+        while it starts or ends, maybe behind a proxy. ProtocolError: another kind of server answers there, or one with
+        other certificates.
     """
     try:
-        answer = await _first_bytes(address, None)
-        if answer is not None and not answer and await _speaks_tls(address):
+        answer = await _first_bytes(address, None if tls is None else probe_context(tls))
+        if tls is not None and not answer and answer is not None:
+            return _closed_after_handshake(tls)
+        if tls is None and answer is not None and not answer and await _speaks_tls(address):
             answer = b"\x15\x03"
     except ConnectionRefusedError:
         return UnreachableError("no server listens there (connection refused)")
     except socket.gaierror as error:
         return UnreachableError(f"the name {host_of(address)} is unknown ({error.strerror})")
+    except ConfigError as error:
+        return UnreachableError(str(error))  # the certificates change at this moment
     except (OSError, UnicodeError) as error:
+        untrusted = why_untrusted(error, host_of(address)) if isinstance(error, OSError) else None
+        if untrusted is not None:
+            return UntrustedError(untrusted)
         return UnreachableError(f"no connection can be made ({error})")
     return _verdict(answer)
+
+
+def _closed_after_handshake(tls: TLS) -> UnreachableError | ProtocolError:
+    """Return the meaning of a server that ends a TLS connection without a byte. One that requires certificates of its
+    clients does so when it refuses one; it need not say why."""
+    fault = own_fault(tls)
+    if fault is not None:
+        return UntrustedError(f"the server there refuses this process's certificate, which {why_own_is_refused(fault)}")
+    return UnreachableError(
+        "a server accepts the TLS connection and closes it; it may require a certificate of another authority than "
+        "this process's (TFT_TLS_CERT)"
+    )
 
 
 def _verdict(answer: bytes | None) -> UnreachableError | ProtocolError:
@@ -95,7 +118,7 @@ def _verdict(answer: bytes | None) -> UnreachableError | ProtocolError:
     if not answer:
         return UnreachableError("a server accepts the connection and closes it")
     if answer.startswith(_TLS):
-        return ProtocolError("the server there expects TLS, which a lighthouse does not use; check the port")
+        return UntrustedError(WANTS_TLS)
     if _may_be_http2(answer):
         return UnreachableError("a server answers there, but the connection broke")
     status = _STATUS.match(answer)

@@ -15,6 +15,8 @@ from tft_coord.errors import UnreachableError
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
 from tft_coord.timeouts import Timeouts
+from tft_coord.tls import TLS
+from tft_coord.transport.credentials import open_aio_channel
 from tft_coord.transport.diagnosis import why_unreachable
 from tft_coord.transport.names import AGAIN_AFTER_S, names
 from tft_coord.transport.settings import channel_options
@@ -28,27 +30,33 @@ class DialTimeoutError(UnreachableError):
 
 
 async def dial(
-    address: str, timeouts: Timeouts, *, to_lighthouse: bool = False, within_ms: int | None = None
+    address: str,
+    timeouts: Timeouts,
+    tls: TLS | None = None,
+    *,
+    to_lighthouse: bool = False,
+    within_ms: int | None = None,
 ) -> grpc.aio.Channel:
     """Return a new channel that is connected.
 
     Args:
         address: as `target` gives it.
         timeouts: of the job.
+        tls: of the job, or None.
         to_lighthouse: a lighthouse has thousands of channels, so the pings on this one are rarer.
         within_ms: time limit of the attempt; None: heartbeat_timeout_ms.
     Raises: UnreachableError: the attempt failed; DialTimeoutError, if it timed out. ProtocolError: another kind of
-        server answered. Nothing is left open.
+        server answered, or one with other certificates. Nothing is left open.
     """
     within_ms = timeouts.heartbeat_timeout_ms if within_ms is None else within_ms
     options = channel_options(timeouts, to_lighthouse=to_lighthouse, within_ms=within_ms)
-    channel = grpc.aio.insecure_channel(address, options=options)
+    channel = open_aio_channel(address, options, tls)
     _open_channels.add(channel, address)
     resolved = names.look_up(address)
     try:
         is_connected = await asyncio.wait_for(_connected(channel), within_ms / 1000)
         if not is_connected:
-            raise await why_unreachable(address)
+            raise await why_unreachable(address, tls)
         give_up_at = time.monotonic() + AGAIN_AFTER_S
         # grpc has resolved it already, so this wait is short
         while not resolved.is_set() and time.monotonic() < give_up_at:

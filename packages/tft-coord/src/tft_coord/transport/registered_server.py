@@ -44,10 +44,11 @@ class RegisteredServer:
 
     def add_insecure_port(self, address: str) -> int:
         """Bind the port. Returns: the port's number. Raises: RuntimeError: the address can't be bound."""
-        port: int = self._server.add_insecure_port(address.encode())
-        if port == 0:
-            raise RuntimeError(f"the address {address} can't be bound")
-        return port
+        return _checked(address, self._server.add_insecure_port(address.encode()))
+
+    def add_secure_port(self, address: str, credentials: Any) -> int:
+        """Bind the port, for TLS. Returns: the port's number. Raises: RuntimeError: the address can't be bound."""
+        return _checked(address, self._server.add_secure_port(address.encode(), credentials))
 
     async def start(self) -> None:
         """Start to answer."""
@@ -73,6 +74,12 @@ def is_supported() -> bool:
         if part is None or list(inspect.signature(part).parameters) != parameters:
             return False
     return True
+
+
+def _checked(address: str, port: int) -> int:
+    if port == 0:
+        raise RuntimeError(f"the address {address} can't be bound")
+    return port
 
 
 def _cygrpc() -> Any:

@@ -19,7 +19,9 @@ from typing import Any, Final, TypeAlias, final
 from tft_coord.descriptors import DescriptorWatch
 from tft_coord.forks import Inheritance, let_go_in_child
 from tft_coord.rpc import grpc
+from tft_coord.tls import TLS
 from tft_coord.transport.address import host_of, join_host_port
+from tft_coord.transport.credentials import add_port
 from tft_coord.transport.registered_server import RegisteredServer, is_supported
 from tft_coord.transport.settings import Options
 from tft_coord.wire.services import Services
@@ -42,6 +44,7 @@ class Server:
     """
 
     def __init__(self, options: Options, services: Services) -> None:
+        self._tls: TLS | None = None
         self._options = options
         self._services = services
         self._bind = ""
@@ -52,9 +55,19 @@ class Server:
         self._draining: dict[GrpcServer, asyncio.Task[None]] = {}  # servers that have ended, with open calls
         let_go_in_child(self)
 
-    def bind(self, address: str) -> int:
-        """Bind the port. Returns: its number. Raises: RuntimeError: the address can't be bound."""
-        port = self._server.add_insecure_port(address)
+    @property
+    def services(self) -> Services:
+        """Return the calls that it answers."""
+        return self._services
+
+    def bind(self, address: str, tls: TLS | None = None) -> int:
+        """Bind the port, for TLS if there are certificates.
+
+        Returns: its number.
+        Raises: RuntimeError: the address can't be bound.
+        """
+        self._tls = tls
+        port = add_port(self._server, address, self._tls)
         self._bind = join_host_port(host_of(address), port)
         return port
 
@@ -95,7 +108,7 @@ class Server:
         try:
             while True:
                 try:
-                    server.add_insecure_port(self._bind)
+                    add_port(server, self._bind, self._tls)
                     break
                 except RuntimeError:
                     if loop.time() > give_up_at:

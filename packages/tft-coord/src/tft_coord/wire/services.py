@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NoReturn, TypeAlias, final
 
 from tft_coord.rpc import grpc
-from tft_coord.security import admits
+from tft_coord.security import Gate, opens_job, wrong_job
 from tft_coord.transport.address import peer_address
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class Services(grpc.GenericRpcHandler):
     Args:
         unary: handlers of calls with one message each way, by full name of the method.
         streams: handlers of calls with a stream each way; they read and write through the context.
-        token: the job's shared secret, or None. The server refuses a call without it by its headers. It reads no
-            message of such a call, so the call costs no memory. Another one counts for the calls that begin then.
+        gate: knows the secrets. The server refuses a call that opens nothing by its headers. It reads no message of
+            such a call, so the call costs no memory.
         is_serving: returns the answer to grpc's health checks; None: they are not answered. They need no secret,
             because an orchestrator's probe has none.
     """
@@ -71,10 +71,10 @@ class Services(grpc.GenericRpcHandler):
         *,
         unary: Mapping[str, UnaryHandler],
         streams: Mapping[str, StreamHandler],
-        token: str | None,
+        gate: Gate,
         is_serving: Callable[[], bool] | None = None,
     ) -> None:
-        self.token = token
+        self._gate = gate
         handlers: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in unary.items()
         }
@@ -83,7 +83,7 @@ class Services(grpc.GenericRpcHandler):
         self._handlers = handlers
         # Before grpc calls a handler of one request, it reads the request, up to the server's maximum. A handler of a
         # stream of requests reads for itself, and on the wire the two kinds are the same.
-        refusals = _Refusals()
+        refusals = self._refused = _Refusals()
         refusal: Any = grpc.stream_unary_rpc_method_handler(refusals.refuse)
         self._refusals = dict.fromkeys(handlers, refusal)
         if is_serving is not None:
@@ -98,8 +98,22 @@ class Services(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """Return the handler of that call, or None for an unknown method. grpc asks once for each call."""
-        allowed = admits(self.token, handler_call_details.invocation_metadata)
-        return (self._handlers if allowed else self._refusals).get(handler_call_details.method)
+        opened = self._gate.opens(handler_call_details.invocation_metadata)
+        return (self._handlers if opened is not None else self._refusals).get(handler_call_details.method)
+
+    def opened(self, context: Context) -> str | None:
+        """Return what the secret of a call opens, as `Gate.opens` does."""
+        return self._gate.opens(_metadata(context))
+
+    async def check_job(self, context: Context, job: str) -> None:
+        """Refuse the call unless its secret opens that job."""
+        opened = self.opened(context)
+        if not opens_job(opened, job):
+            await self._refused.refuse_for(context, wrong_job(opened, job))
+
+
+def _metadata(context: Context) -> list[tuple[str, str | bytes]]:
+    return [(str(key), value) for key, value in context.invocation_metadata() or ()]
 
 
 @final
@@ -114,13 +128,16 @@ class _Refusals:
         self._logged_s = -LOG_EVERY_S
 
     async def refuse(self, _messages: object, context: Context) -> bytes:
-        self._log(peer_address(context.peer()))
-        await self.delay()
-        await context.abort(
-            grpc.StatusCode.UNAUTHENTICATED,
+        return await self.refuse_for(
+            context,
             "this server requires a shared secret, and the call had none or a different one; "
             "set TFT_TOKEN or TFT_TOKEN_FILE to the same secret in every process of the job",
         )
+
+    async def refuse_for(self, context: Context, sentence: str) -> NoReturn:
+        self._log(peer_address(context.peer()))
+        await self.delay()
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, sentence)
         raise AssertionError("abort always raises")
 
     async def delay(self) -> None:

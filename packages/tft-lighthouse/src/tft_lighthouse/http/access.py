@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, final
 from urllib.parse import urlsplit
 
-from tft_coord.lighthouse import admits, is_loopback
+from tft_coord.lighthouse import Gate, is_loopback
 
 AUTHORIZATION: Final = "authorization"
 _BASIC: Final = "Basic "
@@ -68,19 +68,15 @@ class Access:
     """The rules of one port.
 
     Args:
-        token: shared secret, or None.
+        gate: knows the secrets.
         names: the names by which this machine is reached, besides its addresses and localhost.
         insecure: without a secret, other machines are served too.
     """
 
-    def __init__(self, token: str | None, *, names: Collection[str], insecure: bool) -> None:
-        self._token = token
+    def __init__(self, gate: Gate, *, names: Collection[str], insecure: bool) -> None:
+        self._gate = gate
         self._names = frozenset(name.lower().strip("[]") for name in names if name)
         self._insecure = insecure
-
-    def use_token(self, token: str) -> None:
-        """Ask for another secret from now on."""
-        self._token = token
 
     def denial(self, visitor: Visitor, kind: Kind) -> Denial | None:
         """Return why a request is denied, or None."""
@@ -88,8 +84,8 @@ class Access:
             return None
         if kind is Kind.CHANGE and visitor.origin is not None and not _is_same_origin(visitor):
             return Denial(403, "this request comes from the page of another server; use the lighthouse's own page")
-        if self._token is not None:
-            return None if self.shows_secret(visitor, kind) else _NO_SECRET
+        if self._gate.has_secret:
+            return None if self.shows_secret(visitor, kind) else NO_SECRET
         if (kind is Kind.CHANGE or not self._insecure) and not self._is_own_name(visitor.host):
             return Denial(
                 421, f"{visitor.host[:64]!r} is no name of this machine; use its address, its host name, or localhost"
@@ -103,7 +99,11 @@ class Access:
         return None
 
     def shows_secret(self, visitor: Visitor, kind: Kind) -> bool:
-        """Return whether the request shows the secret; True without one.
+        """Return whether the request shows a secret that opens something; True without one."""
+        return self.opens(visitor, kind) is not None
+
+    def opens(self, visitor: Visitor, kind: Kind) -> str | None:
+        """Return what the secret of the request opens, as `Gate.opens` does.
 
         A browser asks its user for a name and a password, and then sends the password with every request, also for the
         pages of others. It opens only what can be read; a change needs `Authorization: Bearer`, which no page can send
@@ -112,7 +112,7 @@ class Access:
         given = visitor.authorization
         if kind is not Kind.CHANGE and given.startswith(_BASIC):
             given = f"Bearer {_password_of(given)}"
-        return admits(self._token, ((AUTHORIZATION, given),))
+        return self._gate.opens(((AUTHORIZATION, given),))
 
     def _is_own_name(self, host_header: str) -> bool:
         host = _host(host_header).lower()
@@ -121,7 +121,7 @@ class Access:
         return host in self._names or is_loopback(host)
 
 
-_NO_SECRET: Final = Denial(
+NO_SECRET: Final = Denial(
     401,
     "this lighthouse requires a shared secret, and the request had none or a different one; send the header "
     "Authorization: Bearer with it, or to read, the secret as the password of any user",

@@ -21,11 +21,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from tft_coord import CoordinationError, RefusedError
-from tft_coord.lighthouse import Inheritance, join_host_port, let_go_in_child
+from tft_coord.lighthouse import ALL_JOBS, TLS, Inheritance, join_host_port, let_go_in_child, opens_job
 from tft_lighthouse.http import fragment, site, timeline
-from tft_lighthouse.http.access import Access, Denial, Kind, Visitor
+from tft_lighthouse.http.access import NO_SECRET, Access, Denial, Kind, Visitor
 from tft_lighthouse.http.connections import Acceptor, Connections
-from tft_lighthouse.http.incidents import Incidents, number_of
+from tft_lighthouse.http.incidents import OPENED, Incidents, number_of
 from tft_lighthouse.http.metrics import CONTENT_TYPE, Metrics
 from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
@@ -39,6 +39,7 @@ MAX_BODY_BYTES: Final = 4_096
 MAX_REASON_CHARACTERS: Final = 200
 PROMPT_DENIALS_PER_S: Final = 16
 DENIAL_DELAY_S: Final = 2.0
+LOG_EVERY_S: Final = 60.0
 HEALTH: Final = ("/healthz", "/readyz")
 PATHS: Final = (
     "/",
@@ -70,11 +71,18 @@ class HttpServer:
         journal: what has happened so far.
         listeners: bound and listening; `stop` closes them.
         access: who may see and change what.
+        tls: certificates for the connections, or None.
     """
 
     def __init__(
-        self, operations: Operations, journal: Journal, listeners: Sequence[socket.socket], access: Access
+        self,
+        operations: Operations,
+        journal: Journal,
+        listeners: Sequence[socket.socket],
+        access: Access,
+        tls: TLS | None = None,
     ) -> None:
+        self._tls = tls
         self._loop = asyncio.get_running_loop()
         self._operations = operations
         self._listeners = listeners
@@ -90,10 +98,6 @@ class HttpServer:
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
         let_go_in_child(self)
-
-    def use_token(self, token: str) -> None:
-        """Ask for another secret from now on."""
-        self._access.use_token(token)
 
     async def start(self) -> None:
         """Answer requests from now on."""
@@ -125,7 +129,7 @@ class HttpServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None, "a runner that was set up has a server"
-        self._acceptor = Acceptor(self._listeners, server, self._connections)
+        self._acceptor = Acceptor(self._listeners, server, self._connections, self._tls)
         self._acceptor.start()
 
     async def stop(self) -> None:
@@ -155,8 +159,14 @@ class HttpServer:
             denial = self._access.denial(visitor, kind)
             if denial is not None or not self._access.shows_secret(visitor, Kind.READ):
                 await self._denials.delay()
+            if denial is not None and denial.status == NO_SECRET.status:
+                self._denials.log(request.remote)
             if denial is not None:
                 return _refused(request, denial)
+            opened = ALL_JOBS if kind is Kind.HEALTH else self._access.opens(visitor, kind)
+            if opened is None:  # the secret has changed since the line above
+                return _refused(request, NO_SECRET)
+            request[OPENED] = opened
             try:
                 response = await handler(request)
             except web.HTTPNotFound:
@@ -184,12 +194,16 @@ class HttpServer:
             raise web.HTTPNotFound
         return web.Response(body=file.body, headers={"Content-Type": file.content_type, **file.headers})
 
-    async def _fragment(self, _request: web.Request) -> web.StreamResponse:
-        body = self._answers.get("fragment", lambda: fragment.of_view(self._operations.view()).encode())
+    async def _fragment(self, request: web.Request) -> web.StreamResponse:
+        opened = request[OPENED]
+        body = self._answers.get(("fragment", opened), lambda: fragment.of_view(self._operations.view(opened)).encode())
         return web.Response(body=body, content_type="text/html", charset="utf-8")
 
-    async def _status(self, _request: web.Request) -> web.StreamResponse:
-        body = self._answers.get("status", lambda: json.dumps(as_json(self._operations.view())).encode())
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        opened = request[OPENED]
+        body = self._answers.get(
+            ("status", opened), lambda: json.dumps(as_json(self._operations.view(opened))).encode()
+        )
         return web.Response(body=body, content_type="application/json")
 
     async def _timeline_of_job(self, request: web.Request) -> web.StreamResponse:
@@ -197,16 +211,17 @@ class HttpServer:
         job, after_ms = request.query.get("job"), timeline.rounded(number_of(request, "after", 0))
         if job is None:
             return _refused(request, Denial(400, "name the job, as in /api/v1/timeline?job=NAME"))
-        if not self._timeline.knows(job):
+        if not (opens_job(request[OPENED], job) and self._timeline.knows(job)):
             return _refused(request, Denial(404, f"this lighthouse knows no job {job[:64]!r}"))
         started_ms = self._operations.started_ms
         body = self._answers.get(
-            f"timeline {after_ms} {job}", lambda: timeline.as_bytes(self._timeline, job, after_ms, started_ms)
+            (f"timeline {after_ms}", job), lambda: timeline.as_bytes(self._timeline, job, after_ms, started_ms)
         )
         return web.Response(body=body, content_type="application/json")
 
-    async def _metrics_text(self, _request: web.Request) -> web.StreamResponse:
-        body = self._answers.get("metrics", self._metrics.text)
+    async def _metrics_text(self, request: web.Request) -> web.StreamResponse:
+        opened = request[OPENED]
+        body = self._answers.get(("metrics", opened), lambda: self._metrics.text(opened))
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
 
     # --- what there is to ask for -------------------------------------------------------------------------------------
@@ -215,8 +230,8 @@ class HttpServer:
         return await self._change(request, "end", self._operations.kill)
 
     async def _drain(self, request: web.Request) -> web.StreamResponse:
-        async def drain(job: str | None, replica: str, *, reason: str, caller: str) -> str:
-            return self._operations.drain(job, replica, reason=reason, caller=caller)
+        async def drain(job: str | None, replica: str, *, reason: str, caller: str, opened: str | None) -> str:
+            return self._operations.drain(job, replica, reason=reason, caller=caller, opened=opened)
 
         return await self._change(request, "leave", drain)
 
@@ -235,6 +250,7 @@ class HttpServer:
                 request.match_info["replica"],
                 reason=reason[:MAX_REASON_CHARACTERS],
                 caller=_peer(request),
+                opened=request[OPENED],
             )
         except RefusedError as error:
             return _refused(request, Denial(404 if error.code == "unknown" else 409, str(error)))
@@ -245,13 +261,13 @@ class HttpServer:
 
 @final
 class _Answers:
-    """The last answer of each kind, with the time that it took to make."""
+    """The last answer of each kind, about one job or all, with the time that it took to make."""
 
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[tuple[str, str | None], _Kept] = {}
 
-    def get(self, kind: str, make: Callable[[], bytes]) -> bytes:
+    def get(self, kind: tuple[str, str | None], make: Callable[[], bytes]) -> bytes:
         kept, now_s = self._kept.get(kind), self._seconds()
         if kept is None or now_s >= kept.until_s:
             body = make()
@@ -280,6 +296,8 @@ class _DenialRate:
         self._seconds = seconds
         self._second = 0
         self._denied = 0  # in this second
+        self._unlogged = 0
+        self._logged_s = -LOG_EVERY_S
 
     async def delay(self) -> None:
         second = self._second_of()
@@ -288,6 +306,19 @@ class _DenialRate:
         self._denied += 1
         if self._denied > PROMPT_DENIALS_PER_S:
             await asyncio.sleep(DENIAL_DELAY_S)
+
+    def log(self, address: str | None) -> None:
+        """Log the requests without the right secret, at most once a minute: any host may send them."""
+        self._unlogged += 1
+        if self._seconds() - self._logged_s < LOG_EVERY_S:
+            return
+        logger.warning(
+            "the HTTP port refused %d requests without the right secret, the last from %s; they need the secret of "
+            "TFT_TOKEN or TFT_TOKEN_FILE",
+            self._unlogged,
+            address,
+        )
+        self._logged_s, self._unlogged = self._seconds(), 0
 
     def _second_of(self) -> int:
         return int(self._seconds())

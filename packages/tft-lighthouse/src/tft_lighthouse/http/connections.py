@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from tft_coord.lighthouse import TLS
+
 logger = logging.getLogger("tft_lighthouse")
 
 CONNECTIONS_MOST: Final = 256
@@ -45,6 +47,7 @@ class Connections:
     def __init__(self, seconds: Callable[[], float]) -> None:
         self._seconds = seconds
         self._entries: dict[asyncio.BaseTransport, _Entry] = {}
+        self.handshakes: Counter[str] = Counter()  # connections whose TLS handshake runs, by host
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -52,8 +55,10 @@ class Connections:
     def has_room(self, host: str) -> bool:
         """Return whether another connection of that host may be accepted."""
         self._forget_closed()
-        of_host = Counter(entry.host for entry in self._entries.values())[host]
-        return len(self._entries) < CONNECTIONS_MOST and of_host < CONNECTIONS_OF_ONE_HOST_MOST
+        self.handshakes = +self.handshakes  # without the hosts that have none
+        of_host = Counter(entry.host for entry in self._entries.values())[host] + self.handshakes[host]
+        of_all = len(self._entries) + self.handshakes.total()
+        return of_all < CONNECTIONS_MOST and of_host < CONNECTIONS_OF_ONE_HOST_MOST
 
     def add(self, transport: asyncio.BaseTransport, host: str) -> None:
         """Add a new connection; its first request must come soon."""
@@ -88,6 +93,7 @@ class Acceptor:
         listeners: bound and listening; `stop` closes them.
         protocol: makes the protocol of each connection.
         connections: the open ones.
+        tls: certificates for the connections, or None.
     """
 
     def __init__(
@@ -95,7 +101,12 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         protocol: Callable[[], asyncio.BaseProtocol],
         connections: Connections,
+        tls: TLS | None = None,
     ) -> None:
+        self._tls = tls
+        self._refused = 0  # TLS handshakes since the last log line about them
+        self._logged_s = -WARN_EVERY_S
+        self._handshakes: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._listeners = listeners
         self._protocol = protocol
@@ -112,9 +123,10 @@ class Acceptor:
 
     async def stop(self) -> None:
         """Close the port; open connections stay."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._handshakes]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
 
@@ -133,12 +145,49 @@ class Acceptor:
                 connection.close()
                 await asyncio.sleep(FULL_PAUSE_S)
                 continue
-            try:
-                transport, _ = await self._loop.connect_accepted_socket(self._protocol, connection)
-            except OSError:
-                connection.close()
+            if self._tls is None:
+                await self._set_up(connection, host, None)
                 continue
+            # A handshake may take long, and the next connection does not wait for it.
+            self._connections.handshakes[host] += 1
+            handshake = self._loop.create_task(self._set_up(connection, host, self._tls), name="tft-http-handshake")
+            self._handshakes.add(handshake)
+            handshake.add_done_callback(self._handshakes.discard)
+
+    async def _set_up(self, connection: socket.socket, host: str, tls: TLS | None) -> None:
+        context = None if tls is None else tls.server_context()
+        within_s = None if tls is None else FIRST_REQUEST_S
+        try:
+            transport, _ = await self._loop.connect_accepted_socket(
+                self._protocol, connection, ssl=context, ssl_handshake_timeout=within_s
+            )
+        except BaseException as error:
+            connection.close()
+            if not isinstance(error, OSError):
+                raise
+            self._log_refused(error, host)
+        else:
             self._connections.add(transport, host)
+        finally:
+            if tls is not None:
+                self._connections.handshakes[host] -= 1
+
+    def _log_refused(self, error: OSError, host: str) -> None:
+        """Log a failed TLS handshake, at most once a minute: any host may cause them."""
+        if self._tls is None:
+            return
+        self._refused += 1
+        if self._loop.time() - self._logged_s < WARN_EVERY_S:
+            return
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
+        logger.warning(
+            "the HTTP port refused %d TLS handshakes, the last from %s (%s); callers need https, and certificates of "
+            "the same authority",
+            self._refused,
+            host,
+            str(reason).lower().replace("_", " "),
+        )
+        self._logged_s, self._refused = self._loop.time(), 0
 
     async def _sweep(self) -> None:
         while True:

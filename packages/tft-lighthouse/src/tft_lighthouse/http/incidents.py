@@ -13,9 +13,11 @@ from typing import Any, Final, final
 
 from aiohttp import web
 
+from tft_coord.lighthouse import opens_job
 from tft_lighthouse.history import History, Incident
 from tft_lighthouse.view import SCHEMA_VERSION, incident_as_json
 
+OPENED: Final = web.RequestKey("opened", str)  # what the secret of a request opens
 READERS_MOST: Final = 64  # of the events
 KEEP_ALIVE_S: Final = 15.0
 LISTED_MOST: Final = 1_000
@@ -49,6 +51,7 @@ class Incidents:
         job, kind = request.query.get("job"), request.query.get("kind")
         found = sorted(self._history.incidents(after), key=lambda each: each.number)
         found = [each for each in found if job in (None, each.job) and kind in (None, each.kind.value)]
+        found = [each for each in found if opens_job(request[OPENED], each.job)]
         return web.json_response(
             {
                 "schema_version": SCHEMA_VERSION,
@@ -77,7 +80,7 @@ class Incidents:
         try:
             while True:
                 reader.clear()
-                found = self._history.incidents(known)
+                found = [each for each in self._history.incidents(known) if opens_job(request[OPENED], each.job)]
                 known = self._history.last_change
                 self._extend(request.transport)
                 await response.write("".join(map(_event, found)).encode() or b": alive\n\n")

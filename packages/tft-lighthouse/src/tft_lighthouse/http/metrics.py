@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tft_coord.lighthouse import JobState, JobStatus, Refusal, ReplicaState, Spent, shorten
+from tft_coord.lighthouse import ALL_JOBS, JobState, JobStatus, Refusal, ReplicaState, Spent, shorten
 from tft_lighthouse import counters
 from tft_lighthouse.goodput import Goodput
 from tft_lighthouse.history import Incident
@@ -64,9 +64,29 @@ class Metrics:
         for phase, lasted_ms in incident.phases.items():
             self._phases.labels(incident.kind.value, phase.value).observe(lasted_ms / 1_000)
 
-    def text(self) -> bytes:
-        """Return all metrics, in the text format of `CONTENT_TYPE`."""
-        return generate_latest(self._registry)
+    def text(self, opened: str | None = ALL_JOBS) -> bytes:
+        """Return the metrics in the text format of `CONTENT_TYPE`: all, or those of the one job that a secret opens."""
+        if opened == ALL_JOBS:
+            return generate_latest(self._registry)
+        of_job = CollectorRegistry(auto_describe=False)
+        of_job.register(_OneJob(self._registry, opened or ""))
+        return generate_latest(of_job)
+
+
+@final
+class _OneJob(Collector):
+    """The samples of a registry that are of one job."""
+
+    def __init__(self, registry: CollectorRegistry, job: str) -> None:
+        self._registry = registry
+        self._job = job
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metric families, with the job's samples alone."""
+        for family in self._registry.collect():
+            family.samples = [sample for sample in family.samples if sample.labels.get("job") == self._job]
+            if family.samples:
+                yield family
 
 
 @final

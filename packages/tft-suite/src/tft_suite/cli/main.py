@@ -26,7 +26,10 @@ from tft_suite.errors import ConfigError, MissingExtraError, SuiteError
 DEMO_NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib", "rich": "rich"}
 
 # The replicas of the demo are separate, whatever job this shell belongs to.
-OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TFT_TOKEN", "TFT_TOKEN_FILE")
+OF_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TFT_TOKEN", "TFT_TOKEN_FILE"),
+    *("TFT_TLS_CERT", "TFT_TLS_KEY", "TFT_TLS_CA", "TFT_TLS_CLIENT_AUTH"),
+)
 
 WATCH_EVERY_S = 1.0
 CLEAR = "\x1b[2J\x1b[H"  # the terminal, before the next picture

@@ -21,11 +21,12 @@ import torch
 from tft_algos.errors import ConfigError
 from tft_algos.manager.config import ManagerConfig, from_environment
 from tft_algos.manager.quorum.group_store import is_loopback, own_host
-from tft_coord import LighthouseClient
+from tft_coord import TLS, LighthouseClient
 from tft_coord.errors import ConfigError as CoordinationConfigError
 from tft_coord.errors import CoordinationError, UnknownCallError
 from tft_coord.security import read_token
 from tft_coord.timeouts import Timeouts
+from tft_coord.tokens import Token
 from tft_coord.transport.address import target
 from tft_suite.doctor.facts import Facts, LighthouseFacts
 from tft_suite.doctor.findings import INSTALL_TORCHFT, INTERFACE_VARIABLES, PACKAGES
@@ -49,7 +50,7 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
     timeouts: Timeouts | None = None
     # Even if other settings are wrong, a given lighthouse is asked.
     addresses = lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
-    token, setting_error = _token(environ), ""
+    token, tls, setting_error = _token(environ), _tls(environ), ""
     try:
         resolved = from_environment(ManagerConfig(lighthouse_addr=lighthouse), environ, own_host=lambda: hostname)
     except ConfigError as error:
@@ -71,12 +72,19 @@ def survey(environ: Mapping[str, str], *, lighthouse: str | None, timeout: timed
         token_is_set=token is not None or bool(environ.get("TFT_TOKEN_FILE")),
         token_file_mode=_mode(environ.get("TFT_TOKEN_FILE", "")),
         timeouts=timeouts,
-        lighthouses=tuple(_ask(address, token=token, timeout=timeout) for address in named),
+        lighthouses=tuple(_ask(address, token=token, tls=tls, timeout=timeout) for address in named),
         accelerator=_accelerator(),
     )
 
 
-def _token(environ: Mapping[str, str]) -> str | None:
+def _tls(environ: Mapping[str, str]) -> TLS | None:
+    try:
+        return TLS.from_environment(environ)
+    except CoordinationConfigError:
+        return None  # the settings' own error reports this
+
+
+def _token(environ: Mapping[str, str]) -> Token:
     try:
         return read_token(environ)
     except CoordinationConfigError:
@@ -123,10 +131,10 @@ def _accelerator() -> str:
     return f"{torch.accelerator.device_count()} x {device.type if device is not None else 'unknown'}"
 
 
-def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFacts:
+def _ask(address: str, *, token: Token, tls: TLS | None, timeout: timedelta) -> LighthouseFacts:
     local_address = _route_to(address)
     try:
-        with LighthouseClient(address, timeout, token=token, waits=False) as client:
+        with LighthouseClient(address, timeout, token=token, waits=False, tls=tls) as client:
             description = client.describe(timeout)
             clock_ahead_ms = description.now_ms - time.time_ns() // 1_000_000
     except UnknownCallError:
@@ -137,15 +145,15 @@ def _ask(address: str, *, token: str | None, timeout: timedelta) -> LighthouseFa
         address=address,
         description=description,
         clock_ahead_ms=clock_ahead_ms,
-        answers_anybody=token is not None and _answers_anybody(address, timeout),
+        answers_anybody=token is not None and _answers_anybody(address, tls, timeout),
         local_address=local_address,
     )
 
 
-def _answers_anybody(address: str, timeout: timedelta) -> bool:
+def _answers_anybody(address: str, tls: TLS | None, timeout: timedelta) -> bool:
     """Return whether a lighthouse answers without a secret. A lighthouse with a secret refuses such a call."""
     try:
-        with LighthouseClient(address, timeout, waits=False) as client:
+        with LighthouseClient(address, timeout, waits=False, tls=tls) as client:
             client.describe(timeout)
     except CoordinationError:
         return False  # refused, as it should be, or no answer this time, which says nothing about secrets

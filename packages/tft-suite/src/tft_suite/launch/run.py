@@ -68,7 +68,8 @@ def run_launch(settings: LaunchSettings, environ: Mapping[str, str]) -> int:
             )
             services.append(service)
             addresses = (http,)
-            view.note(f"started a lighthouse at {lighthouse}, its page is http://{http}")
+            scheme = lighthouse.partition(":")[0]
+            view.note(f"started a lighthouse at {lighthouse}, its page is {scheme}://{http}")
         ports: list[int | None] = [None] * settings.replicas
         if settings.nproc > 1:
             service, found = start_stores(processes, num_groups=settings.replicas, logs=logs, environ=environ)

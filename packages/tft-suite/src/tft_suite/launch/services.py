@@ -11,18 +11,23 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 from tft_coord.errors import ConfigError as CoordinationConfigError
-from tft_coord.security import read_token
+from tft_coord.security import is_for_this_machine, read_token
+from tft_coord.tls import TLS
+from tft_coord.transport.diagnosis import diagnose
+from tft_coord.transport.trust import UntrustedError
 from tft_suite.errors import ConfigError
 from tft_suite.launch.exit_codes import describe
 from tft_suite.launch.processes import Processes, ended_early
 from tft_suite.launch.settings import RestartPolicy
 from tft_suite.operate.client import fetch
+
+Setting = TypeVar("Setting")
 
 READY_S: Final = 120.0
 LOOK_EVERY_S: Final = 0.05
@@ -96,8 +101,10 @@ def start_lighthouse(
     Args:
         bind: where it listens; "": a free port of this machine.
     Returns: the service, its address for replicas, and the address of its HTTP port.
-    Raises: ConfigError: it does not start, for example because its port is taken.
+    Raises: ConfigError: it does not start, for example because its port is taken, or its certificate is not for this
+        machine.
     """
+    tls = _setting(TLS.from_environment, environ)
     host, _, port = (bind or "127.0.0.1:0").rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"--bind is {bind!r}; give host:port")
@@ -109,14 +116,35 @@ def start_lighthouse(
     process = service.start(processes, time.monotonic())
     near = "localhost" if host.strip("[]") in ("", "::", "0.0.0.0", "127.0.0.1", "::1") else host
     http = f"{near}:{http_port}"
+    try:
+        _await_ready(service, process, http, tls, environ)
+    except ConfigError:
+        processes.kill(service.name)
+        service.close()
+        raise
+    return service, f"{'http' if tls is None else 'https'}://{near}:{port}", http
+
+
+def _await_ready(
+    service: Service, process: subprocess.Popen[bytes], http: str, tls: TLS | None, environ: Mapping[str, str]
+) -> None:
     deadline_s = time.monotonic() + READY_S
     while not is_ready(http, environ):
         if process.poll() is not None:
             raise ended_early("the lighthouse", process, service.log)
+        if tls is not None and isinstance(why := diagnose(http, tls), UntrustedError):
+            raise ConfigError(f"the new lighthouse at {http} can't be used: {why}")
         if time.monotonic() > deadline_s:
             raise ConfigError(f"the lighthouse at {http} is not ready after {READY_S:g} s; see {service.log}")
         time.sleep(LOOK_EVERY_S)
-    return service, f"http://{near}:{port}", http
+
+
+def _setting(read: Callable[[Mapping[str, str]], Setting], environ: Mapping[str, str]) -> Setting:
+    """Return a setting of the environment. Raises: ConfigError: it is wrong."""
+    try:
+        return read(environ)
+    except CoordinationConfigError as error:
+        raise ConfigError(str(error)) from error
 
 
 def is_ready(http: str, environ: Mapping[str, str]) -> bool:
@@ -150,10 +178,9 @@ def start_stores(
     Returns: the service, and the port of each group's store.
     Raises: ConfigError: they do not start.
     """
-    try:
-        host = "127.0.0.1" if read_token(environ) is None else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
-    except CoordinationConfigError as error:
-        raise ConfigError(str(error)) from error
+    token, tls = _setting(read_token, environ), _setting(TLS.from_environment, environ)
+    is_local = is_for_this_machine(token, tls, insecure=False)
+    host = "127.0.0.1" if is_local else "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
     command = [sys.executable, "-m", "tft_suite.launch.stores", host]
     service = Service(STORES, [*command, *["0"] * num_groups], logs / "stores.log", reads_stdin=True)
     process = service.start(processes, time.monotonic())

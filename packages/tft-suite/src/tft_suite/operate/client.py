@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tft_coord.errors import ConfigError as CoordinationConfigError
-from tft_coord.security import read_token
-from tft_coord.transport.address import host_of, join_host_port, targets
+from tft_coord.security import call_metadata, read_token
+from tft_coord.tls import TLS
+from tft_coord.transport.address import check_scheme, host_of, join_host_port, targets
+from tft_coord.transport.diagnosis import diagnose
+from tft_coord.transport.trust import UntrustedError, why_untrusted
 from tft_suite.drain import LIGHTHOUSE
 from tft_suite.errors import ConfigError
 
@@ -36,6 +39,7 @@ def http_addresses(environ: Mapping[str, str], *, lighthouse: str | None, http: 
         raise ConfigError(f"no lighthouse is known; give --lighthouse or --http, or set {LIGHTHOUSE[0]}")
     try:
         found = targets(text)
+        check_scheme(text, has_certificates=TLS.from_environment(environ) is not None)
     except CoordinationConfigError as error:
         raise ConfigError(str(error)) from error
     if http:
@@ -71,22 +75,29 @@ def _first(
     addresses: Sequence[str], method: str, path: str, environ: Mapping[str, str], timeout_s: float
 ) -> dict[str, Any]:
     try:
-        token = read_token(environ)
+        metadata, tls = call_metadata(read_token(environ)), TLS.from_environment(environ)
     except CoordinationConfigError as error:
         raise ConfigError(str(error)) from error
-    headers = {"Accept": "application/json"} | ({"Authorization": f"Bearer {token}"} if token is not None else {})
+    headers = {"Accept": "application/json", **dict(metadata)}
     failures = []
     for address in addresses:
         try:
-            found = _ask(address, method, path, headers, timeout_s)
+            found = _ask(address, method, path, headers, timeout_s, tls)
             return found if method == "POST" else _of_our_version(address, found)
         except ConfigError as error:
             failures.append(str(error))
     raise ConfigError("; ".join(failures))
 
 
-def _ask(address: str, method: str, path: str, headers: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(host_of(address), int(address.rpartition(":")[2]), timeout=timeout_s)
+def _ask(
+    address: str, method: str, path: str, headers: Mapping[str, str], timeout_s: float, tls: TLS | None
+) -> dict[str, Any]:
+    host, port = host_of(address), int(address.rpartition(":")[2])
+    connection = (
+        http.client.HTTPConnection(host, port, timeout=timeout_s)
+        if tls is None
+        else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=tls.client_context())
+    )
     try:
         connection.request(method, path, headers=dict(headers))
         answer = connection.getresponse()
@@ -94,12 +105,24 @@ def _ask(address: str, method: str, path: str, headers: Mapping[str, str], timeo
     except TimeoutError as error:
         raise ConfigError(f"{address} did not answer within {timeout_s:g} s (--timeout)") from error
     except (OSError, http.client.HTTPException) as error:
+        untrusted = why_no_trust(error, address, tls)
+        if untrusted:
+            raise ConfigError(f"the HTTP port at {address} can't be used: {untrusted}") from error
         raise ConfigError(
             f"no HTTP answer from {address} ({error}); check that the lighthouse runs with --http-bind, or give --http"
         ) from error
     finally:
         connection.close()
     return _checked(address, answer.status, body)
+
+
+def why_no_trust(error: Exception, address: str, tls: TLS | None) -> str:
+    """Return what is wrong with the certificates of either side, after a request that failed; "": nothing known."""
+    if isinstance(error, OSError) and (why := why_untrusted(error, host_of(address))):
+        return why
+    # A connection that ended without an answer may be one without TLS to a port with it, or the other way around.
+    why_not = diagnose(address, tls) if isinstance(error, ConnectionError) else None
+    return str(why_not) if isinstance(why_not, UntrustedError) else ""
 
 
 def _checked(address: str, status: int, body: bytes) -> dict[str, Any]:

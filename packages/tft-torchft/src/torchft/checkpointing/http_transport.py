@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import tft_ckpt
-from tft_ckpt import TLS
-from torchft._settings import secret
+from torchft._settings import certificates, secret
 from torchft.checkpointing._adapting import as_urllib, limit_of
 from torchft.checkpointing._dtensors import as_dtensors
 from torchft.checkpointing.transport import CheckpointTransport
@@ -32,7 +30,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._timeout = timeout
         self._state: tuple[Any] | None = None  # the state that was offered last
         self._transport: tft_ckpt.HTTPTransport[Any] = tft_ckpt.HTTPTransport(
-            timeout, num_chunks, token=token, insecure=insecure, tls=TLS.from_environment(os.environ)
+            timeout, num_chunks, token=token, insecure=insecure, tls=certificates()
         )
 
     def for_manager(self) -> tft_ckpt.CheckpointTransport[Any] | None:

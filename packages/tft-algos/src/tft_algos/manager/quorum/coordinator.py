@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -202,7 +202,7 @@ class GroupCoordinator:
         config = self._config
         within = min(timeout, config.connect_timeout)
         make = _client_class()
-        with make(address, within, token=config.token, timeouts=config.timeouts, connect_now=False) as client:
+        with make(address, within, connect_now=False, **_trust(config)) as client:
             return client.checkpoint_metadata(config.rank, timeout)
 
     def healed(self, bytes_total: int) -> None:
@@ -458,11 +458,10 @@ class GroupCoordinator:
             config.connect_timeout,
             config.quorum_retries,
             job=config.job,
-            timeouts=config.timeouts,
             replaces=self._replaces,
-            token=config.token,
             insecure=config.insecure,
             wait=False,
+            **_trust(config),
         )
 
     def _new_client(self, address: str, within: timedelta) -> ManagerClient:
@@ -471,14 +470,18 @@ class GroupCoordinator:
             address,
             within,
             group_rank=config.rank,
-            token=config.token,
-            timeouts=config.timeouts,
             listener=self._notify,
             progress=lambda: self._progress(),
             beat_number=lambda: self._beat_number(),
             is_alive=server.alive if server is not None else lambda: True,
+            **_trust(config),
             connect_now=server is None,  # rank 0's own server has just given its address
         )
+
+
+def _trust(config: ResolvedConfig) -> dict[str, Any]:
+    """Return the arguments that a server and its clients share."""
+    return {"token": config.token, "tls": config.tls, "timeouts": config.timeouts}
 
 
 def unknown_name(hostname: str) -> str:
