@@ -71,6 +71,12 @@ def test_a_job_of_torchfts_is_not_no_job() -> None:
     assert "no job yet" not in text
 
 
+def test_a_standby_is_in_order_beside_a_leader_and_trouble_without_one() -> None:
+    standby = replace(LIGHTHOUSE, address="lh:2", description=None, trouble="lh:2 stands by", is_standby=True)
+    assert findings(replace(GOOD, lighthouses=(LIGHTHOUSE, standby))) == []
+    assert [each.sentence for each in findings(replace(GOOD, lighthouses=(standby,)))] == ["lh:2 stands by"]
+
+
 def lighthouse(**changes: object) -> tuple[LighthouseFacts, ...]:
     return (replace(LIGHTHOUSE, **changes),)  # type: ignore[arg-type]
 

@@ -21,6 +21,7 @@ class LighthouseFacts:
         address: as it was given.
         description: what the lighthouse says of itself. None: no answer.
         trouble: why there is no answer, in one sentence that names the address. "": there is an answer.
+        is_standby: it does not lead its cluster, and refuses for that.
         is_foreign: the address is torchft's lighthouse.
         clock_ahead_ms: how far its clock is ahead of this machine's. Negative: behind.
         answers_anybody: a secret is set here, and the lighthouse answers clients without a secret.
@@ -30,6 +31,7 @@ class LighthouseFacts:
     address: str
     description: LighthouseDescription | None = None
     trouble: str = ""
+    is_standby: bool = False
     is_foreign: bool = False
     clock_ahead_ms: int = 0
     answers_anybody: bool = False

@@ -198,7 +198,7 @@ def _of_lighthouses(facts: Facts) -> Iterator[Finding]:
                 "timeout; start tft-lighthouse there",
                 is_problem=False,
             )
-        elif each.trouble:
+        elif each.trouble and not (each.is_standby and clusters):  # a standby beside a leader is as it should be
             yield Finding(each.trouble)  # the message of a trainer's start, which names the lighthouse
         for job in each.description.jobs if each.description is not None else ():
             for warning in job.warnings:

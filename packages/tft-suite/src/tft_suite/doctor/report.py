@@ -71,6 +71,8 @@ def _section(found: Sequence[Finding], *, is_problem: bool, heading: str) -> Ite
 def _described(lighthouse: LighthouseFacts) -> str:
     found = lighthouse.description
     if found is None:
+        if lighthouse.is_standby:
+            return "stands by"
         return "torchft's" if lighthouse.is_foreign else "unusable, see the problems"
     up_s = (found.now_ms - found.started_ms) // 1000
     named = [(f"job {job.name}", job) for job in found.jobs]

@@ -22,8 +22,9 @@ from tft_algos.errors import ConfigError
 from tft_algos.manager.config import ManagerConfig, from_environment
 from tft_algos.manager.quorum.group_store import is_loopback, own_host
 from tft_coord import TLS, LighthouseClient
+from tft_coord.core.types import Refusal
 from tft_coord.errors import ConfigError as CoordinationConfigError
-from tft_coord.errors import CoordinationError, UnknownCallError
+from tft_coord.errors import CoordinationError, RefusedError, UnknownCallError
 from tft_coord.security import read_token
 from tft_coord.timeouts import Timeouts
 from tft_coord.tokens import Token
@@ -140,7 +141,10 @@ def _ask(address: str, *, token: Token, tls: TLS | None, timeout: timedelta) -> 
     except UnknownCallError:
         return LighthouseFacts(address=address, is_foreign=True, local_address=local_address)
     except CoordinationError as error:
-        return LighthouseFacts(address=address, trouble=message_for_cli(error), local_address=local_address)
+        is_standby = isinstance(error, RefusedError) and error.code == Refusal.STANDBY.value
+        return LighthouseFacts(
+            address=address, trouble=message_for_cli(error), is_standby=is_standby, local_address=local_address
+        )
     return LighthouseFacts(
         address=address,
         description=description,
