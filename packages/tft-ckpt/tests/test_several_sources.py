@@ -91,24 +91,33 @@ def test_a_helper_with_another_state_is_named_and_nothing_of_it_is_taken(stack: 
     assert any(other.metadata() in fault for fault in report.faults)
 
 
-def test_sources_that_take_their_next_state_meanwhile_still_give_the_one_that_is_read(stack: ExitStack) -> None:
-    first, second = source(stack), source(stack)
+def test_sources_that_take_their_next_state_meanwhile_still_give_the_one_that_is_read() -> None:
+    # On a busy machine the second source may not be read yet when it takes its next state. That is another case.
+    assert any(is_read_on() for _ in range(5)), "the second source never began before it took its next state"
+
+
+def is_read_on() -> bool:
+    """Let two sources take their next state in the middle of a transfer. Return whether both were read by then."""
     other = big_state(seed=1)
-
-    def progress(good_bytes: int, total_bytes: int) -> None:
-        if good_bytes > total_bytes // 4 and first not in moved_on:
-            for each in (first, second):
-                moved_on.append(each)
-                each.send_checkpoint([], 2, other, BOUND)
-
     moved_on: list[HTTPTransport[Any]] = []
-    receiver = newcomer(stack)
-    got = receiver.recv_checkpoint(0, first.metadata(), 1, BOUND, sources=[second.metadata()], progress=progress)
-    assert_same_state(got, STATE)
-    report = report_of(receiver)
-    assert len(moved_on) == 2
-    assert not report.faults
-    assert min(report.by_source[each.metadata()] for each in (first, second)) > 0
+    with ExitStack() as stack:
+        first, second, receiver = source(stack), source(stack), newcomer(stack)
+
+        def progress(good_bytes: int, total_bytes: int) -> None:
+            if good_bytes > total_bytes // 4 and not moved_on:
+                for each in (first, second):
+                    moved_on.append(each)
+                    each.send_checkpoint([], 2, other, BOUND)
+
+        got = receiver.recv_checkpoint(0, first.metadata(), 1, BOUND, sources=[second.metadata()], progress=progress)
+        assert_same_state(got, STATE)
+        assert len(moved_on) == 2
+        report = report_of(receiver)
+        if not report.by_source.get(second.metadata()):
+            return False
+        assert report.by_source[first.metadata()] > 0
+        assert not report.faults
+        return True
 
 
 def test_a_stalled_source_is_broken_off_for_one_that_delivers(stack: ExitStack) -> None:
