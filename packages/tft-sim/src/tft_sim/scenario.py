@@ -266,10 +266,12 @@ class Scenario:
     def _do_cluster(self, words: list[str]) -> None:
         """Create an empty cluster with a lighthouse.
 
-        `cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]`
+        `cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]
+            [over-group]`
 
         - `foreign`: the lighthouse is torchft's.
         - `standby`, `strangers`: a second lighthouse, `lighthouse2`, of the same cluster or of another.
+        - `over-group`: states travel over the process groups.
         - `fragments=4 in_flight=2`: trainers synchronize now and then.
         - `stragglers=leave-out` (or `warn`, `shrink`): the lighthouse judges paces.
         - `quiet`: successful steps are not reported.
@@ -306,6 +308,7 @@ class Scenario:
                 init_sync=True,
                 num_fragments=int(numbers.get("fragments", 0)),
                 most_in_flight=int(numbers.get("in_flight", 1)),
+                heals_over_group="over-group" in words,
             ),
         )
         chance = Chance(

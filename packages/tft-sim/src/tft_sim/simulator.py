@@ -109,6 +109,7 @@ LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several ranks fail
 SYNCS_SHARE = 0.2  # of the jobs synchronize now and then
 CHECKS_SHARE = 0.2  # of the jobs compare their states now and then
 WEIGHTED_SHARE = 0.25  # of the jobs have weighted means
+OVER_GROUP_SHARE = 0.125  # of the jobs transfer states over their process groups
 OVERLAPS_SHARE = 0.5  # of the jobs compute while the quorum request is pending, in half of their steps
 TAKE_ERRORS = 0.02  # of the calls of a function that gives a rank's state fail
 TWIN = "twin"  # name of a replica that was started a second time under one replica id
@@ -240,6 +241,8 @@ class Simulation:
             weighted=user.random() < WEIGHTED_SHARE,
         )
         overlaps = user.random() < OVERLAPS_SHARE
+        if self._rng("over group").random() < OVER_GROUP_SHARE:
+            settings = replace(settings, heals_over_group=True)
         # One job in ten has older manager servers, which answer no probes. One in two has all ranks of a group on one
         # host.
         silence = self._rng("silence")

@@ -69,8 +69,6 @@ _log = logging.getLogger("tft_ckpt.pg")
 _WINDOW: Final = 4
 # The interval of calls to `cancelled` and `progress`.
 _POLL_S: Final = 0.05
-# The delay before a new attempt on an unusable group.
-_RETRY_S: Final = 0.02
 
 
 @final
@@ -95,6 +93,8 @@ class PGTransport(CheckpointTransport[T]):
 
     Raises: ConfigError.
     """
+
+    needs_group = True
 
     def __init__(
         self,
@@ -214,8 +214,7 @@ class PGTransport(CheckpointTransport[T]):
     ) -> T:
         """Receive a state from a replica rank; see `CheckpointTransport.recv_checkpoint`.
 
-        A group that can be configured again need not be ready yet. Until the source has begun, errors of the group are
-        retried.
+        The group must be ready. Its end, for example by an abort, ends the receive too.
 
         Args:
             src_rank: the source's rank in the group.
@@ -505,7 +504,7 @@ class _Receive:
         """
         link = self._link
         while True:
-            first = self._receive_offer()
+            first = link.receive_bytes(OFFER_BYTES, patience_s=self._call.remaining_s())
             self._has_begun = True
             try:
                 offer = Offer.decode(first, source=link.name, bytes_max=self._limits.manifest_bytes)
@@ -562,21 +561,6 @@ class _Receive:
         if self._into is None:
             return Target.fresh(layout, Buffer(layout.data_bytes))
         return Target.into(layout, self._into, Buffer)
-
-    def _receive_offer(self) -> bytes:
-        """Wait for the offer as long as the call may take, even if the group is reconfigured in the meantime."""
-        last_attempt = ""
-        while True:
-            try:
-                if last_attempt:
-                    self._call.pause(_RETRY_S)
-                return self._link.receive_bytes(OFFER_BYTES, patience_s=self._call.remaining_s())
-            except StateUnavailableError as error:
-                if not self._call.may_be_configured_again:
-                    raise
-                last_attempt = f"; the last attempt: {error}"
-            except TransferTimeoutError as error:
-                raise TransferTimeoutError(f"{error}{last_attempt}", timeout_s=error.timeout_s) from error
 
     def _receive_chunks(self, manifest: Manifest, target: Target) -> int | None:
         """Receive every chunk. Returns: the first damaged chunk, or None. Raises: the conversation was interrupted."""
