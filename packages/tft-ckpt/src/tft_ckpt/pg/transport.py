@@ -37,7 +37,7 @@ from tft_ckpt.errors import (
     TransportClosedError,
 )
 from tft_ckpt.key import StateKey
-from tft_ckpt.pg.frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, printable, shortened
+from tft_ckpt.pg.frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, shortened
 from tft_ckpt.pg.link import Call, Link, ProcessGroupLike
 from tft_ckpt.state.buffers import Buffer
 from tft_ckpt.state.live import LivePayload, bytes_of
@@ -54,6 +54,7 @@ from tft_ckpt.state.manifest import (
 )
 from tft_ckpt.state.target import Target
 from tft_ckpt.state.tree import Limits
+from tft_ckpt.texts import printable
 from tft_ckpt.transport import CheckpointTransport
 
 __all__ = ["PGTransport"]
