@@ -266,8 +266,7 @@ class Scenario:
     def _do_cluster(self, words: list[str]) -> None:
         """Create an empty cluster with a lighthouse.
 
-        `cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]
-            [over-group]`
+        `cluster [world_size=1] [min_replicas=1] [step=0] [synchronous] [trials] [foreign] [standby] [strangers]`
 
         - `foreign`: the lighthouse is torchft's.
         - `standby`, `strangers`: a second lighthouse, `lighthouse2`, of the same cluster or of another.
@@ -305,7 +304,6 @@ class Scenario:
                 speaks="speaks" in words,
                 step=int(numbers.get("step", 0)),
                 use_async_quorum="synchronous" not in words,
-                init_sync=True,
                 num_fragments=int(numbers.get("fragments", 0)),
                 most_in_flight=int(numbers.get("in_flight", 1)),
                 heals_over_group="over-group" in words,

@@ -226,11 +226,9 @@ class Simulation:
         # background.
         syncs = self._rng("syncs")
         if syncs.random() < SYNCS_SHARE if config.syncs is None else config.syncs:
-            num_fragments = syncs.choice((1, 2, 4))
-            most_in_flight = min(num_fragments, syncs.choice((1, 2, 2, 3)))
-            settings = replace(
-                settings, use_async_quorum=True, num_fragments=num_fragments, most_in_flight=most_in_flight
-            )
+            fragments = syncs.choice((1, 2, 4))
+            most_in_flight = min(fragments, syncs.choice((1, 2, 2, 3)))
+            settings = replace(settings, use_async_quorum=True, num_fragments=fragments, most_in_flight=most_in_flight)
         # One job in five compares the states of its replicas, and one in four weights its means.
         user = self._user = self._rng("user")
         checks = user.random() < CHECKS_SHARE if config.checks is None else config.checks
@@ -239,10 +237,9 @@ class Simulation:
             check_every=user.choice((1, 2, 3)) if checks else 0,
             heals_divergence=user.random() < 0.7,
             weighted=user.random() < WEIGHTED_SHARE,
+            heals_over_group=self._rng("over group").random() < OVER_GROUP_SHARE,
         )
         overlaps = user.random() < OVERLAPS_SHARE
-        if self._rng("over group").random() < OVER_GROUP_SHARE:
-            settings = replace(settings, heals_over_group=True)
         # One job in ten has older manager servers, which answer no probes. One in two has all ranks of a group on one
         # host.
         silence = self._rng("silence")
