@@ -24,13 +24,14 @@ from tft_algos.testing import digest
 from tft_ckpt import PGTransport
 from tft_ckpt.testing import CHECKS, Together
 from tft_lighthouse import LighthouseServer
-from tft_pg import ProcessGroupGloo
+from tft_pg import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
 from tft_pg.testing import Bench
 
 CPU: Final = torch.device("cpu")
 TIMEOUT: Final = timedelta(seconds=20)
 CHUNK_BYTES: Final = 64 << 10
 FEATURES: Final = 256
+HEAL_TIMEOUT: Final = timedelta(minutes=10)  # far more than a test may take
 # This includes an offer, a manifest, and some of the dozen chunks.
 MESSAGES_BEFORE_DEATH: Final = 6
 
@@ -56,20 +57,31 @@ def test_the_transport_passes_over_a_group_that_is_configured_again(name: str) -
 
 
 @final
-class DiesWhileSending:
-    """A trainer's view of its group, which ends its process in the middle of the next state that it sends.
+class Watched:
+    """A trainer's view of its group, which ends its process in the middle of the next state that it sends, or holds the
+    state back.
 
     Args:
         group: of the trainer.
+        connection: to the test.
     Fields:
         messages_left: number of messages until the end. None: the process does not end.
+        holds: the next message waits until the test sends a sentence.
     """
 
-    def __init__(self, group: ProcessGroupGloo) -> None:
+    def __init__(self, group: ProcessGroup, connection: Connection) -> None:
         self._group = group
+        self._connection = connection
         self.messages_left: int | None = None
+        self.holds = False
 
     def send(self, *args: Any) -> Any:
+        if self.holds:
+            self.holds = False
+            self._connection.send(Event("holds"))
+            if self._connection.recv() == "go on when the quorum is broken":
+                while self._group.errored() is None:
+                    time.sleep(0.01)
         if self.messages_left is not None:
             self.messages_left -= 1
         if self.messages_left == 0:
@@ -80,14 +92,14 @@ class DiesWhileSending:
         return getattr(self._group, name)
 
 
-def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Connection) -> None:
+def train(lighthouse: str, name: str, in_child: bool, settings: dict[str, Any], connection: Connection) -> None:
     """Run a replica that heals over its own group, until the test gives the last step, or tells it to die."""
     torch.set_num_threads(1)
     torch.manual_seed(sum(name.encode()))
     model = torch.nn.Linear(FEATURES, FEATURES)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    pg = ProcessGroupGloo()
-    watched = DiesWhileSending(pg)
+    pg: ProcessGroup = ProcessGroupBabyGloo() if in_child else ProcessGroupGloo()
+    watched = Watched(pg, connection)
     transport = PGTransport[Any](watched, TIMEOUT, CPU, chunk_bytes=CHUNK_BYTES)
 
     raises_once: list[Exception] = []
@@ -113,6 +125,7 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
         lighthouse_addr=lighthouse,
         hostname="localhost",
         timeout=TIMEOUT,
+        heal_timeout=HEAL_TIMEOUT,
         checkpoint_transport=transport,
         **settings,
     ) as manager:
@@ -126,6 +139,9 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
                         last = step
                     case "raise":
                         raises_once.append(OSError("the disk is full"))
+                        connection.send(Event("struck"))
+                    case "hold":
+                        watched.holds = True
                         connection.send(Event("struck"))
                     case _:
                         watched.messages_left = MESSAGES_BEFORE_DEATH
@@ -143,8 +159,8 @@ def train(lighthouse: str, name: str, settings: dict[str, Any], connection: Conn
     connection.send(Event("end"))
 
 
-def start(job: Job, lighthouse: LighthouseServer, name: str, **settings: Any) -> Trainer:
-    return job.add(name, train, str(lighthouse.address), name, settings)
+def start(job: Job, lighthouse: LighthouseServer, name: str, *, in_child: bool = False, **settings: Any) -> Trainer:
+    return job.add(name, train, str(lighthouse.address), name, in_child, settings)
 
 
 @pytest.fixture
@@ -201,3 +217,66 @@ def test_who_heals_is_told_that_the_sources_state_dict_raised(spawn: Spawn, ligh
         "the state_dict registered under 'default' raised OSError('the disk is full')" in text for text in failed
     )
     job.finish([source, other, newcomer])
+
+
+def start_and_hold(job: Job, lighthouse: LighthouseServer, *, in_child: bool = False) -> tuple[Trainer, ...]:
+    """Start a source, another member, and a newcomer that waits for the offer of the source.
+
+    Returns: these three. The source sends its offer after the next sentence of the test.
+    """
+    source, other = (start(job, lighthouse, name, in_child=in_child) for name in ("a", "b"))
+    job.until(lambda: all(trainer.committed_with(2) for trainer in (source, other)), "two commit together")
+    source.connection.send("hold")
+    job.until(lambda: bool(source.of_kind("struck")), "the source is ready to hold its offer back")
+    newcomer = start(job, lighthouse, "c", in_child=in_child)
+    job.until(lambda: bool(source.of_kind("holds")), "the source holds its offer back")
+    return source, other, newcomer
+
+
+@pytest.mark.in_parts(always=["in the process"])
+@pytest.mark.parametrize("in_child", [False, True], ids=["in the process", "in a child"])
+def test_a_newcomer_does_not_wait_for_a_source_whose_quorum_is_broken(
+    spawn: Spawn, lighthouse: LighthouseServer, kill: Kill, in_child: bool
+) -> None:
+    job = Job(spawn, lighthouse)
+    source, other, newcomer = start_and_hold(job, lighthouse, in_child=in_child)
+    assert other.process.pid is not None
+    kill(other.process.pid)
+    job.until(lambda: bool(newcomer.of_kind("failed")), "the newcomer's step fails, although its source is silent")
+    assert not newcomer.of_kind("healed")
+    source.connection.send("go on")
+    job.until(lambda: all(trainer.committed_with(2) for trainer in (source, newcomer)), "the newcomer trains")
+    assert newcomer.of_kind("healed")
+    job.finish([source, newcomer])
+
+
+@pytest.mark.in_parts
+def test_a_newcomer_that_was_stopped_before_the_offer_heals_in_the_next_quorum(
+    spawn: Spawn, lighthouse: LighthouseServer
+) -> None:
+    job = Job(spawn, lighthouse)
+    source, other, newcomer = start_and_hold(job, lighthouse)
+    assert newcomer.process.pid is not None
+    before = len(source.of_kind("commit"))
+    os.kill(newcomer.process.pid, signal.SIGSTOP)
+    try:
+        source.connection.send("go on when the quorum is broken")
+        job.until(lambda: len(source.of_kind("commit")) > before, "the others go on without the newcomer")
+    finally:
+        os.kill(newcomer.process.pid, signal.SIGCONT)
+    job.until(lambda: all(trainer.committed_with(3) for trainer in job.trainers), "three commit together")
+    assert newcomer.of_kind("healed")
+    job.finish([source, other, newcomer])
+
+
+@pytest.mark.in_parts
+def test_a_newcomer_whose_source_dies_before_its_offer_heals_from_another(
+    spawn: Spawn, lighthouse: LighthouseServer, kill: Kill
+) -> None:
+    job = Job(spawn, lighthouse)
+    source, other, newcomer = start_and_hold(job, lighthouse)
+    assert source.process.pid is not None
+    kill(source.process.pid)
+    job.until(lambda: all(trainer.committed_with(2) for trainer in (other, newcomer)), "the newcomer trains")
+    assert newcomer.of_kind("healed")
+    job.finish([other, newcomer])

@@ -370,7 +370,7 @@ def scripted(*answers: bytes) -> Iterator[str]:
 
 
 @contextmanager
-def answering(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+def answering(serve: Callable[[socket.socket], object]) -> Iterator[str]:
     """A source of which each connection is given to a function, on a thread of its own."""
     threads = []
 
@@ -487,6 +487,49 @@ def test_a_hostile_source_is_named(kind: str, receiver: HTTPTransport[Any]) -> N
         assert type(caught.value) is expected
         assert url in str(caught.value)
         assert caught.value.source == url  # type: ignore[attr-defined]
+
+
+HOSTILE_TEXT = "\x1b[2J\x07\u202e first\nsecond " + "long " * 2_000
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [answer(HOSTILE_TEXT.encode(), "404 Not Found")],
+        [answer(HOSTILE_TEXT.encode(), "410 Gone")],
+        [answer(HOSTILE_TEXT.encode(), "500 Oh")],
+        [answer(b"", "404 \x1b[31m\u202e" + "long " * 2_000)],
+        [b"XTTP \x1b[2J\x07" + b"long " * 2_000 + b"\r\n\r\n"],
+        [answer(MANIFEST), answer(DATA, "206 X", content_range="bytes \x1b[2J" + "long " * 2_000)] * 3,
+    ],
+    ids=["404", "410", "500", "reason", "status line", "range"],
+)
+def test_a_text_of_a_source_can_not_write_to_a_terminal_or_forge_a_line(
+    answers: list[bytes], receiver: HTTPTransport[Any]
+) -> None:
+    with scripted(*answers) as url, pytest.raises(CheckpointError) as caught:
+        receiver.recv_checkpoint(0, url, 1, BOUND)
+    text = str(caught.value)
+    assert url in text
+    assert "long" in text
+    assert text.isprintable()
+    assert len(text) < 1_000
+
+
+def test_a_source_that_disconnects_is_told_from_one_without_the_state(receiver: HTTPTransport[Any]) -> None:
+    remedy = "check the log of the source, and firewalls and proxies"
+    with scripted(b"") as url, pytest.raises(StateUnavailableError, match=f"failure 3 of 3 in a row; {remedy}"):
+        receiver.recv_checkpoint(0, url, 1, BOUND)
+    soon = timedelta(seconds=1)
+    later = answer(b"", "503 Service Unavailable")
+    expected = rf"no source had it yet; the connection was lost \d+ times; {remedy}"
+    with scripted(*[later, b""] * 500) as url, pytest.raises(TransferTimeoutError, match=expected):
+        receiver.recv_checkpoint(0, url, 1, soon)
+    with scripted(later) as url, pytest.raises(TransferTimeoutError, match="no source had it yet; current"):
+        receiver.recv_checkpoint(0, url, 1, soon)
+    silent = answering(lambda sock: sock.recv(1 << 20) and sock.recv(1))
+    with silent as url, pytest.raises(TransferTimeoutError, match="no source answered; check whether it runs"):
+        receiver.recv_checkpoint(0, url, 1, soon)
 
 
 def test_an_honest_script_is_believed(receiver: HTTPTransport[Any]) -> None:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tft_ckpt import StateCorruptError, StateKey, StateUnsupportedError
-from tft_ckpt.pg.frames import ANSWER_BYTES, OFFER_BYTES, SENTENCE_BYTES, Answer, Code, Offer, printable, shortened
+from tft_ckpt.pg.frames import ANSWER_BYTES, OFFER_BYTES, SENTENCE_BYTES, Answer, Code, Offer, shortened
 from tft_ckpt.state.manifest import checksum
+from tft_ckpt.texts import printable
 
 SOURCE = "replica rank 3"
 KEY = StateKey(quorum_id=2**63 - 1, nonce=2**64 - 1, step=5, lineage=0xABC)

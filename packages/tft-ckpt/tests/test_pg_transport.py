@@ -274,19 +274,6 @@ def test_what_breaks_the_talk_with_one_of_several_is_raised_by_the_send() -> Non
             got()
 
 
-def test_what_a_group_says_while_it_is_waited_for_is_told_at_the_end() -> None:
-    class Never:
-        def configure(self) -> None: ...
-
-        def send(self, *args: Any) -> Any:
-            raise RuntimeError("the group is not configured")
-
-        recv = send
-
-    with pytest.raises(TransferTimeoutError, match=r"the last attempt: .* the group is not configured"):
-        PGTransport[Any](Never(), BOUND, CPU).recv_checkpoint(0, "", 5, SHORT)
-
-
 def test_a_wait_that_a_group_cuts_off_to_whole_milliseconds_took_too_long() -> None:
     class Late:
         def wait(self, timeout: timedelta) -> bool:
@@ -330,10 +317,9 @@ def test_a_source_that_is_not_ready_in_time_lets_nobody_wait() -> None:
             got()
 
 
-def test_a_receive_that_ends_before_the_group_is_there_leaves_the_group_alone() -> None:
+def test_a_group_that_is_not_configured_gives_no_state_and_is_left_alone() -> None:
     class NotYet:
-        def __init__(self) -> None:
-            self.was_aborted = False
+        was_aborted = False
 
         def configure(self) -> None: ...
 
@@ -341,13 +327,13 @@ def test_a_receive_that_ends_before_the_group_is_there_leaves_the_group_alone() 
             self.was_aborted = True
 
         def send(self, *args: Any) -> Any:
-            raise RuntimeError("not configured")
+            raise RuntimeError("the group is not configured")
 
         recv = send
 
     group = NotYet()
-    with pytest.raises(TransferTimeoutError):
-        PGTransport[Any](group, BOUND, CPU).recv_checkpoint(0, "", 5, SHORT)
+    with pytest.raises(StateUnavailableError, match=r"replica rank 0 was interrupted: the group is not configured"):
+        PGTransport[Any](group, BOUND, CPU).recv_checkpoint(0, "", 5, BOUND)
     assert not group.was_aborted
 
 
@@ -361,38 +347,38 @@ def test_abort_ends_a_send_too() -> None:
             sent()
 
 
-class ConfiguredLater:
-    """A group that is not there at first, and another one later, as those of tft-pg are."""
+class AbortedLater:
+    """A group as those of tft-pg: an abort from any thread ends its waits, and it may be configured again."""
 
     def __init__(self) -> None:
-        self.member: Any = None
-        self.asked = threading.Event()
+        self.waits, self.aborted = threading.Event(), threading.Event()
 
-    def configure(self, member: Any) -> None:
-        self.member = member
+    def configure(self) -> None: ...
 
-    def send(self, *args: Any) -> Any:
-        return self._configured().send(*args)
+    def abort(self) -> None:
+        self.aborted.set()
 
     def recv(self, *args: Any) -> Any:
-        return self._configured().recv(*args)
+        return self
 
-    def _configured(self) -> Any:
-        self.asked.set()
-        if self.member is None:
-            raise RuntimeError("not configured")
-        return self.member
+    send = recv
+
+    def wait(self, timeout: timedelta) -> bool:
+        self.waits.set()
+        assert self.aborted.wait(timeout.total_seconds())
+        raise RuntimeError("the group was aborted")
 
 
-def test_a_group_that_is_not_configured_yet_is_waited_for() -> None:
-    members = members_of_gloo(2)
-    group = ConfiguredLater()
-    source, receiver = PGTransport[Any](members[0], BOUND, CPU), PGTransport[Any](group, BOUND, CPU)
-    with running(lambda: receiver.recv_checkpoint(0, "", 5, BOUND, key=KEY)) as got:
-        assert group.asked.wait(BOUND.total_seconds())
-        group.configure(members[1])
-        source.send_checkpoint([1], 5, {"a": 1}, BOUND, key=KEY)
-        assert got() == {"a": 1}
+def test_a_receive_that_waits_for_its_source_ends_with_the_group() -> None:
+    """The quorum of a Manager is broken before the source has offered its state."""
+    group = AbortedLater()
+    receiver = PGTransport[Any](group, BOUND, CPU)
+    with running(lambda: receiver.recv_checkpoint(0, "", 5, timedelta(hours=1), key=KEY)) as got:
+        assert group.waits.wait(BOUND.total_seconds())
+        group.abort()
+        with pytest.raises(StateUnavailableError, match="the group was aborted"):
+            got()
+    assert not receiver._running
 
 
 def test_a_group_that_swallows_its_errors_gives_no_state() -> None:

@@ -690,6 +690,42 @@ def test_a_state_is_given_once_and_refused_where_its_step_ends_before() -> None:
     assert source.tell(on.AttemptSettled()) == ()
 
 
+def over_group() -> tuple[Rank, Effects]:
+    """A rank whose plan says to heal over the process group, before the group is configured."""
+    member = Rank(heals_over_group=True)
+    member.ask()
+    return member, member.plan(plan_of(3, rank=1, size=2, healing=[1], step=9, lineage=99), builds=False)
+
+
+def test_a_recovery_over_the_process_group_begins_when_the_group_is_configured() -> None:
+    member, arrived = over_group()
+    assert none(do.Fetch, arrived)
+    assert one(do.Fetch, member.tell(on.GroupConfigured(member.number, QuorumKey(3, 3)))).plan.heal
+    assert one(do.StageState, member.tell(on.ExchangeAsked())).in_vain is None
+
+
+def test_a_state_over_the_process_group_is_not_waited_for_without_the_group() -> None:
+    member, _ = over_group()
+    member.tell(on.LossNoticed(notice(3)))
+    assert member.tell(on.ConfigureFailed(member.number, member.status.broken)) == ()
+    assert "has ended" in str(one(do.StageState, member.tell(on.ExchangeAsked())).in_vain)
+    member, _ = over_group()
+    member.tell(on.LossNoticed(notice(3)))
+    assert none(do.Fetch, member.tell(on.GroupConfigured(member.number, QuorumKey(3, 3)))), "it is about to be aborted"
+    order = one(do.StageState, member.tell(on.ExchangeAsked()))
+    member.tell(on.StageEnded(Stage.FETCH, order.in_vain))
+    assert not member.vote().yes
+    member.end(False)
+    assert member.ask().failed_heals == 0, "no source is at fault"
+
+
+def test_a_state_that_needs_no_process_group_is_waited_for_in_a_broken_quorum() -> None:
+    member = Rank()
+    member.begin(plan_of(3, rank=1, size=2, healing=[1], step=9, lineage=99))
+    member.tell(on.LossNoticed(notice(3)))
+    assert one(do.StageState, member.tell(on.ExchangeAsked())).in_vain is None
+
+
 def test_a_fetch_ends_with_its_attempt() -> None:
     member = Rank()
     member.begin(plan_of(3, rank=1, size=2, healing=[1], step=9, lineage=99))

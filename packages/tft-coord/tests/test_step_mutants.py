@@ -630,6 +630,7 @@ MUTANTS = [
     ),
     Mutant(Recovery, "_failed", blames_the_source_for_its_own, "a_source_is_not_waited_for_that_waits_for_this_rank"),
     Mutant(StepState, "is_awaited", says_no, "a_source_is_not_waited_for_that_waits_for_this_rank"),
+    Mutant(StepState, "has_group", says_yes, "a_state_over_the_process_group_is_not_waited_for_without_the_group"),
     Mutant(Repeats, "again", says_no, "a_load_that_fails_twice_for_the_same_reason_ends_the_process"),
     Mutant(Recovery, "_load", heals_for_ever, "who_diverges_heals_once_and_stops_where_that_has_not_cured_it"),
     Mutant(

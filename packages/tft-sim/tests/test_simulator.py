@@ -67,6 +67,7 @@ REACHED = (
     "a trainer ended itself: unloadable",
     "a rank did not wait for a state in vain",
     "a transfer was refused by all its sources",
+    "a transfer ended with its process group",
     "a healing needed the rank's own state",
     # how a replica is lost
     "lost: its manager server reports",

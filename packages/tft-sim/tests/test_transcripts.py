@@ -29,6 +29,7 @@ NEEDED = {
     "nobody_names_the_quorum",
     "job_end",
     "many_deaths",
+    "heals_over_group",
     "silence",
     "silent_source",
     "stragglers",

@@ -48,9 +48,12 @@ class CheckpointTransport(ABC, Generic[T]):
 
     Attributes:
         stages: whether the transport can copy a state before its name is known, by `stage_checkpoint`.
+        needs_group: whether states travel over the process group of a quorum. A Manager then receives a state only
+            after it has configured its group for the quorum, and a receive ends with that group.
     """
 
     stages: ClassVar[bool] = False
+    needs_group: ClassVar[bool] = False
 
     @abstractmethod
     def metadata(self) -> str:

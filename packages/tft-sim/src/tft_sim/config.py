@@ -43,6 +43,7 @@ class TrainerSettings:
         weighted: means are weighted by the samples of each replica.
         speaks: trainers exchange a word at the end of each round. The job's `lease_ms` limits how long they go on
             without a request.
+        heals_over_group: states travel over the process group of a quorum, and a transfer ends with it.
     """
 
     speaks: bool = False
@@ -58,6 +59,7 @@ class TrainerSettings:
     check_every: int = 0
     heals_divergence: bool = True
     weighted: bool = False
+    heals_over_group: bool = False
 
     def fingerprint(self, world_size: int) -> Fingerprint:
         """Return the rank's fingerprint."""

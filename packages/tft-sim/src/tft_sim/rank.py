@@ -138,6 +138,7 @@ class Rank(TrainingProcess, abc.ABC):
                 init_sync=settings.init_sync,
                 check_every=settings.check_every,
                 heals_divergence=settings.heals_divergence,
+                heals_over_group=settings.heals_over_group,
                 lease_ms=outside.timeouts.lease_ms if settings.speaks else None,
                 timeouts=outside.timeouts,
             )

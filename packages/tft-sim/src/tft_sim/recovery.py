@@ -68,6 +68,7 @@ class Recovery:
         status, settings = self._trainer.status, self._trainer.settings
         self._early = None
         readable = not status.torn and status.lineage is not None and not self.snapshots_late
+        readable = readable and not settings.heals_over_group  # there is no group yet to send it over
         if self._newcomer and settings.use_async_quorum and not settings.num_fragments and readable:
             self._early = self._trainer.state_held, status.own_state()
         self._newcomer = ""
@@ -250,6 +251,11 @@ class Recovery:
     def _has_no_source(self, plan: Plan) -> bool:
         return all((plan.key, source.replica_id) in self._lost for source in plan.sources)
 
+    def _has_lost_its_group(self, plan: Plan) -> bool:
+        """Return whether the state travels over a process group that has ended."""
+        group = self._trainer.group
+        return self._trainer.settings.heals_over_group and (group is None or group.key != plan.key)
+
     def _fetch(self, plan: Plan) -> Life:
         """Fetch the plan's reference from the first source that serves it. The other sources continue where one
         ends."""
@@ -267,6 +273,10 @@ class Recovery:
             if all(trainer.outside.is_refused(trainer, source.replica_id, plan) for source in plan.sources):
                 trainer.mark("a transfer was refused by all its sources")
                 return None
+            if self._has_lost_its_group(plan):
+                trainer.mark("a transfer ended with its process group")
+                trainer.note("ends its transfer, because its process group has ended")
+                return None
             served = self._served(plan)
             if served is None:
                 self._chunk = trainer.sleep(POLL_MS)
@@ -274,7 +284,7 @@ class Recovery:
                 continue
             self._chunk = trainer.sleep(trainer.outside.chance.chunk_ms(trainer.name))
             yield self._chunk
-            if self._has_no_source(plan) or self._plan is not plan:
+            if self._has_no_source(plan) or self._plan is not plan or self._has_lost_its_group(plan):
                 continue
             chunks += 1
             self._received_bytes += 1

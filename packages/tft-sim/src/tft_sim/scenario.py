@@ -270,6 +270,7 @@ class Scenario:
 
         - `foreign`: the lighthouse is torchft's.
         - `standby`, `strangers`: a second lighthouse, `lighthouse2`, of the same cluster or of another.
+        - `over-group`: states travel over the process groups.
         - `fragments=4 in_flight=2`: trainers synchronize now and then.
         - `stragglers=leave-out` (or `warn`, `shrink`): the lighthouse judges paces.
         - `quiet`: successful steps are not reported.
@@ -303,9 +304,9 @@ class Scenario:
                 speaks="speaks" in words,
                 step=int(numbers.get("step", 0)),
                 use_async_quorum="synchronous" not in words,
-                init_sync=True,
                 num_fragments=int(numbers.get("fragments", 0)),
                 most_in_flight=int(numbers.get("in_flight", 1)),
+                heals_over_group="over-group" in words,
             ),
         )
         chance = Chance(

@@ -109,6 +109,7 @@ LOAD_ERRORS = 0.1  # of the loads on a rank of a group of several ranks fail
 SYNCS_SHARE = 0.2  # of the jobs synchronize now and then
 CHECKS_SHARE = 0.2  # of the jobs compare their states now and then
 WEIGHTED_SHARE = 0.25  # of the jobs have weighted means
+OVER_GROUP_SHARE = 0.125  # of the jobs transfer states over their process groups
 OVERLAPS_SHARE = 0.5  # of the jobs compute while the quorum request is pending, in half of their steps
 TAKE_ERRORS = 0.02  # of the calls of a function that gives a rank's state fail
 TWIN = "twin"  # name of a replica that was started a second time under one replica id
@@ -225,11 +226,9 @@ class Simulation:
         # background.
         syncs = self._rng("syncs")
         if syncs.random() < SYNCS_SHARE if config.syncs is None else config.syncs:
-            num_fragments = syncs.choice((1, 2, 4))
-            most_in_flight = min(num_fragments, syncs.choice((1, 2, 2, 3)))
-            settings = replace(
-                settings, use_async_quorum=True, num_fragments=num_fragments, most_in_flight=most_in_flight
-            )
+            fragments = syncs.choice((1, 2, 4))
+            most_in_flight = min(fragments, syncs.choice((1, 2, 2, 3)))
+            settings = replace(settings, use_async_quorum=True, num_fragments=fragments, most_in_flight=most_in_flight)
         # One job in five compares the states of its replicas, and one in four weights its means.
         user = self._user = self._rng("user")
         checks = user.random() < CHECKS_SHARE if config.checks is None else config.checks
@@ -238,6 +237,7 @@ class Simulation:
             check_every=user.choice((1, 2, 3)) if checks else 0,
             heals_divergence=user.random() < 0.7,
             weighted=user.random() < WEIGHTED_SHARE,
+            heals_over_group=self._rng("over group").random() < OVER_GROUP_SHARE,
         )
         overlaps = user.random() < OVERLAPS_SHARE
         # One job in ten has older manager servers, which answer no probes. One in two has all ranks of a group on one

@@ -173,7 +173,10 @@ def assemble(
         transport.shutdown()
         raise
     # From here on a child process runs. No code below waits or can fail.
-    step = StepMailbox(_settings(config, speaker.replica_id, lease_of(config, group, speaker)), clock.monotonic)
+    settings = _settings(
+        config, speaker.replica_id, lease_of(config, group, speaker), heals_over_group=transport.needs_group
+    )
+    step = StepMailbox(settings, clock.monotonic)
     shared = ManagerContext(
         config=config,
         step=step,
@@ -282,7 +285,7 @@ def _check_group(pg: object) -> None:
         )
 
 
-def _settings(config: ResolvedConfig, replica_id: str, lease_ms: int | None) -> StepSettings:
+def _settings(config: ResolvedConfig, replica_id: str, lease_ms: int | None, *, heals_over_group: bool) -> StepSettings:
     return StepSettings(
         replica_id=replica_id,
         rank=config.rank,
@@ -297,6 +300,7 @@ def _settings(config: ResolvedConfig, replica_id: str, lease_ms: int | None) -> 
         heals_divergence=config.on_divergence == "heal",
         is_rank0_only=config.rank0_synchronization_only,
         is_passive_rank=config.is_passive_rank,
+        heals_over_group=heals_over_group,
         lease_ms=lease_ms,
         timeouts=config.timeouts,
     )

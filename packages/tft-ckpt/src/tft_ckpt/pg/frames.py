@@ -26,8 +26,9 @@ from typing import Final, final
 from tft_ckpt.errors import CheckpointError, StateCorruptError, StateUnsupportedError
 from tft_ckpt.key import StateKey
 from tft_ckpt.state.manifest import checksum
+from tft_ckpt.texts import printable
 
-__all__ = ["ANSWER_BYTES", "OFFER_BYTES", "SENTENCE_BYTES", "Answer", "Code", "Offer", "printable", "shortened"]
+__all__ = ["ANSWER_BYTES", "OFFER_BYTES", "SENTENCE_BYTES", "Answer", "Code", "Offer", "shortened"]
 
 VERSION: Final = 1
 SENTENCE_BYTES: Final = 400
@@ -150,13 +151,6 @@ def shortened(sentence: str) -> bytes:
     if len(text) <= SENTENCE_BYTES:
         return text
     return text[:SENTENCE_BYTES].decode("utf-8", "ignore").encode()
-
-
-def printable(text: bytes) -> str:
-    """Return a member's text for an error or a log: in one line, without control characters."""
-    return "".join(
-        char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text.decode("utf-8", "replace")
-    )
 
 
 def _words(key: StateKey) -> tuple[int, int, int, int]:

@@ -77,7 +77,6 @@ class Call:
         self.silence_s = silence_s
         self._deadline = time.monotonic() + timeout_s
         self._reason: str | None = None
-        self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._in_flight = 0
         if not self.may_be_configured_again:
@@ -110,11 +109,6 @@ class Call:
         if not self.remaining_s():
             raise TransferTimeoutError(f"the timeout of {self.timeout_s:g} s expired", timeout_s=self.timeout_s)
 
-    def pause(self, seconds: float) -> None:
-        """Wait until the time, the deadline or a stop request. Raises: as check."""
-        self._stopped.wait(min(seconds, self.remaining_s()))
-        self.check()
-
     def message_started(self) -> None:
         """Record that a message is about to be in flight. Raises: as check."""
         with self._lock:
@@ -139,7 +133,6 @@ class Call:
             if self._reason is not None:
                 return
             self._reason = reason
-        self._stopped.set()
         if self.has_messages:  # otherwise no thread waits in the group
             self.abort_group()
 

@@ -37,7 +37,7 @@ from tft_ckpt.errors import (
     TransportClosedError,
 )
 from tft_ckpt.key import StateKey
-from tft_ckpt.pg.frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, printable, shortened
+from tft_ckpt.pg.frames import ANSWER_BYTES, OFFER_BYTES, Answer, Code, Offer, shortened
 from tft_ckpt.pg.link import Call, Link, ProcessGroupLike
 from tft_ckpt.state.buffers import Buffer
 from tft_ckpt.state.live import LivePayload, bytes_of
@@ -54,6 +54,7 @@ from tft_ckpt.state.manifest import (
 )
 from tft_ckpt.state.target import Target
 from tft_ckpt.state.tree import Limits
+from tft_ckpt.texts import printable
 from tft_ckpt.transport import CheckpointTransport
 
 __all__ = ["PGTransport"]
@@ -69,8 +70,6 @@ _log = logging.getLogger("tft_ckpt.pg")
 _WINDOW: Final = 4
 # The interval of calls to `cancelled` and `progress`.
 _POLL_S: Final = 0.05
-# The delay before a new attempt on an unusable group.
-_RETRY_S: Final = 0.02
 
 
 @final
@@ -95,6 +94,8 @@ class PGTransport(CheckpointTransport[T]):
 
     Raises: ConfigError.
     """
+
+    needs_group = True
 
     def __init__(
         self,
@@ -214,8 +215,7 @@ class PGTransport(CheckpointTransport[T]):
     ) -> T:
         """Receive a state from a replica rank; see `CheckpointTransport.recv_checkpoint`.
 
-        A group that can be configured again need not be ready yet. Until the source has begun, errors of the group are
-        retried.
+        The group must be ready. Its end, for example by an abort, ends the receive too.
 
         Args:
             src_rank: the source's rank in the group.
@@ -505,7 +505,7 @@ class _Receive:
         """
         link = self._link
         while True:
-            first = self._receive_offer()
+            first = link.receive_bytes(OFFER_BYTES, patience_s=self._call.remaining_s())
             self._has_begun = True
             try:
                 offer = Offer.decode(first, source=link.name, bytes_max=self._limits.manifest_bytes)
@@ -562,21 +562,6 @@ class _Receive:
         if self._into is None:
             return Target.fresh(layout, Buffer(layout.data_bytes))
         return Target.into(layout, self._into, Buffer)
-
-    def _receive_offer(self) -> bytes:
-        """Wait for the offer as long as the call may take, even if the group is reconfigured in the meantime."""
-        last_attempt = ""
-        while True:
-            try:
-                if last_attempt:
-                    self._call.pause(_RETRY_S)
-                return self._link.receive_bytes(OFFER_BYTES, patience_s=self._call.remaining_s())
-            except StateUnavailableError as error:
-                if not self._call.may_be_configured_again:
-                    raise
-                last_attempt = f"; the last attempt: {error}"
-            except TransferTimeoutError as error:
-                raise TransferTimeoutError(f"{error}{last_attempt}", timeout_s=error.timeout_s) from error
 
     def _receive_chunks(self, manifest: Manifest, target: Target) -> int | None:
         """Receive every chunk. Returns: the first damaged chunk, or None. Raises: the conversation was interrupted."""

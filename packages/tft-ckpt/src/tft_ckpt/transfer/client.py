@@ -183,15 +183,22 @@ class Receive:
         )
 
     def _timeout_error(self) -> TransferTimeoutError:
-        asked = self._plan.next_source()
-        faults = f"; earlier errors: {'; '.join(self._stats.faults[-3:])}" if self._stats.faults else ""
-        received = (
-            f"received {self._chunks.good_bytes} of {self._total_bytes} bytes"
-            if self._target is not None
-            else "no source had it yet"
+        asked, stats = self._plan.next_source(), self._stats
+        faults = f"; earlier errors: {'; '.join(stats.faults[-3:])}" if stats.faults else ""
+        if self._target is not None:
+            received = f"received {self._chunks.good_bytes} of {self._total_bytes} bytes"
+        elif self._plan.has_answered:
+            received = "no source had it yet"
+        else:
+            received = "no source answered; check whether it runs, and the network to it"
+        lost = (
+            f"; the connection was lost {stats.num_lost} times; check the log of the source, and firewalls and proxies "
+            "on the way"
+            if stats.num_lost
+            else ""
         )
         return TransferTimeoutError(
-            f"timed out fetching state {self._key} after {self._stop.timeout_s:g} s: {received}; current source: "
+            f"timed out fetching state {self._key} after {self._stop.timeout_s:g} s: {received}{lost}; current source: "
             f"{asked}{faults}",
             timeout_s=self._stop.timeout_s,
         )
@@ -243,21 +250,18 @@ class Receive:
         try:
             yield
         except SourceBrokenError as error:
-            self._fault(error)
+            self._stats.fault(error)
             failure = StateUnavailableError(str(error), source=source, key=self._key)
             if isinstance(error, SourceHungError):
                 self._plan.hung(source, failure, time.monotonic(), self._allowed_silence_s())
             else:
                 self._plan.connection_lost(source, failure, time.monotonic())
         except StateCorruptError as error:
-            self._fault(error)
+            self._stats.fault(error)
             self._plan.damaged(source, error)
         except (StateMismatchError, StateUnavailableError, StateUnsupportedError, StateLayoutError) as error:
-            self._fault(error)
+            self._stats.fault(error)
             self._plan.refused(source, error)
-
-    def _fault(self, error: Exception) -> None:
-        self._stats.faults.append(str(error))
 
     def _close_held_reader(self) -> None:
         if self._held_reader is not None:

@@ -72,6 +72,7 @@ class FetchPlan:
         self._helper_failures: Counter[str] = Counter()
         self._hangs: Counter[str] = Counter()
         self._poor: dict[str, str] = {}
+        self.has_answered = False  # a source has answered that it has no state yet
         self._peers: dict[str, int] = {}  # and the number of requests to each without a result
         self._removed_peers: set[str] = set()
 
@@ -149,6 +150,7 @@ class FetchPlan:
         """Record that the source may get the state later, and ask the next one in the meantime."""
         self._ready_s[source] = now_s + PAUSE_S
         if source in self._breaks:
+            self.has_answered = True
             self._breaks[source] = 0
             self._move_to_end(source)
         elif source in self._peers:
@@ -175,7 +177,15 @@ class FetchPlan:
             return
         self._breaks[source] += 1
         self._ready_s[source] = now_s + PAUSE_S * 2 ** (self._breaks[source] - 1)
-        self._move_to_end(source, remove=self._breaks[source] >= BREAKS_MAX)
+        is_over = self._breaks[source] >= BREAKS_MAX
+        if is_over:
+            self._errors[source] = StateUnavailableError(
+                f"{error}; this was failure {BREAKS_MAX} of {BREAKS_MAX} in a row; check the log of the source, and "
+                "firewalls and proxies on the way",
+                source=source,
+                key=self._key,
+            )
+        self._move_to_end(source, remove=is_over)
 
     def hung(self, source: str, error: CheckpointError, now_s: float, most_s: float) -> None:
         """Record that the source sent nothing for longer than `silence_s(source, most_s)`, and ask the others first."""

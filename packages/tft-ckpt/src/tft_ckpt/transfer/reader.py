@@ -22,6 +22,7 @@ from tft_ckpt.key import StateKey
 from tft_ckpt.state.manifest import Manifest
 from tft_ckpt.state.target import Target
 from tft_ckpt.state.tree import Limits
+from tft_ckpt.texts import printable
 from tft_ckpt.transfer.address import is_tls, parse_url
 from tft_ckpt.transfer.connection import Connection, SourceSilentError, StopSignal
 from tft_ckpt.transfer.rate_limiter import RateLimiter
@@ -252,7 +253,8 @@ class Reader:
             have, peers = parse_chunks(data, num_chunks)
         except ValueError as error:
             raise StateCorruptError(
-                f"{self._source} sent an unreadable list of chunks: {error}; check which process runs there",
+                f"{self._source} sent an unreadable list of chunks: {printable(str(error))}; check which process runs "
+                "there",
                 part="list of chunks",
                 source=self._source,
             ) from error
@@ -279,8 +281,8 @@ class Reader:
         expected = f"bytes {start}-{end - 1}/{layout.data_bytes}"
         if response.status != 206 or response.length != end - start or response.headers["content-range"] != expected:
             raise StateCorruptError(
-                f"{self._source} answered the request for {expected!r} with {response.headers['content-range']!r} of "
-                f"{response.length} bytes",
+                f"{self._source} answered the request for {expected!r} with the range "
+                f"{printable(response.headers['content-range'] or 'none')} of {response.length} bytes",
                 part="data",
                 source=self._source,
             )
@@ -338,8 +340,8 @@ class Reader:
     def _refusal(self, response: http.client.HTTPResponse) -> CheckpointError | SourceBrokenError:
         source, key = self._source, self._context.key
         with _converting_errors(f"lost the connection to {source}"):
-            sentence = response.read(_SENTENCE_BYTES).decode("utf-8", "replace").strip()
-        message = f"{source} answered {response.status}: {sentence or response.reason}"
+            sentence = printable(response.read(_SENTENCE_BYTES).strip())
+        message = f"{source} answered {response.status}: {sentence or printable(response.reason)}"
         if response.status == 409:
             return StateMismatchError(message, wanted=key, offered=_offered_key(response), source=source)
         if 400 <= response.status < 500:
@@ -359,7 +361,7 @@ def _converting_errors(what: str) -> Iterator[None]:
     except SourceSilentError as error:
         raise SourceHungError(f"{what}: {error}") from error
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise SourceBrokenError(f"{what}: {str(error) or type(error).__name__}") from error
+        raise SourceBrokenError(f"{what}: {printable(str(error).strip()) or type(error).__name__}") from error
 
 
 def _offered_key(response: http.client.HTTPResponse) -> StateKey | None:

@@ -69,6 +69,7 @@ class TransferStats:
         has_written: whether a target may have been written to.
         good_bytes: by source.
         faults: sentences about sources that failed.
+        num_lost: number of lost connections to sources. A silent source does not count.
         addresses: of a connection with data, (this side's, the other side's).
     """
 
@@ -76,7 +77,13 @@ class TransferStats:
     has_written: bool = False
     good_bytes: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    num_lost: int = 0
     addresses: tuple[str, str] | None = None
+
+    def fault(self, error: Exception) -> None:
+        """Record a fault of a source."""
+        self.faults.append(str(error))
+        self.num_lost += isinstance(error, SourceBrokenError) and not isinstance(error, SourceHungError)
 
     def add(self, reader: Reader, *, is_source: bool) -> None:
         """Add an ended connection. Only connections to sources count for the addresses."""
@@ -359,7 +366,7 @@ class WorkerPool:
         with self._changed:
             if self._ended:
                 return
-            is_source, faults = self._plan.is_source(source), self._stats.faults
+            is_source = self._plan.is_source(source)
             match error:
                 case TransportClosedError() | TransferTimeoutError():
                     # Ended on purpose. A peer is not asked again. A source is asked again if it gave a chunk.
@@ -368,21 +375,21 @@ class WorkerPool:
                         self._plan.helper_failed(source)
                 case SourceBrokenError():
                     if is_source:
-                        faults.append(str(error))
+                        self._stats.fault(error)
                     failure = StateUnavailableError(str(error), source=source, key=self._context.key)
                     if isinstance(error, SourceHungError):
                         self._plan.hung(source, failure, now_s, self._silence_s())
                     else:
                         self._plan.connection_lost(source, failure, now_s)
                 case StateCorruptError():
-                    faults.append(str(error))
+                    self._stats.fault(error)
                     if source == self._primary:
                         self._plan.damaged(source, error)
                     else:
                         self._plan.helper_failed(source)
                 case StateMismatchError() | StateUnavailableError():
                     if is_source:
-                        faults.append(str(error))
+                        self._stats.fault(error)
                     self._plan.refused(source, error)
                 case _:
                     self._failure = self._failure or error

@@ -78,6 +78,8 @@ class UserTransport(tft_ckpt.CheckpointTransport[Any]):
         transport: has the methods of torchft's `CheckpointTransport`.
     """
 
+    needs_group = True  # as in torchft, a receive begins after the group was configured, and may use it
+
     def __init__(self, transport: CheckpointTransport[Any]) -> None:
         self._transport = transport
 

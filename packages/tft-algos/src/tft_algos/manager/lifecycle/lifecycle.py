@@ -19,6 +19,7 @@ from tft_algos.errors import ConfigError, ManagerClosedError, UsageError
 from tft_algos.manager.assembly import Parts
 from tft_algos.manager.config import limit_of
 from tft_algos.manager.lifecycle import at_exit
+from tft_algos.manager.lifecycle.descriptor_check import DescriptorCheck
 from tft_algos.manager.lifecycle.signals import SignalHandlers
 from tft_algos.manager.step.control_words import standing_coordinator
 from tft_coord.core.progress import Progress
@@ -50,6 +51,7 @@ class Lifecycle:
         self._signals = SignalHandlers()
         self._ends: list[Callable[[], object]] = []
         self._next_look_s = 0.0
+        self._descriptors = DescriptorCheck(parts.shared.reports, parts.shared.clock)
         self._standing = standing_coordinator(parts.shared.coordinator)
         if self._standing is not None:
             self._standing.number_beats(self._number_beat)
@@ -151,6 +153,7 @@ class Lifecycle:
             for order in parts.shared.step.tell(looked):
                 if isinstance(order, do.TellLate) and self._standing is not None:
                     self._standing.late(order.key, order.step)
+            self._descriptors.look()
         parts.shared.reports.look()
         return parts.step_progress.look()
 

@@ -264,7 +264,7 @@ class StateExchange:
         """Wait for the fetched state. `failure`: the reason not to wait."""
         fetch = self._fetch  # the fetch stays until its step is over, because the loss of its source must reach it
         if fetch is None:
-            assert self._config.is_passive_rank, "a plan that heals has no fetch"
+            assert failure is not None or self._config.is_passive_rank, "a plan that heals has no fetch"
             return on.StageEnded(Stage.FETCH, failure)
         ended = on.StageEnded(Stage.FETCH, failure)
         if failure is not None:

@@ -105,8 +105,9 @@ class UsePlan:
 class Fetch:
     """The order to fetch the plan's reference from its sources, in the background.
 
-    After the start the shell must check the losses of the meantime (`StepStatus.losses`), because a fetch that has not
-    started receives no notice.
+    With `heals_over_group` this order comes when the process group is configured for the plan. Otherwise it comes with
+    the plan. After the start the shell must check the losses of the meantime (`StepStatus.losses`), because a fetch
+    that has not started receives no notice.
     """
 
     attempt: int
@@ -231,7 +232,7 @@ class StageState:
     """The order to wait for the fetch and check that the state fits what is registered here; report
     `StageEnded(FETCH)`.
 
-    `in_vain`: why the fetch is useless; end it instead, and report this as the error.
+    `in_vain`: why the fetch is useless, or was not started; end it instead, and report this as the error.
     """
 
     plan: Plan

@@ -97,6 +97,13 @@ class Recovery:
                 "waits for a process group that could not be configured here; the next quorum tries again",
                 sources=_sources(plan),
             )
+        elif self._state.settings.heals_over_group and not self._state.has_group:
+            self._in_vain = True
+            why = HealingError(
+                f"replica {plan.replica_id} can't receive the state of step {plan.step}, because the process group of "
+                f"quorum {plan.key}, over which it travels, has ended; the next quorum tries again",
+                sources=_sources(plan),
+            )
         return (do.StageState(plan, why),)
 
     # --- the stages ---------------------------------------------------------------------------------------------------

@@ -267,14 +267,18 @@ class Starting:
             orders.append(do.ForgetPace())
         if plan.heal:
             last.healing = Healing.FETCHING
-            if not state.settings.is_passive_rank:
-                orders.append(do.Fetch(last.name.attempt, plan))
+            if not (configures and state.settings.heals_over_group):
+                orders += self._fetch(plan)
         orders += [
             do.BreakQuorum(notice) for notice in state.losses.of_current_quorum
         ]  # the notice came before its quorum
         if configures:
             orders.append(do.Configure(last.name.attempt, plan))
         return tuple(orders)
+
+    def _fetch(self, plan: Plan) -> Effects:
+        state = self._state
+        return () if state.settings.is_passive_rank else (do.Fetch(state.attempts.last.name.attempt, plan),)
 
     def quorum_failed(self, event: on.QuorumFailed, now_ms: int) -> Effects:
         """Fail the attempt and those in flight; the next one asks again."""
@@ -294,11 +298,14 @@ class Starting:
 
     def group_configured(self, event: on.GroupConfigured, now_ms: int) -> Effects:
         state = self._state
-        if event.key == state.held:
-            state.configured, state.is_aborted = event.key, False
-            state.attempts.peers_may_wait = False
-            self._configuring_ended(event.attempt)
-        return ()
+        if event.key != state.held:
+            return ()
+        state.configured, state.is_aborted = event.key, False
+        state.attempts.peers_may_wait = False
+        plan = state.attempts.last.plan
+        if not self._configuring_ended(event.attempt) or plan is None or not state.settings.heals_over_group:
+            return ()
+        return self._fetch(plan) if plan.heal and state.has_group else ()
 
     def configure_failed(self, event: on.ConfigureFailed, now_ms: int) -> Effects:
         """Note that the process group is unusable; the next request reports that, and the id rises."""

@@ -118,6 +118,13 @@ class StepState:
         plan = self.attempts.last.plan
         return plan is not None and self.configured != plan.key and self.losses.broken is None
 
+    @property
+    def has_group(self) -> bool:
+        """Return whether the process group is configured for this plan, and its quorum is not broken."""
+        plan = self.attempts.last.plan
+        built = plan is not None and self.configured == plan.key and not self.is_aborted
+        return built and self.losses.broken is None
+
     def status(self) -> StepStatus:
         """Return the status of the step as a frozen value."""
         own, attempts, leaving = self.own, self.attempts, self.leaving

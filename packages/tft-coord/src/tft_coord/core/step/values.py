@@ -50,6 +50,8 @@ class StepSettings:
         heals_divergence: a replica whose state differs heals once before it stops.
         is_rank0_only: rank 0 fetches, serves and reduces for all ranks of this group.
         is_passive_rank: another rank does so for this one.
+        heals_over_group: live state travels over the process group. A recovery begins after the group was configured,
+            and ends with it.
         lease_ms: how long this rank continues in a standing quorum without an answer of the lighthouse. 0: it
             exchanges control words and asks in every step. None: it exchanges no control words.
         timeouts: of the job.
@@ -68,6 +70,7 @@ class StepSettings:
     heals_divergence: bool = True
     is_rank0_only: bool = False
     is_passive_rank: bool = False
+    heals_over_group: bool = False
     lease_ms: int | None = None
     timeouts: Timeouts = Timeouts()  # noqa: RUF009  # frozen
 
