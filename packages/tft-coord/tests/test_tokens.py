@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -175,3 +176,32 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_whole(make: Callable[[st
             make(path)
     with pytest.raises(ConfigError, match="can't be read"):
         make(str(tmp_path / "none"))
+
+
+def test_a_file_of_jobs_that_becomes_empty_leaves_the_secrets_as_they_were(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "jobs"
+    jobs = JobTokens(write(path, "a = one\nb = two\n"), seconds=clock)
+    write(path, "# nothing\n")
+    clock.now_s += LOOK_EVERY_S
+    assert jobs.job_of(b"one") == "a"
+    assert "the file names no job" in caplog.text
+    write(path, "a = one\n")
+    clock.now_s += LOOK_EVERY_S
+    with caplog.at_level(logging.INFO):
+        assert jobs.job_of(b"two") is None
+    assert "but none of the jobs that have left it: b" in caplog.text
+
+
+def test_the_secret_of_the_lighthouse_is_no_job_s(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "jobs"
+    jobs = JobTokens(write(path, "a = one\n"), seconds=clock)
+    with pytest.raises(ConfigError, match="gives job a the secret of this lighthouse"):
+        Gate("one", jobs)
+    gate = Gate("all", jobs)
+    write(path, "a = all\n")
+    clock.now_s += LOOK_EVERY_S
+    assert gate.opens([("authorization", "Bearer all")]) == ALL_JOBS, (
+        "a mistake takes the operator's rights from nobody"
+    )

@@ -172,7 +172,7 @@ class Gate:
     Args:
         token: opens everything; None: everything is open to everybody.
         jobs: secrets that open one job each, at a lighthouse.
-    Raises: ConfigError: there are secrets of jobs and no secret that opens everything.
+    Raises: ConfigError: there are secrets of jobs and no secret that opens everything, or one secret is both.
     """
 
     def __init__(self, token: Token, jobs: JobTokens | None = None) -> None:
@@ -181,6 +181,8 @@ class Gate:
                 f"{jobs.path} has secrets of jobs, and this lighthouse has none of its own, so it would serve "
                 "everybody; set TFT_TOKEN or TFT_TOKEN_FILE as well"
             )
+        if jobs is not None:
+            _check_apart(token, jobs)
         self._token = token
         self._jobs = jobs
 
@@ -192,7 +194,7 @@ class Gate:
         if shown is None:
             return None
         job = self._jobs.job_of(shown) if self._jobs is not None else None
-        return job or (ALL_JOBS if is_accepted(self._token, shown) else None)
+        return ALL_JOBS if is_accepted(self._token, shown) else job
 
     @property
     def has_secret(self) -> bool:
@@ -203,6 +205,15 @@ class Gate:
         """Return the secret that opens the servers of a job."""
         own = self._jobs.shown(job) if self._jobs is not None else None
         return own if own is not None else self._token
+
+
+def _check_apart(token: Token, jobs: JobTokens) -> None:
+    for secret in accepted_secrets(token):
+        job = jobs.job_of(secret.encode())
+        if job is not None:
+            raise ConfigError(
+                f"{jobs.path} gives job {job} the secret of this lighthouse, which opens all jobs; give the job its own"
+            )
 
 
 def opens_job(opened: str | None, job: str) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -26,6 +27,12 @@ from tft_coord.errors import ConfigError
 __all__ = ["LOOK_EVERY_S", "TLS", "Certificates", "certificates_of", "own_fault", "probe_context"]
 
 LOOK_EVERY_S: Final = 1.0  # at the files
+MAX_FILE_BYTES: Final = 1 << 20
+# A certificate and its key are changed by two commands. A process that starts between them waits for the second one.
+CHANGE_WITHIN_S: Final = 30.0
+CHANGED_LATELY_S: Final = 60.0
+CHANGED_APART_S: Final = 1.0  # files that are made together are as old as each other
+_RETRY_S: Final = 0.2
 _KEPT_MOST: Final = 64
 _Version: TypeAlias = "tuple[tuple[int, int, int], ...]"
 
@@ -58,7 +65,7 @@ class TLS:
                 raise ConfigError(f"TLS.{name} is {path!r}; give the path of a PEM file")
         if type(self.check_client) is not bool:
             raise ConfigError(f"TLS.check_client is {self.check_client!r}; give True or False")
-        _load(self)
+        _keep(self, _read_when_changed(self))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> TLS | None:
@@ -119,7 +126,7 @@ def certificates_of(tls: TLS) -> Certificates:
     """
     watch = _watches.get(tls)
     if watch is None:  # of a forgotten or copied value
-        watch = _load(tls)
+        watch = _keep(tls, _read(tls))
     now_s = time.monotonic()
     # Another thread, or one that a forked child does not have, may be reading: what it had before is good meanwhile.
     if now_s >= watch.next_look_s and watch.lock.acquire(blocking=False):
@@ -187,8 +194,8 @@ class _Watch:
 _watches: dict[TLS, _Watch] = {}
 
 
-def _load(tls: TLS) -> _Watch:
-    watch = _Watch(_read(tls))
+def _keep(tls: TLS, found: Certificates) -> _Watch:
+    watch = _Watch(found)
     for oldest in list(_watches)[: max(0, len(_watches) + 1 - _KEPT_MOST)]:
         _watches.pop(oldest, None)
     _watches[tls] = watch
@@ -200,11 +207,46 @@ def _version(tls: TLS) -> _Version:
     found = []
     for path in (tls.certificate, tls.key, tls.authority):
         try:
-            stat = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             raise ConfigError(f"TLS can't read {path}: {error.strerror}; give the path of a PEM file") from error
-        found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        # Nothing opens the path before this: the open call would wait for ever for the writer of a pipe.
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"TLS can't read {path}: it is not a regular file of at most {MAX_FILE_BYTES >> 20} MiB; give the path "
+                "of a PEM file"
+            )
+        found.append((status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(found)
+
+
+def _read_when_changed(tls: TLS) -> Certificates:
+    """Return the contents of the files. While a change of them seems to be half done, wait for the rest of it.
+
+    Raises: ConfigError: they do not fit together, within a time.
+    """
+    give_up_s, is_noted = time.monotonic() + CHANGE_WITHIN_S, False
+    while True:
+        try:
+            return _read(tls)
+        except ConfigError as error:
+            if time.monotonic() >= give_up_s or not _is_changing(tls):
+                raise
+            if not is_noted:
+                is_noted = True
+                logger.warning(
+                    "waiting up to %g s for the rest of a change of the certificate files: %s", CHANGE_WITHIN_S, error
+                )
+        time.sleep(_RETRY_S)
+
+
+def _is_changing(tls: TLS) -> bool:
+    """Return whether the certificate and the key are of different ages, and the younger one is new."""
+    try:
+        changed_s = [os.stat(path).st_ctime for path in (tls.certificate, tls.key)]
+    except OSError:
+        return False
+    return abs(changed_s[0] - changed_s[1]) > CHANGED_APART_S and time.time() - max(changed_s) < CHANGED_LATELY_S
 
 
 def _read(tls: TLS) -> Certificates:

@@ -137,9 +137,13 @@ class _Watched:
             if self._looked_s < end_s and job in found
         }
         self._previous.update(dict.fromkeys(gone - {(job, each) for job in found for each in found[job]}, until_s))
+        closed = sorted(set(self._found) - set(found))
         self._version, self._found = version, found
         logger.info(
-            "read the changed file %s; a secret that is no longer in it is accepted for %g s", self._path, OVERLAP_S
+            "read the changed file %s; a secret that is no longer in it is accepted for %g s%s",
+            self._path,
+            OVERLAP_S,
+            f", but none of the jobs that have left it: {', '.join(closed)}" if closed else "",
         )
 
     def _read(self) -> tuple[tuple[int, int, int], Mapping[str, tuple[str, ...]]]:
@@ -265,6 +269,8 @@ def _job_lines(text: str) -> Mapping[str, tuple[str, ...]]:
             raise ConfigError(f"line {number}, of job {job}: {error}") from None
         if len(found[job]) > MAX_LINES:
             raise ConfigError(f"job {job} has more than {MAX_LINES} secrets; remove the old ones")
+    if not found:
+        raise ConfigError("the file names no job; give lines `JOB = secret`, or no such file")
     owners: dict[str, str] = {}
     for job, secrets in found.items():
         for secret in secrets:

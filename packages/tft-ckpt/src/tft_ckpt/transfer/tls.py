@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import ssl
+import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from tft_ckpt.errors import ConfigError
 __all__ = ["TLS", "ContextSource", "TLSSettings"]
 
 LOOK_EVERY_S: Final = 1.0  # at the files
+MAX_FILE_BYTES: Final = 1 << 20
 _KEPT_MOST: Final = 64
 _YES: Final = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 ContextSource: TypeAlias = "Callable[[], ssl.SSLContext]"
@@ -184,10 +186,16 @@ def _version(tls: TLS) -> _Version:
     found = []
     for path in (tls.certificate, tls.key, tls.authority):
         try:
-            stat = os.stat(path)
+            status = os.stat(path)
         except OSError as error:
             raise ConfigError(f"TLS can't read {path}: {error.strerror}; give the path of a PEM file") from error
-        found.append((stat.st_ino, stat.st_mtime_ns, stat.st_size))
+        # Nothing opens the path before this: the open call would wait for ever for the writer of a pipe.
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"TLS can't read {path}: it is not a regular file of at most {MAX_FILE_BYTES >> 20} MiB; give the path "
+                "of a PEM file"
+            )
+        found.append((status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(found)
 
 
