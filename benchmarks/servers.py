@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +34,12 @@ class Started:
 
 
 def free_port() -> int:
-    """Return a port that no process listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a port that no process listens on now, and neither on the next one: a lighthouse serves HTTP there."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as server, contextlib.suppress(OSError, OverflowError):
+            port = int(server.getsockname()[1])
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port
 
 
 @contextlib.contextmanager
@@ -59,18 +63,17 @@ def lighthouse(
     words = [str(command)] if isinstance(command, Path) else command
     arguments = [*words, "--bind", f"[::]:{port}", "--min_replicas", str(min_replicas), *flags]
     began = time.perf_counter()
+    log = tempfile.TemporaryFile()  # noqa: SIM115  # closed below
     process = subprocess.Popen(
-        arguments,
-        env={**os.environ, "RUST_LOG": "error", **environment},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        arguments, env={**os.environ, "RUST_LOG": "error", **environment}, stdout=subprocess.DEVNULL, stderr=log
     )
     try:
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                 break
             if process.poll() is not None or time.perf_counter() - began > 30:
-                raise RuntimeError(f"{command} did not answer on port {port}; run it by hand to see why")
+                log.seek(0)
+                raise RuntimeError(f"{command} did not answer on port {port}: {log.read()[-2_000:].decode()}")
             time.sleep(0.005)
         start_s = time.perf_counter() - began
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -78,3 +81,4 @@ def lighthouse(
     finally:
         process.kill()
         process.wait()
+        log.close()

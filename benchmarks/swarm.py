@@ -24,6 +24,7 @@ PATIENCE_S: Final = 60.0
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
+_NO_ERROR: Final = bytes(4)
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _MOST: Final = 2**31 - 1
 _FRAME_BYTES: Final = 16_384
@@ -158,7 +159,8 @@ class Connection:
             self._write(_frame(_SETTINGS, _ACK, 0, b""))
         elif kind == _PING and not flags & _ACK:
             self._write(_frame(_PING, _ACK, 0, payload))
-        elif kind in (_RESET, _GOAWAY):
+        elif kind == _RESET or (kind == _GOAWAY and payload[4:8] != _NO_ERROR):
+            # A server says GOAWAY without an error to a connection of its greatest age, whose open streams continue.
             raise RuntimeError(f"the server ended a connection: {payload!r}")
 
     def _data_came(self, payload: bytes) -> None:

@@ -133,11 +133,11 @@ def ended(process: ForkServerProcess, within_s: float) -> int | None:
 @pytest.mark.parametrize(
     ("environment", "words", "says"),
     [
-        ({"TFT_LIGHTHOUSE": ""}, [], "the lighthouse address is not set; set TFT_LIGHTHOUSE to its address"),
+        ({"TFT_LIGHTHOUSE": ""}, [], "the lighthouse address is not set; set TFT_LIGHTHOUSE"),
         (
             {"TFT_LIGHTHOUSE": "garbage"},
             [],
-            "lighthouse_addr, or TFT_LIGHTHOUSE) can't be used: 'garbage' is not an address",
+            "lighthouse_addr, TFT_LIGHTHOUSE or TORCHFT_LIGHTHOUSE) can't be used: 'garbage' is not an address",
         ),
         ({"RANK": "3"}, [], "RANK is 3 and WORLD_SIZE 1; a rank is below the world size"),
         ({"RANK": "x"}, [], "RANK is 'x'; give a whole number, 0 to"),

@@ -176,3 +176,23 @@ def test_a_manager_server_that_is_killed_while_it_starts_is_replaced(script: Sta
     assert len(lines) == 1, lines
     assert "(exit code -9) before it was ready" in lines[0]
     assert lines[0].endswith("starting another one")
+
+
+@pytest.mark.in_parts
+def test_a_manager_server_that_is_stopped_before_its_rank_has_connected_is_replaced(script: Start) -> None:
+    stops = """
+import datetime, psutil, tft_coord
+address, stopped = tft_coord.ManagerServer.address, []
+def stop(server):
+    served = address(server)
+    if not stopped:
+        stopped.extend(psutil.Process().children())
+        for child in stopped: child.suspend()
+    return served
+tft_coord.ManagerServer.address = stop
+make(job="stopped", connect_timeout=datetime.timedelta(seconds=12)); train(); manager.shutdown()
+"""
+    lines = [line for line in ended(script("stopped", stops), 0) if "has not started for 5 s" not in line]
+    assert len(lines) == 1, lines
+    assert "was not accepted within 4 s" in lines[0]
+    assert lines[0].endswith("starting another one")

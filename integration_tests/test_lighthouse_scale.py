@@ -17,6 +17,7 @@ import pytest
 from benchmarks.swarm import Swarm, swarm
 from integration_tests.hostile import Watched, serving
 from tft_coord.core import events
+from tft_coord.core.config import JOBS_MOST
 from tft_coord.core.progress import Phase, Progress
 from tft_coord.core.types import Hello, Member
 from tft_coord.wire import codec, services
@@ -31,6 +32,7 @@ GROWTH_BYTES: Final = 16 << 20
 @contextmanager
 def a_lighthouse(folder: Path, heartbeat_timeout_ms: int = 600) -> Iterator[Watched]:
     command = [sys.executable, "-m", "tft_lighthouse", "--bind", "127.0.0.1:0", "--join-timeout-ms", "0"]
+    command += ["--max-jobs", str(JOBS_MOST)]
     command += ["--heartbeat-timeout-ms", str(heartbeat_timeout_ms)]
     with serving(command, folder / "lighthouse.log") as server:
         yield server

@@ -8,6 +8,7 @@ import threading
 import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
@@ -265,6 +266,31 @@ def test_a_client_of_a_parameter_server_has_a_group_of_two() -> None:
     assert torch.equal(tensor, torch.full((2,), 2.0))
     assert server.done.wait(30)
     group.shutdown()
+    server.shutdown()
+
+
+class Endless(ParameterServer):
+    """A server that receives tensors of two numbers until its client leaves."""
+
+    @classmethod
+    def new_process_group(cls) -> ProcessGroup:
+        return ProcessGroupGloo(timeout=LONG)
+
+    def forward(self, session_id: str, pg: Any) -> None:
+        while True:
+            pg.recv([torch.zeros(2)], src_rank=1, tag=0).wait()
+
+
+def test_a_client_with_wrong_sizes_ends_its_own_session_only() -> None:
+    server = Endless(port=0)
+    wrong, right = (Endless.new_session(server.address()) for _ in range(2))
+    with suppress(RuntimeError):  # Gloo would end the process of the server, which is this one
+        wrong.send([torch.ones(100_000)], dst_rank=0, tag=0).wait()
+    with pytest.raises(RuntimeError):
+        wrong.recv([torch.zeros(2)], src_rank=0, tag=0).wait()
+    right.send([torch.ones(2)], dst_rank=0, tag=0).wait()
+    for each in (wrong, right):
+        each.shutdown()
     server.shutdown()
 
 

@@ -80,7 +80,8 @@ def test_groups_of_two_processes_learn_together(spawn: Spawn, lighthouse: Lighth
         (
             [],
             {"TFT_LIGHTHOUSE": ""},
-            "the lighthouse address is not set; set TFT_LIGHTHOUSE to its address, for example http://localhost:29510",
+            "the lighthouse address is not set; set TFT_LIGHTHOUSE (or torchft's TORCHFT_LIGHTHOUSE) to it, such as "
+            "http://localhost:29510",
         ),
         (
             [],

@@ -171,7 +171,7 @@ def test_a_wrong_setting_gets_one_sentence(settings: dict[str, object], sentence
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({}, "set TFT_LIGHTHOUSE to its address"),
+        ({}, "set TFT_LIGHTHOUSE .or torchft's TORCHFT_LIGHTHOUSE. to it"),
         ({**LIGHTHOUSE, "WORLD_SIZE": "2"}, "RANK is not set"),
         ({**LIGHTHOUSE, "WORLD_SIZE": "2", "RANK": "0"}, "MASTER_ADDR is not set"),
         ({**LIGHTHOUSE, "WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a"}, "MASTER_PORT is not set"),

@@ -358,6 +358,48 @@ def test_a_server_that_is_stopped_while_it_starts_is_killed_and_replaced(
     assert [(server.num_kills, server.closed) for server in Server.made] == [(1, True), (0, False)]
 
 
+def test_a_server_that_is_stopped_before_its_rank_has_connected_is_killed_and_replaced(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[timedelta] = []
+
+    class Connects(Client):
+        def __init__(self, addr: str, connect_timeout: timedelta, **kwargs: Any) -> None:
+            limits.append(connect_timeout)
+            if addr != "server:3":
+                raise UnreachableError("it was not accepted")
+            super().__init__(addr, connect_timeout, **kwargs)
+
+    monkeypatch.setattr(tft_coord, "ManagerClient", Connects)
+    Client.first_answer = plan_of(7)
+    coordinator = make(connect_timeout=9 * SECOND)
+    assert coordinator.quorum(RankRequest(step=0), 10 * SECOND) is Client.first_answer
+    assert [(server.num_kills, server.closed) for server in Server.made] == [(1, True), (1, True), (0, False)]
+    assert limits == [3 * SECOND, 3 * SECOND, 9 * SECOND]
+
+
+def test_whoever_closes_does_not_wait_for_the_connection_to_the_server(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connects = threading.Event()
+
+    class Waits(Client):
+        def __init__(self, addr: str, connect_timeout: timedelta, **kwargs: Any) -> None:
+            connects.set()
+            while kwargs["is_alive"]():
+                Server.made[0].ended.wait(0.01)
+            raise UnreachableError("it was not accepted")
+
+    monkeypatch.setattr(tft_coord, "ManagerClient", Waits)
+    monkeypatch.setattr(Server, "alive", lambda server: not server.closed)
+    Server.starts.clear()
+    coordinator = make()
+    Server.starts.set()
+    assert connects.wait(10)
+    coordinator.close()
+    assert [server.closed for server in Server.made] == [True]
+
+
 def test_a_server_that_does_not_answer_is_killed_and_replaced(make: Any) -> None:
     """It was stopped, say: field report D6."""
     coordinator = make()
@@ -462,7 +504,7 @@ def test_the_connect_time_out_reaches_server_client_and_sources(make: Any) -> No
     coordinator = make(environ={"TORCHFT_CONNECT_TIMEOUT_SEC": "1.5", "TORCHFT_QUORUM_RETRIES": "3"})
     limit = timedelta(seconds=1.5)
     assert Server.made[0].args[7:] == (limit, 3)
-    assert Client.made[0].connect_timeout == limit
+    assert Client.made[0].connect_timeout == limit / 3  # of the first of three servers
     assert coordinator.source_metadata("source:1", timedelta(minutes=1)) == "state of rank 0 at source:1"
     assert Client.made[1].connect_timeout == limit
     assert Server.made[0].kwargs["timeouts"].connect_timeout_ms == 1_500

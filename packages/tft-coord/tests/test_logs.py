@@ -6,7 +6,9 @@ import json
 import logging
 import sys
 
-from tft_coord.logs import JsonFormatter
+import pytest
+
+from tft_coord.logs import JsonFormatter, field
 
 REPLICA = "a:3f2b0c1a-0000-4000-8000-000000000000"
 
@@ -38,3 +40,16 @@ def test_an_error_and_what_is_no_json_are_on_one_line() -> None:
     assert "\n" not in line
     assert json.loads(line)["what"] == "<class 'set'>"
     assert json.loads(line)["exception"].endswith("ValueError: two\nlines")
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a\tb", "x=1", 'say "no"', "it's", "a\n", "\x9b31m", "\u2028", "\u202e"])
+def test_a_value_that_could_be_read_as_another_field_is_quoted(text: str) -> None:
+    written = field(text)
+    assert written.startswith('"')
+    assert written.isprintable()
+    assert json.loads(written) == text
+
+
+@pytest.mark.parametrize("text", ["a", REPLICA, "a:1,b:2,…", "http://[::1]:80/x", "größe"])
+def test_a_plain_value_of_a_field_is_unchanged(text: str) -> None:
+    assert field(text) == text

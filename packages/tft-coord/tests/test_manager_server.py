@@ -411,6 +411,19 @@ def test_a_kill_reaches_every_rank_and_says_who_asked(server: ManagerServer) -> 
         assert order.message.startswith("it is wedged (requested by 127.0.0.1:")
 
 
+def test_each_line_of_the_child_names_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        ManagerServer(
+            "group:1", NOBODY, "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 1, timeouts=QUICK, job="50 %s"
+        ) as server,
+        client_of(server) as operator,
+    ):
+        operator.kill("it is wedged", LATE)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "kill request" in line]
+    assert len(lines) == 1
+    assert ": job 50 %s: replica group:1 received a kill request: it is wedged" in lines[0]
+
+
 def test_a_rank_that_wishes_to_leave_takes_the_group_with_it(server: ManagerServer) -> None:
     with client_of(server, 0) as zero, client_of(server, 1) as one:
         votes = [

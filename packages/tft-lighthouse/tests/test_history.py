@@ -144,6 +144,15 @@ def test_a_loss_has_its_phases_and_they_sum_to_the_stall(caplog: pytest.LogCaptu
     )
 
 
+def test_a_name_with_spaces_forges_no_field_of_the_line(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.trains("a", "b")
+    with caplog.at_level(logging.INFO, "tft_lighthouse"):
+        log.incident(replace(job.last, replica_ids=("a kind=loss", "b")))
+    (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith("incident="))
+    assert ' replicas="a kind=loss,b" reason=' in line
+
+
 def test_silence_is_part_of_the_loss() -> None:
     job = Job()
     job.trains("a", "b")

@@ -274,6 +274,15 @@ def test_a_kill_and_a_drain_reach_the_replica(lighthouse: LighthouseServer, grou
     assert "it is killed (asked by 127.0.0.1:" in group.hears(KillOrder).message
 
 
+@pytest.mark.parametrize("header", ["Via", "Forwarded", "X-Forwarded-For", "x-forwarded-proto", "X-Real-IP"])
+def test_without_a_secret_a_request_through_a_proxy_kills_nothing(
+    lighthouse: LighthouseServer, group: Group, header: str
+) -> None:
+    group.ask()
+    code, _, body = ask(lighthouse, "/replica/a/kill", "POST", **{header: "1.1 proxy"})
+    assert code == 403, body
+
+
 # As torchft's manager: its process ends with the call, and never answers it.
 VICTIM = """
 import os, sys

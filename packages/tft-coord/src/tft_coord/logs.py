@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import Final, final
 
 from tft_coord.core.names import shorten
 
+_NOT_PLAIN: Final = re.compile(r"""[\s="']|^$""")
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -23,16 +25,31 @@ def logger_for_people(name: str) -> logging.Logger:
     return logger
 
 
-def configure_process(level: int, *, as_json: bool = False) -> None:
+def configure_process(level: int, *, as_json: bool = False, job: str = "") -> None:
     """Configure a process of this package's own: log lines of that level and above on standard error, with the time.
 
     Args:
         level: of the logging module.
         as_json: write JSON objects instead of text.
+        job: that this process belongs to; each line of text names it. "": the lines name their jobs themselves.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(FORMAT))
+    handler.setFormatter(JsonFormatter() if as_json else logging.Formatter(_format_of(job)))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def _format_of(job: str) -> str:
+    return FORMAT.replace("%(message)s", f"job {job.replace('%', '%%')}: %(message)s") if job else FORMAT
+
+
+def field(text: str) -> str:
+    """Return a value for a line of `name=value`: as JSON if it could be read as another field, else unchanged."""
+    return quoted(text) if _NOT_PLAIN.search(text) or not text.isprintable() else text
+
+
+def quoted(text: str) -> str:
+    """Return a text as JSON, in which every unprintable character is escaped."""
+    return json.dumps(text, ensure_ascii=not text.isprintable())
 
 
 @final

@@ -123,14 +123,14 @@ class Timeouts:
         if self.quorum_timeout_ms <= self.join_timeout_ms:
             found.append(
                 f"quorum_timeout_ms ({self.quorum_timeout_ms}) is not above join_timeout_ms ({self.join_timeout_ms}): "
-                "a trainer gives up while the lighthouse still waits for stragglers; raise quorum_timeout_ms, or "
-                "lower the lighthouse's --join-timeout-ms"
+                "a trainer gives up while the lighthouse still waits for stragglers; raise quorum_timeout of the "
+                "Manager, or lower join_timeout_ms of the lighthouse"
             )
         if self.quorum_timeout_ms <= self.heartbeat_timeout_ms:
             found.append(
                 f"quorum_timeout_ms ({self.quorum_timeout_ms}) is not above heartbeat_timeout_ms "
                 f"({self.heartbeat_timeout_ms}): a trainer gives up before a silent replica counts as lost; raise "
-                "quorum_timeout_ms, or lower the lighthouse's --heartbeat-timeout-ms"
+                "quorum_timeout of the Manager, or lower heartbeat_timeout_ms of the lighthouse"
             )
         if self.heal_timeout_ms < self.timeout_ms:
             found.append(

@@ -5,7 +5,6 @@ Law of this file: sentences from the core's effects, given to the logger; nothin
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from typing import Final, final
@@ -25,6 +24,7 @@ from tft_coord.lighthouse import (
     effects,
     logger_for_people,
 )
+from tft_coord.logs import field, quoted
 from tft_lighthouse.history import Incident
 from tft_lighthouse.history import Phase as IncidentPhase
 
@@ -224,17 +224,17 @@ def job_ended(ended: JobEnded) -> None:
 
 def incident(closed: Incident) -> None:
     """Log an incident that has ended: one line of `name=value`, whose names and their order do not change."""
-    names = ",".join(closed.replica_ids) + ("" if closed.num_replicas == len(closed.replica_ids) else ",…")
+    names = field(",".join(closed.replica_ids) + ("" if closed.num_replicas == len(closed.replica_ids) else ",…"))
     phases = "".join(
         f" {phase.value}_s={closed.phases[phase] / 1_000:.3f}" for phase in IncidentPhase if phase in closed.phases
     )
     if closed.slowest:
-        phases += f" failed_rounds={closed.failed_rounds} slowest={closed.slowest}"
+        phases += f" failed_rounds={closed.failed_rounds} slowest={field(closed.slowest)}"
     before, after = (str(each) if each is not None else "none" for each in (closed.quorum_before, closed.quorum_after))
     logger.info(
         "incident=%d job=%s kind=%s step=%d quorum=%s->%s members=%d->%d lasted_s=%.3f%s replicas=%s reason=%s",
         closed.number,
-        closed.job,
+        field(closed.job),
         closed.kind.value,
         closed.step,
         before,
@@ -244,14 +244,15 @@ def incident(closed: Incident) -> None:
         closed.lasted_ms / 1_000,
         phases,
         names,
-        json.dumps(closed.reason, ensure_ascii=False),
+        quoted(closed.reason),
         extra={"job": closed.job, "incident": closed.number},
     )
 
 
 def _member(member: Member) -> str:
     return (
-        f"replica_id={member.replica_id} address={member.address} store_address={member.store_address} "
+        f"replica_id={field(member.replica_id)} address={field(member.address)} "
+        f"store_address={field(member.store_address)} "
         f"step={member.step} world_size={member.world_size} shrink_only={member.shrink_only} "
         f"commit_failures={member.commit_failures}"
     )

@@ -355,6 +355,8 @@ def check_message_bytes(max_message_bytes: int) -> None:
 
 
 def _check_min_replicas(min_replicas: int) -> None:
+    if isinstance(min_replicas, bool) or not isinstance(min_replicas, int):
+        raise ConfigError(f"min_replicas is {min_replicas!r}; give a whole number")
     if min_replicas > MAX_MEMBERS:
         raise ConfigError(f"min_replicas is {min_replicas}; give 1 to {MAX_MEMBERS}, the largest quorum")
 

@@ -149,7 +149,7 @@ class LighthouseShell:
         except RuntimeError as error:
             raise ConfigError(
                 f"the lighthouse can't listen at {bind}: the port is in use or the address is not this machine's; "
-                "end the other process, or give another --bind"
+                "end the other process, or bind another one"
             ) from error
         await self._server.start()
         self._tick()

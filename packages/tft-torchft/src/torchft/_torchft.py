@@ -14,7 +14,7 @@ import tft_coord
 from tft_coord.compat.views import Quorum, QuorumMember, Timestamp
 from tft_lighthouse import LighthouseServer as OurLighthouseServer
 from torchft._errors import ArgumentError, translated
-from torchft._settings import advertised_by_server, certificates, secret
+from torchft._settings import SIXTY_SECONDS, advertised_by_server, certificates, secret
 
 __all__ = [
     "LighthouseClient",
@@ -142,7 +142,7 @@ class ManagerServer:
     """A replica group's agent at the lighthouse, in a process of its own.
 
     Args: as torchft's. `heartbeat_interval` and `quorum_retries` are only checked: beats and redials follow from the
-        time-outs of the job.
+        time-outs of the job. `connect_timeout` also bounds the start of that process, which gets 60 s at least.
     Raises: RuntimeError: an argument is wrong, or the server did not start.
     """
 
@@ -168,7 +168,7 @@ class ManagerServer:
                 store_addr,
                 world_size,
                 heartbeat_interval,
-                connect_timeout,
+                max(connect_timeout, SIXTY_SECONDS),
                 quorum_retries,
                 job=os.environ.get("TFT_JOB_ID") or "default",
                 token=token,

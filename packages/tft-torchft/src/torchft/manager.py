@@ -138,7 +138,8 @@ class Manager(_UserState):
         min_replica_size: minimum number of participants for a commit.
         use_async_quorum: request the quorum in the background of the forward pass.
         timeout: of a reduction, a vote and a transfer. If it is not given, the group keeps its own time-out.
-        quorum_timeout: of a quorum. connect_timeout: of a connection.
+        quorum_timeout: of a quorum. If it is not given, 70 s, because a lighthouse waits 60 s for stragglers by
+            default. connect_timeout: of a connection.
         rank, world_size: of this process in its replica group.
         world_size_mode: see `WorldSizeMode`.
         store_addr, store_port: of the replica group's store.
@@ -191,7 +192,7 @@ class Manager(_UserState):
             min_replica_size,
             use_async_quorum=use_async_quorum,
             timeout=unless_set(TIMEOUT_SEC_ENV, given(timeout)),
-            quorum_timeout=unless_set(QUORUM_TIMEOUT_SEC_ENV, quorum_timeout),
+            quorum_timeout=unless_set(QUORUM_TIMEOUT_SEC_ENV, given(quorum_timeout)),
             connect_timeout=unless_set(CONNECT_TIMEOUT_SEC_ENV, connect_timeout),
             rank=rank,
             world_size=world_size,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tft_algos
+from tft_pg import ProcessGroup
+from torchft.process_group import ProcessGroupGloo
 
 __all__ = ["ParameterServer"]
 
@@ -20,3 +22,9 @@ class ParameterServer(tft_algos.ParameterServer):
 
     def __init__(self, port: int, store_port: int = 0) -> None:
         super().__init__(port, store_port)
+
+    def _new_isolated_group(self) -> ProcessGroup:
+        group = super()._new_isolated_group()
+        if isinstance(group, ProcessGroupGloo):
+            group.isolate()  # Gloo ends its process if a client's message is longer than the tensor that receives it
+        return group

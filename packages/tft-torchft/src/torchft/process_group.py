@@ -20,7 +20,15 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 import tft_pg
-from tft_pg import Collective, ReconfigureOptions, WordExchange, context_timeout, create_store_client, stream_timeout
+from tft_pg import (
+    Collective,
+    ReconfigureOptions,
+    WordExchange,
+    context_timeout,
+    create_store_client,
+    extend_device_mesh,
+    stream_timeout,
+)
 from tft_pg.handles import OwnHandle, exchange_handles, reconfigure_options
 from tft_pg.word import LINGER
 from torchft._errors import ArgumentError, asserted
@@ -46,6 +54,7 @@ __all__ = [
     "ReconfigureOptions",
     "context_timeout",
     "create_store_client",
+    "extend_device_mesh",
     "reconfigure_with_store",
     "stream_timeout",
     "trigger_nccl_fr_trace_through_pipe",
@@ -412,8 +421,20 @@ class ProcessGroupGloo(_OwnGroup):
         pg: None. A given group is forwarded to instead.
     """
 
+    _is_isolated = False
+
+    def isolate(self) -> None:
+        """Run the library in a child process, from the next configuration on. The peers may run it in their own."""
+        self._is_isolated = True
+
     def _new_group(self) -> tft_pg.ProcessGroup:
-        return tft_pg.ProcessGroupGloo(self._timeout)
+        group = tft_pg.ProcessGroupGloo(self._timeout)
+        if not self._is_isolated:
+            return group
+        try:
+            return tft_pg.ProcessGroupBabyGloo.like(group)
+        finally:
+            group.shutdown()
 
     def getBackendName(self) -> str:
         return "torchft-gloo"

@@ -404,17 +404,20 @@ def from_environment(
     lighthouse = config.lighthouse_addr or environ.get("TFT_LIGHTHOUSE") or environ.get("TORCHFT_LIGHTHOUSE") or None
     if lighthouse is None and rank == 0:
         raise ConfigError(
-            "the lighthouse address is not set; set TFT_LIGHTHOUSE to its address, for example http://localhost:29510"
+            "the lighthouse address is not set; set TFT_LIGHTHOUSE (or torchft's TORCHFT_LIGHTHOUSE) to it, such as "
+            "http://localhost:29510"
         )
     if lighthouse is not None:
-        _check_address("the lighthouse (lighthouse_addr, or TFT_LIGHTHOUSE)", lighthouse)
+        _check_address("the lighthouse (lighthouse_addr, TFT_LIGHTHOUSE or TORCHFT_LIGHTHOUSE)", lighthouse)
     token, tls, insecure = _trust(config, environ, lighthouse)
     rank0_only = _yes_or_no(config.rank0_synchronization_only, environ, "TFT_RANK0_SYNCHRONIZATION_ONLY")
     if is_for_this_machine(token, tls, insecure=insecure):
         _check_this_machine("hostname", config.hostname)
         if rank == 0 and lighthouse is not None:
             for address in targets(lighthouse):
-                _check_this_machine("the lighthouse's host (lighthouse_addr, or TFT_LIGHTHOUSE)", host_of(address))
+                _check_this_machine(
+                    "the lighthouse's host (lighthouse_addr, TFT_LIGHTHOUSE or TORCHFT_LIGHTHOUSE)", host_of(address)
+                )
         own_host = _this_machine
     timeouts, timeout_is_explicit = _timeouts(config, environ)
     job = config.job or environ.get("TFT_JOB_ID") or DEFAULT_JOB

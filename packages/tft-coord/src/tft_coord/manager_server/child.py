@@ -42,7 +42,7 @@ def main(settings: str, report_fd: int, parent_pid: int) -> None:
     # A tool that ends the trainers of a machine often signals all processes; only the parent's end counts.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    configure_process(logging.WARNING)
+    configure_process(logging.WARNING, job=json.loads(settings)["job"])
     raise_limit()
     asyncio.run(_serve(settings, report_fd, parent_pid))
 

@@ -52,7 +52,7 @@ PATHS: Final = (
     *HEALTH,
 )
 ANSWERS_KEPT_MOST: Final = 32
-FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
+FORWARDED: Final = ("forwarded", "via", "x-real-ip", "cf-connecting-ip", "x-forwarded-")  # how their names begin
 HEADERS: Final = {
     "Server": "tft-lighthouse",
     "Cache-Control": "no-store",
@@ -330,7 +330,7 @@ def _visitor(request: web.Request) -> Visitor:
         host=request.headers.get("Host", ""),
         origin=request.headers.get("Origin"),
         authorization=request.headers.get("Authorization", ""),
-        is_forwarded=any(name in request.headers for name in FORWARDED),
+        is_forwarded=any(name.lower().startswith(FORWARDED) for name in request.headers),
     )
 
 

@@ -54,12 +54,11 @@ ANSWER_INTERVAL_S: Final = 0.02
 UNANSWERED_LOOKS_MOST: Final = 10
 NOTICED_WITHIN_S: Final = 1.0
 MAX_UNDELIVERED: Final = 256
-MAX_STARTS: Final = 3  # of a manager server that is killed while it starts
+MAX_STARTS: Final = 3  # of a manager server that is killed, or does not answer, while it starts
 
 
 class _Stage(enum.Enum):
-    STARTING = enum.auto()  # the server starts; `close` ends the start
-    CONNECTING = enum.auto()  # the client connects to the server, which takes a moment
+    STARTING = enum.auto()  # the server starts, or the client connects to it; `close` ends both
     STARTED = enum.auto()  # the server is ready, or can't start
 
 
@@ -113,7 +112,7 @@ class GroupCoordinator:
             else:
                 self.replica_id, address = self._store.ask(config.rank, config.connect_timeout)
                 self._store.claim(self.replica_id, config.rank, config.world_size)
-                self._client = self._new_client(address)
+                self._client = self._new_client(address, config.connect_timeout)
                 self._stage = _Stage.STARTED
         except BaseException:
             self._watch = None
@@ -220,7 +219,7 @@ class GroupCoordinator:
             server = self._server if self._stage is _Stage.STARTING else None
             self._lock.notify_all()
         if server is not None:
-            server.shutdown()  # ends the wait for the server
+            server.shutdown()  # ends the wait for the server, and for the connection to it
         if self._watch is not None:
             join_within(self._watch)
         with self._lock:
@@ -339,9 +338,9 @@ class GroupCoordinator:
             if ended is not None:
                 ended.shutdown()
             client = self._start(None) if replaces else None
-            if client is not None and self._server is not None:
+            if client is not None and not self._closing.is_set():
                 message = "[%s/0] the manager server ended; a new one runs at %s"
-                logger.warning(message, self.replica_id, self._server.address())
+                logger.warning(message, self.replica_id, self._address)
         if client is None and not self._closing.is_set():
             self._notify(self._lost())
 
@@ -369,31 +368,27 @@ class GroupCoordinator:
         Raises: CoordinationError: no server is ready, or this coordinator closes.
         """
         for start in itertools.count(1):
+            # Only the last server gets all the time, because a server that is stopped as it starts never answers.
+            within = self._config.connect_timeout / (1 if start == MAX_STARTS else MAX_STARTS)
             try:
-                return self._connect_once(server)
+                return self._connect_once(server, within)
             except CoordinationError as error:
-                hangs = isinstance(error, RequestTimeoutError) and server.alive()
+                hangs = isinstance(error, (RequestTimeoutError, UnreachableError)) and server.alive()
                 if start == MAX_STARTS or self._closing.is_set() or not (hangs or server.was_killed()):
                     raise
                 logger.warning("[%s/0] %s; starting another one", self.replica_id, error)
                 server.kill()
                 server.shutdown()
-            with self._lock:
-                self._stage = _Stage.STARTING
             server = self._replace_server()
         raise AssertionError("counting has no end")
 
-    def _connect_once(self, server: ManagerServer) -> ManagerClient:
+    def _connect_once(self, server: ManagerServer, within: timedelta) -> ManagerClient:
         address = server.address()
-        with self._lock:
-            if self._closing.is_set():
-                raise self._end_error()
-            self._stage = _Stage.CONNECTING
         self._own_name = unknown_name(self._config.hostname)
         # Not an error yet, because a name service may learn of a host after its processes have started.
         if self._own_name:
             logger.warning("[%s/0] %s", self.replica_id, self._own_name)
-        client = self._new_client(address)
+        client = self._new_client(address, within)
         self._address = address  # rank 0 gives this to the other ranks from now on
         return client
 
@@ -469,11 +464,11 @@ class GroupCoordinator:
             **_trust(config),
         )
 
-    def _new_client(self, address: str) -> ManagerClient:
+    def _new_client(self, address: str, within: timedelta) -> ManagerClient:
         config, server = self._config, self._server
         return _client_class()(
             address,
-            config.connect_timeout,
+            within,
             group_rank=config.rank,
             listener=self._notify,
             progress=lambda: self._progress(),

@@ -16,6 +16,7 @@ from tft_algos.manager.step.time_account import StepTimes
 from tft_coord.core.stalls import Spent, Stall
 from tft_coord.core.step import StepName
 from tft_coord.core.types import Plan
+from tft_coord.logs import field
 
 SECOND_MS: Final = 1_000
 
@@ -26,7 +27,7 @@ def log_stall(reports: ErrorReporter, job: str, stall: Stall) -> None:
         logging.INFO,
         "incident=%d job=%s step=%d quorum=%s->%d failed_rounds=%d lasted_s=%.3f%s",
         stall.number,
-        job,
+        field(job),
         stall.step,
         "none" if stall.quorum_before is None else stall.quorum_before,
         stall.quorum_after,
@@ -44,7 +45,7 @@ def log_step(
         logging.INFO,
         "step=%d job=%s attempt=%d committed=%s quorum=%s members=%d participants=%d lasted_s=%.4f%s",
         name.step,
-        job,
+        field(job),
         name.attempt,
         "true" if committed else "false",
         "none" if plan is None else plan.key.quorum_id,
