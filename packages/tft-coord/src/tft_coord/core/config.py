@@ -120,7 +120,9 @@ class LighthouseConfig:
     def how_to_lower(self) -> str:
         """Return how an operator lowers min_replicas, as the end of a sentence."""
         if self.min_replicas_of:
-            return f"jobs.{self.min_replicas_of}.min_replicas is lowered in the lighthouse's settings file (then SIGHUP)"
+            return (
+                f"jobs.{self.min_replicas_of}.min_replicas is lowered in the lighthouse's settings file (then SIGHUP)"
+            )
         return (
             "min_replicas is lowered in the lighthouse's settings file (then SIGHUP), or by its restart with a lower "
             "--min-replicas"
