@@ -179,7 +179,19 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         (["--tokn=s3cret"], "there is no flag --tokn; did you mean --token_file?"),
         (["s3cret"], "there is a word that is no flag and no value of one"),
         (["--etcd", "http://root:s3cret@10.0.0.1:2379"], "an etcd endpoint has a user or a password in front of an @"),
-        (["--insecure", "--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),
+        (
+            ["--insecure", "--bind", "192.0.2.1:1"],
+            "the lighthouse can't listen at 192.0.2.1:1: 192.0.2.1 is no address",
+        ),
+        (["--insecure", "--bind", "no.such.invalid:1"], "the lighthouse can't listen at no.such.invalid:1: "),
+        (
+            ["--bind", "localhost:65535", "--http_bind="],
+            "bind has port 65535, and there is no next one for HTTP; give http_bind",
+        ),
+        (
+            ["--bind", "localhost:70", "--http_bind", "70"],
+            "bind and http_bind are both port 70; give",
+        ),
         (["--bind", "192.0.2.1:1"], "bind is '192.0.2.1:1' and no shared secret is set; to serve other machines"),
     ],
 )
@@ -210,7 +222,7 @@ def test_it_serves_until_a_signal_ends_it_cleanly(number: signal.Signals) -> Non
         assert [member.step for member in quorum.participants] == [3]
         taken = run("--bind", address.removeprefix("http://"))
         assert taken.returncode == 2
-        assert "the port is in use" in taken.stderr
+        assert f"the lighthouse can't listen at {address.removeprefix('http://')}: the port is in use" in taken.stderr
         process.send_signal(number)
         assert process.stderr is not None
         rest = process.stderr.read()

@@ -698,7 +698,9 @@ def test_without_it_nothing_is_imported_for_it() -> None:
 
 def test_a_port_in_use_is_one_sentence_and_nothing_stays(lighthouse: LighthouseServer) -> None:
     taken = lighthouse.http_address.removeprefix("http://")
-    with pytest.raises(ConfigError, match=rf"HTTP port can't listen at {taken} .*give another --http-bind"):
+    with pytest.raises(
+        ConfigError, match=rf"HTTP port can't listen at {taken}: the port is in use; .*another --http-bind"
+    ):
         LighthouseServer("127.0.0.1:0", http_bind=taken)
 
 
