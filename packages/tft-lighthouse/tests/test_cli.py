@@ -186,7 +186,7 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         (["--insecure", "--bind", "no.such.invalid:1"], "the lighthouse can't listen at no.such.invalid:1: "),
         (
             ["--bind", "localhost:65535", "--http_bind="],
-            "bind has port 65535, and there is no next one for HTTP; give http_bind",
+            "bind has port 65535, and there is no next one for HTTP",
         ),
         (
             ["--bind", "localhost:70", "--http_bind", "70"],
