@@ -175,3 +175,15 @@ def test_what_is_no_file_is_neither_waited_for_nor_read_whole(make: Callable[[st
             make(path)
     with pytest.raises(ConfigError, match="can't be read"):
         make(str(tmp_path / "none"))
+
+
+def test_a_secret_that_others_may_read_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, mode in (("safe", 0o600), ("group", 0o640), ("all", 0o644)):
+        (tmp_path / name).write_text("s3cret")
+        (tmp_path / name).chmod(mode)
+        TokenFile(str(tmp_path / name))
+        TokenFile(str(tmp_path / name))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/group has a secret, and other users may read it (mode 640); chmod 600 the file",
+        f"{tmp_path}/all has a secret, and other users may read it (mode 644); chmod 600 the file",
+    ]
