@@ -35,7 +35,7 @@ from tft_coord.lighthouse import (
 )
 from tft_lighthouse import defaults
 from tft_lighthouse.etcd.settings import EtcdConfig
-from tft_lighthouse.http.listeners import check_bind, listen
+from tft_lighthouse.http.listeners import listen_for_http
 from tft_lighthouse.shell import LighthouseShell
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ class LighthouseServer:
         self._shell: LighthouseShell | None = None
         self._http: HttpServer | None = None
         self._http_address: str | None = None
-        check_bind(bind)
-        listeners = listen(http_bind) if http_bind is not None else ()
+        listeners = listen_for_http(bind, http_bind)
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
             self._shell, port = self._share.run(

@@ -31,6 +31,19 @@ def listen(bind: str) -> tuple[socket.socket, ...]:
         ) from error
 
 
+def listen_for_http(bind: str, http_bind: str | None) -> tuple[socket.socket, ...]:
+    """Check the port for replicas, and then listen for HTTP.
+
+    Args:
+        bind: for replicas, `host:port`.
+        http_bind: for HTTP; None: there is no such port.
+    Returns: the listening sockets of HTTP.
+    Raises: ConfigError: one of the two can't be bound.
+    """
+    check_bind(bind)
+    return listen(http_bind) if http_bind is not None else ()
+
+
 def check_bind(bind: str) -> None:
     """Check that the port for replicas can be bound, before the HTTP port is.
 
