@@ -148,7 +148,7 @@ def test_the_defaults_and_ranges_are_those_of_the_parts() -> None:
         ({"stragglers": "ignore"}, "l.toml: stragglers is 'ignore'; give warn, leave-out, shrink or off"),
         ({"insecure": 1}, "l.toml: insecure is 1; give true or false"),
         ({"insecure": "yes"}, "l.toml: insecure is 'yes'; give true or false"),
-        ({"cluster_id": 7}, "l.toml: cluster_id is 7; give text"),
+        ({"http_bind": 8080}, "l.toml: http_bind is 8080; give text in quotes"),
         ({"cluster_id": "a\nb"}, "l.toml: cluster_id is 'a\\nb'; give printable characters only"),
         ({"bind": "x" * 1_000}, ""),
         ({"max_message_bytes": 1}, "l.toml: max_message_bytes is 1; give 65536 to 67108864 bytes"),

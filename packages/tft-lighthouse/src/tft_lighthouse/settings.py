@@ -39,7 +39,7 @@ class Kind(enum.Enum):
 
     NUMBER = "a whole number"
     RATIO = "a number"
-    TEXT = "text"
+    TEXT = "text in quotes"
     CHOICE = "one of its words"
     SWITCH = "true or false"
 
