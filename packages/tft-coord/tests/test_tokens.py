@@ -187,3 +187,10 @@ def test_a_secret_that_others_may_read_is_warned_of_once(tmp_path: Path, caplog:
         f"{tmp_path}/group has a secret, and other users may read it (mode 640); chmod 600 the file",
         f"{tmp_path}/all has a secret, and other users may read it (mode 644); chmod 600 the file",
     ]
+
+
+def test_a_folder_in_place_of_a_secret_is_named_by_its_path(tmp_path: Path) -> None:
+    """The error named a number of a file descriptor."""
+    with pytest.raises(ConfigError) as refused:
+        TokenFile(str(tmp_path))
+    assert str(refused.value) == f"{tmp_path}, which can't be read: Is a directory"

@@ -147,7 +147,8 @@ class _Watched:
         try:
             status, text = _read_file(self._path, self._most_bytes)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._path}, which can't be read: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise ConfigError(f"{self._path}, which can't be read: {reason or error}") from error
         found = self._parse(text)
         warn_if_readable(self._path, status.st_mode)
         return _version_of(status), found
