@@ -8,6 +8,9 @@ import os
 # The port after a free one may be another test's. A test of the HTTP port asks for it.
 os.environ.setdefault("TFT_LIGHTHOUSE_HTTP_BIND", "0")
 
+# The secrets and keys that tests write are for their owner alone, as the docs say; others are warned of.
+os.umask(0o077)
+
 pytest_plugins = ["scripts.pytest_parts"]
 
 

@@ -4,7 +4,7 @@ With M replicas a step lasts as long as the slowest of them. Here each replica c
 draws a ticket at the end. Once K tickets are drawn the others stop after their next piece, and weigh zero in the mean.
 So a straggler costs the others one piece, not a whole step. (Backup workers, arXiv 1604.00981.)
 
-    openssl rand -hex 32 > tft-token      # once, and in each shell: export TFT_TOKEN_FILE=$PWD/tft-token
+    (umask 077; openssl rand -hex 32 > tft-token) # once, and in each shell: export TFT_TOKEN_FILE=$PWD/tft-token
     tft-lighthouse --min_replicas 3                                                                     # shell 1
     TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 0                      # 0, 1: shells 2, 3
     TFT_LIGHTHOUSE=http://localhost:29510 python custom_strategy.py --replica 2 --piece_s 0.05          # shell 4

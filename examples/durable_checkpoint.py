@@ -1,6 +1,6 @@
 """Checkpoints on disk beside live ones: kill all replica groups at once, restart some of them, and training resumes.
 
-    openssl rand -hex 32 > tft-token                                                          # once
+    (umask 077; openssl rand -hex 32 > tft-token)                                             # once
     export TFT_TOKEN_FILE=$PWD/tft-token                                                      # in each shell
     tft-lighthouse --min_replicas 1                                                           # shell 1
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=0 python durable_checkpoint.py     # shell 2

@@ -5,7 +5,7 @@ sign of that mean and a momentum of it (Lion, arXiv 2302.06675). So one replica 
 others off. This file defines only what is sent, and the use of the mean. OuterLoop decides when a sync begins and ends,
 which replicas take part, what a failure undoes, and how a newcomer heals.
 
-    openssl rand -hex 32 > tft-token      # once, and in each shell: export TFT_TOKEN_FILE=$PWD/tft-token
+    (umask 077; openssl rand -hex 32 > tft-token) # once, and in each shell: export TFT_TOKEN_FILE=$PWD/tft-token
     tft-lighthouse --min_replicas 2                                                                     # shell 1
     TFT_LIGHTHOUSE=http://localhost:29510 python own_outer_update.py --replica 0                     # shells 2, 3, ...
 """

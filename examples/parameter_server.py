@@ -3,7 +3,7 @@
 Workers come and go at any time, and never wait for each other. If a worker dies, the server forgets its session and
 serves the others.
 
-    openssl rand -hex 32 > tft-token      # once, and in each shell: export TFT_TOKEN_FILE=$PWD/tft-token
+    (umask 077; openssl rand -hex 32 > tft-token) # once, and in each shell: export TFT_TOKEN_FILE=$PWD/tft-token
     python parameter_server.py serve --port 29600                                                       # shell 1
     python parameter_server.py work http://localhost:29600/new_session                               # shells 2, 3, ...
 """

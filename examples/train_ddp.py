@@ -1,6 +1,6 @@
 """Fault-tolerant data parallelism: start it in any number of shells, kill any of them, start it again.
 
-    openssl rand -hex 32 > tft-token                                                 # once
+    (umask 077; openssl rand -hex 32 > tft-token)                                    # once
     export TFT_TOKEN_FILE=$PWD/tft-token                                             # in each shell
     tft-lighthouse --min_replicas 1                                                  # shell 1
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=0 python train_ddp.py     # shell 2

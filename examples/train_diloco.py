@@ -1,6 +1,6 @@
 """DiLoCo: replica groups train apart and synchronize now and then, for links that are too slow for every step.
 
-    openssl rand -hex 32 > tft-token                                                                    # once
+    (umask 077; openssl rand -hex 32 > tft-token)                                                       # once
     export TFT_TOKEN_FILE=$PWD/tft-token                                                                # in each shell
     tft-lighthouse --min_replicas 1                                                                     # shell 1
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=0 python train_diloco.py                     # shell 2

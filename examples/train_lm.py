@@ -1,6 +1,6 @@
 """A language model of Python's own source, trained with HSDP: FSDP2 inside a replica group, fault tolerance across.
 
-    openssl rand -hex 32 > tft-token                                                # once
+    (umask 077; openssl rand -hex 32 > tft-token)                                   # once
     export TFT_TOKEN_FILE=$PWD/tft-token                                            # in each shell
     tft-lighthouse --min_replicas 1                                                 # shell 1
     TFT_LIGHTHOUSE=http://localhost:29510 REPLICA_GROUP_ID=0 python train_lm.py     # shell 2

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tft_algos.manager.variables import KNOWN, warn_of_misspelt
+from tft_algos.manager.variables import warn_of_misspelt
+from tft_coord.variables import KNOWN
 
 PACKAGES = Path(__file__).resolve().parents[2]
 

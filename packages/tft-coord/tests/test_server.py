@@ -248,11 +248,11 @@ def test_few_descriptors_are_warned_of_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(descriptors, "LOOK_EVERY_S", 0.001)
-    monkeypatch.setattr(descriptors, "limit", lambda: 5)
+    monkeypatch.setattr(descriptors, "limit", lambda: 20)
     looks: list[int] = []
 
     def lowest_free() -> int:
-        looks.append(4 if len(looks) < 3 else 5)
+        looks.append(7 if len(looks) < 3 else 8)
         return looks[-1]
 
     monkeypatch.setattr(descriptors, "_lowest_free", lowest_free)
@@ -264,7 +264,7 @@ def test_few_descriptors_are_warned_of_once_in_a_while(
 
     asyncio.run(asyncio.wait_for(run(), WITHIN_S))
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "nearly all of its 5 file descriptors" in line
+    assert "has 8 files open, and accepts at most 10 connections, half of its 20 file descriptors" in line
 
 
 def test_the_number_of_open_files_is_seen() -> None:

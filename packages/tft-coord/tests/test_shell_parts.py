@@ -61,6 +61,13 @@ def test_what_is_no_address_is_refused_with_an_example(address: str) -> None:
         target(address)
 
 
+@pytest.mark.parametrize("address", ["http://user:s3cret@h:1", "s3cret@h:1"])
+def test_an_address_with_a_password_is_refused_without_it(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"a user or a password in front of an @") as refused:
+        target(address)
+    assert "s3cret" not in str(refused.value)
+
+
 def test_an_address_that_asks_for_tls_needs_certificates() -> None:
     assert target("https://h:1/") == "h:1"
     check_scheme("http://h:1, https://h:2", has_certificates=True)

@@ -202,6 +202,23 @@ def test_the_secret_of_the_lighthouse_is_no_job_s(tmp_path: Path, clock: Clock) 
     gate = Gate("all", jobs)
     write(path, "a = all\n")
     clock.now_s += LOOK_EVERY_S
-    assert gate.opens([("authorization", "Bearer all")]) == ALL_JOBS, (
-        "a mistake takes the operator's rights from nobody"
-    )
+    assert gate.opens([("authorization", "Bearer all")]) == ALL_JOBS, "no mistake disarms the operator"
+
+
+def test_a_secret_that_others_may_read_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, mode in (("safe", 0o600), ("group", 0o640), ("all", 0o644)):
+        (tmp_path / name).write_text("s3cret")
+        (tmp_path / name).chmod(mode)
+        TokenFile(str(tmp_path / name))
+        TokenFile(str(tmp_path / name))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}/group has a secret, and other users may read it (mode 640); chmod 600 the file",
+        f"{tmp_path}/all has a secret, and other users may read it (mode 644); chmod 600 the file",
+    ]
+
+
+def test_a_folder_in_place_of_a_secret_is_named_by_its_path(tmp_path: Path) -> None:
+    """The error named a number of a file descriptor."""
+    with pytest.raises(ConfigError) as refused:
+        TokenFile(str(tmp_path))
+    assert str(refused.value) == f"{tmp_path}, which can't be read: Is a directory"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from tft_coord.core import effects, events
+from tft_coord.core.config import JobSettings
 from tft_coord.core.lighthouse import LighthouseConfig, LighthouseCore
 from tft_coord.core.names import base_name, shorten
 from tft_coord.core.progress import Phase, Progress
@@ -132,10 +133,10 @@ def test_the_next_wait_begins_anew() -> None:
 class Table:
     """A lighthouse with two members, which have a quorum."""
 
-    def __init__(self, min_replicas: int = 1) -> None:
+    def __init__(self, min_replicas: int = 1, jobs: Mapping[str, JobSettings] | None = None) -> None:
         self.now_ms = 0
         self.core = LighthouseCore(
-            LighthouseConfig(min_replicas),
+            LighthouseConfig(min_replicas, jobs=jobs or {}),
             started_ms=1_000,
             cluster_id="c",
             nonces=lambda: 1,
@@ -231,7 +232,18 @@ def test_a_member_that_was_lost_is_named_where_too_few_are_left() -> None:
     table.now_ms = 9_000
     sentence = table.core.wait_sentence("job", table.now_ms)
     assert "b at b-host:1 (lost 8 s ago: its manager server reports: its process ended)" in sentence
-    assert "--min-replicas is lowered" in sentence
+    assert sentence.endswith("settings file (then SIGHUP), or by its restart with a lower --min-replicas")
+
+
+def test_the_key_that_lowers_the_least_of_one_job_is_named() -> None:
+    """Its own number beats the one of all jobs, which the sentence named."""
+    table = Table(min_replicas=1, jobs={"job": JobSettings(min_replicas=2)})
+    table.handle(events.DeathReported(2, "its process ended"))
+    table.ask(1, "a", 2)
+    sentence = table.core.wait_sentence("job", table.now_ms)
+    assert sentence.endswith("or jobs.job.min_replicas is lowered in the lighthouse's settings file (then SIGHUP)")
+    table.core.reconfigure(LighthouseConfig(min_replicas=2, jobs={"job": JobSettings(max_replicas=9)}))
+    assert "or min_replicas is lowered" in table.core.wait_sentence("job", table.now_ms)
 
 
 def test_who_waits_in_a_reduction_is_told_who_is_not_in_it() -> None:

@@ -174,8 +174,24 @@ def test_it_may_open_as_many_files_as_it_is_allowed_and_says_when_these_are_few(
         ),
         (["--bind", "here"], "bind is 'here'; give host:port"),
         (["--http-bind", "1.2.3.4:x"], "http_bind is '1.2.3.4:x'; give host:port"),
-        (["--min_replica", "1"], "unrecognized arguments: --min_replica"),
-        (["--insecure", "--bind", "192.0.2.1:1"], "can't listen at 192.0.2.1:1"),
+        (["--min_replica", "1"], "there is no flag --min_replica; did you mean --min_replicas?"),
+        (["--token", "s3cret"], "there is no flag --token; put the secret into a file, and name it by --token_file"),
+        (["--tokn=s3cret"], "there is no flag --tokn; did you mean --token_file?"),
+        (["s3cret"], "there is a word that is no flag and no value of one"),
+        (["--etcd", "http://root:s3cret@10.0.0.1:2379"], "an etcd endpoint has a user or a password in front of an @"),
+        (
+            ["--insecure", "--bind", "192.0.2.1:1"],
+            "the lighthouse can't listen at 192.0.2.1:1: 192.0.2.1 is no address",
+        ),
+        (["--insecure", "--bind", "no.such.invalid:1"], "the lighthouse can't listen at no.such.invalid:1: "),
+        (
+            ["--bind", "localhost:65535", "--http_bind="],
+            "bind has port 65535, and there is no next one for HTTP",
+        ),
+        (
+            ["--bind", "localhost:70", "--http_bind", "70"],
+            "bind and http_bind are both port 70; give",
+        ),
         (["--bind", "192.0.2.1:1"], "bind is '192.0.2.1:1' and no shared secret is set; to serve other machines"),
     ],
 )
@@ -184,6 +200,7 @@ def test_a_wrong_word_is_one_sentence_and_exit_code_2(words: list[str], says: st
     assert done.returncode == 2
     assert done.stdout == ""
     assert says in done.stderr
+    assert "s3cret" not in done.stderr
     assert done.stderr.startswith("tft-lighthouse: ")
     assert done.stderr.count("\n") == 1
 
@@ -205,7 +222,7 @@ def test_it_serves_until_a_signal_ends_it_cleanly(number: signal.Signals) -> Non
         assert [member.step for member in quorum.participants] == [3]
         taken = run("--bind", address.removeprefix("http://"))
         assert taken.returncode == 2
-        assert "the port is in use" in taken.stderr
+        assert f"the lighthouse can't listen at {address.removeprefix('http://')}: the port is in use" in taken.stderr
         process.send_signal(number)
         assert process.stderr is not None
         rest = process.stderr.read()

@@ -12,7 +12,8 @@ from tft_coord import ConfigError
 from tft_coord.lighthouse import election
 from tft_lighthouse import EtcdConfig
 from tft_lighthouse.etcd import etcd_pb2 as pb
-from tft_lighthouse.etcd.client import EtcdClient, _floor_of, _leader_of
+from tft_lighthouse.etcd.candidate import Candidate
+from tft_lighthouse.etcd.client import MOST_FLOOR, EtcdClient, _floor_of, _leader_of
 from tft_lighthouse.launch import _etcd
 from tft_lighthouse.settings import resolve
 
@@ -100,10 +101,33 @@ def test_a_key_of_another_program_is_named(value: bytes) -> None:
 def test_what_a_lighthouse_wrote_is_read() -> None:
     found = pb.KeyValue(key=b"k", value=b'{"address": "a:1", "started_ms": 5, "more": []}', mod_revision=7, lease=9)
     assert _leader_of(found) == election.Leader("a:1", 9, 7, 5)
-    assert _floor_of(b"9223372036854775807") == 2**63 - 1
+    assert _floor_of(floor(b"%d" % MOST_FLOOR)) == MOST_FLOOR
 
 
-@pytest.mark.parametrize("value", [b"", b"-1", b"1.5", b"9223372036854775808", b"1" * 60_000, "\u0661".encode()])
+def floor(value: bytes) -> pb.KeyValue:
+    return pb.KeyValue(key=b"/x/started_ms", value=value)
+
+
+@pytest.mark.parametrize("value", [b"%d" % (MOST_FLOOR + 1), b"9223372036854775807", b"9" * 19])
+def test_a_floor_without_ids_above_it_is_refused_before_it_is_counted_up(value: bytes) -> None:
+    with pytest.raises(ValueError, match=r"of its key '/x/started_ms' leaves no .* \(etcdctl del /x/started_ms\)"):
+        _floor_of(floor(value))
+
+
+def test_a_value_that_can_t_be_used_is_logged_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    candidate = Candidate(EtcdConfig(endpoints=("a:1",)), began=lambda *_: None, ended=lambda: None)
+    candidate._is_failure_logged, candidate._failing_since_s = True, 0.0
+    for failure in ("1 is bad", "1 is bad", "2 is bad"):
+        candidate._note(failure, is_reached=True)
+    for failure in ("a:1: down", "b:1: down"):
+        candidate._note(failure, is_reached=False)
+    assert [record.getMessage() for record in caplog.records] == [
+        "etcd's keys can't be used: 1 is bad",
+        "etcd's keys can't be used: 2 is bad",
+    ]
+
+
+@pytest.mark.parametrize("value", [b"", b"-1", b"1.5", b"1" * 20, b"1" * 60_000, "\u0661".encode()])
 def test_a_floor_of_another_program_is_named(value: bytes) -> None:
     with pytest.raises(ValueError, match="was not written by a lighthouse"):
-        _floor_of(value)
+        _floor_of(floor(value))

@@ -224,7 +224,7 @@ def test_the_timeline_of_a_job(lighthouse: LighthouseServer, group: Group) -> No
     assert ask(lighthouse, "/api/v1/timeline")[0] == 400
     assert ask(lighthouse, "/api/v1/timeline?job=job&after=-1")[0] == 400
     code, _, body = ask(lighthouse, f"/api/v1/timeline?job={quote('<b>')}")
-    assert (code, json.loads(body)) == (404, {"error": "this lighthouse knows no job '<b>'"})
+    assert (code, json.loads(body)) == (404, {"error": "this lighthouse knows no job '<b>'; known jobs: none so far"})
     group.ask(step=3)
 
     def timeline(after_ms: int = 0) -> Any:
@@ -329,6 +329,9 @@ def test_a_manager_of_torchft_that_ends_before_it_answers_was_killed(lighthouse:
         ("/replica/a/kill?job=other", 404, "knows no job 'other'; known jobs: job"),
         ("/replica/nobody/drain", 404, "knows no replica 'nobody'"),
         ("/replica/a/other", 404, "there is nothing here; this port answers /, /status, /api/v1/status"),
+        ("/replica/a/kil", 404, "/readyz, and POST /replica/REPLICA/drain and /replica/REPLICA/kill"),
+        ("/replica/a/kill?jobs=job", 400, "unknown key 'jobs' in the query; /replica/{replica}/kill has job, reason"),
+        ("/replica/a/drain?job=a&job=b", 400, "job is 2 times in the query; give it once"),
     ],
 )
 def test_what_can_t_be_asked_for_is_one_sentence(
@@ -475,7 +478,7 @@ def test_a_start_and_a_loss_are_told_as_they_happen_and_kept(lighthouse: Lightho
     assert incidents(lighthouse)[-1] == lost
     assert [each["kind"] for each in incidents(lighthouse, "?limit=1")] == ["loss"]
     assert [each["kind"] for each in incidents(lighthouse, "?kind=start&job=job")] == ["start"]
-    assert incidents(lighthouse, "?job=other") == incidents(lighthouse, f"?after={lost['change']}") == []
+    assert incidents(lighthouse, f"?after={lost['change']}&job=job") == []
     reader.close()
     again = Reader(lighthouse, **{"Last-Event-ID": str(ended["change"])})
     assert again.next()["kind"] == "loss"
@@ -490,6 +493,28 @@ def test_a_wrong_number_is_refused(lighthouse: LighthouseServer, query: str) -> 
     code, _, body = ask(lighthouse, f"/api/v1/incidents{query}")
     assert code == 400
     assert json.loads(body)["error"].endswith("must be a whole number")
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "says"),
+    [
+        ("/api/v1/status?jobs=q", 400, "unknown key 'jobs' in the query; /api/v1/status takes none"),
+        ("/api/v1/incidents?lim=3", 400, "unknown key 'lim' in the query; /api/v1/incidents has job, kind, after"),
+        ("/api/v1/incidents?kind=los", 400, "kind is 'los'; give start, loss, leave"),
+        ("/api/v1/events?job=a", 400, "unknown key 'job' in the query; /api/v1/events has after"),
+        ("/api/v1/timeline?job=a&since=3", 400, "/api/v1/timeline has job, after"),
+        ("/api/v1/incidents?job=other", 404, "this lighthouse knows no job 'other'; known jobs: job"),
+    ],
+)
+def test_a_query_that_is_misspelt_is_refused(
+    lighthouse: LighthouseServer, group: Group, path: str, code: int, says: str
+) -> None:
+    """It was ignored, so that the answer was about all jobs, or empty."""
+    group.ask(step=3)
+    until(lambda: incidents(lighthouse, "?kind=start"))
+    found, _, body = ask(lighthouse, path)
+    assert found == code
+    assert says in json.loads(body)["error"]
 
 
 def test_readers_of_events_are_bounded_and_leave_no_trace(
@@ -673,7 +698,9 @@ def test_without_it_nothing_is_imported_for_it() -> None:
 
 def test_a_port_in_use_is_one_sentence_and_nothing_stays(lighthouse: LighthouseServer) -> None:
     taken = lighthouse.http_address.removeprefix("http://")
-    with pytest.raises(ConfigError, match=rf"HTTP port can't listen at {taken} .*give another --http-bind"):
+    with pytest.raises(
+        ConfigError, match=rf"HTTP port can't listen at {taken}: the port is in use; .*another --http-bind"
+    ):
         LighthouseServer("127.0.0.1:0", http_bind=taken)
 
 

@@ -67,6 +67,8 @@ def test_with_a_secret_it_must_be_shown(authorization: str, reads: int, changes:
         ("", False),
         ("evil.example:29511", False),
         ("localhost.evil.example", False),
+        ("[::1].evil.example", False),
+        ("localhost:abc", False),
         ("127.0.0.1.evil.example", False),
         ("[evil", False),
     ],

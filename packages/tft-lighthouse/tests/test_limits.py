@@ -101,6 +101,17 @@ def test_a_replica_without_room_reads_the_limit_and_what_to_do(
         assert getattr(line, "job", None) == (job if limits.max_streams > 1 else None)
 
 
+def test_refusals_of_one_kind_are_one_line_whatever_names_they_come_under(caplog: pytest.LogCaptureFixture) -> None:
+    with LighthouseServer("127.0.0.1:0") as lighthouse:
+        shell = lighthouse._shell
+        assert shell is not None
+        for kind in (Refusal.DUPLICATE, Refusal.MALFORMED):
+            for name in "abc":
+                shell._log_refusal("a stream", kind, f"replica {name} is refused", f"job of {name}")
+    found = [line.partition(":")[0] for line in caplog.messages if "a stream is refused" in line]
+    assert found == ["job job of a", "job job of a"]
+
+
 def test_a_call_of_torchft_counts_as_a_stream() -> None:
     with (
         LighthouseServer("127.0.0.1:0", limits=Limits(max_streams=1)) as lighthouse,

@@ -99,7 +99,7 @@ def test_nobody_kills_without_the_secret(
     assert exit_code_of(["kill", "a", "--job", "llama", "--http", str(lighthouse.http_address)]) == 2
     said = capsys.readouterr().err
     assert "a was not killed: " in said
-    assert "answers with status 401" in said
+    assert "(status 401), because it requires a shared secret" in said
     assert "another" not in said
     while not heard.empty():
         assert not isinstance(heard.get(), KillOrder)

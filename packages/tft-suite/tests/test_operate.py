@@ -18,6 +18,7 @@ from tft_coord import LighthouseClient
 from tft_lighthouse import LighthouseServer
 from tft_suite.cli import main
 from tft_suite.cli.main import exit_code_of
+from tft_suite.errors import ConfigError
 from tft_suite.operate import text
 from tft_suite.operate.client import http_addresses
 
@@ -99,7 +100,9 @@ def test_the_text_of_a_status() -> None:
         "  1     b           lost 2.0 s ago: silent for 5000 ms  6409  -               -         -          -",
         "  and 1 more replicas",
     ]
-    assert text.status_text(STATUS, "other").endswith("no replica of job other is known")
+    assert text.of_job(STATUS, "llama") == STATUS
+    with pytest.raises(ConfigError, match=r"knows no job 'other'; known jobs: llama$"):
+        text.of_job(STATUS, "other")
 
 
 def test_the_text_of_incidents() -> None:
@@ -166,8 +169,9 @@ def test_status_and_incidents_of_a_real_lighthouse(
         shown = capsys.readouterr().out
         assert "start" in shown
         assert "the members changed" in shown
-        assert exit_code_of(["incidents", "--http", address, "--job", "other", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["incidents"] == []
+        for command, known in (("incidents", "default"), ("status", "none so far")):  # torchft's member has gone
+            assert exit_code_of([command, "--http", address, "--job", "other", "--json"]) == 2
+            assert f"knows no job 'other'; known jobs: {known}" in capsys.readouterr().err
 
         rounds: list[float] = []
 
@@ -188,7 +192,8 @@ def test_status_and_incidents_of_a_real_lighthouse(
         monkeypatch.setenv("TFT_TOKEN", "another")
         assert exit_code_of(["status", "--http", address]) == 2
         said = capsys.readouterr().err
-        assert "answers with status 401: this lighthouse requires a shared secret" in said
+        assert "refuses the request (status 401), because it requires a shared secret" in said
+        assert "set TFT_TOKEN or TFT_TOKEN_FILE" in said
         assert "another" not in said
 
 

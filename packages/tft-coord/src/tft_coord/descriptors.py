@@ -18,7 +18,9 @@ from typing import Final, final
 logger = logging.getLogger(__name__)
 
 MOST: Final = 1 << 20  # for a limit of "any number"
-NEAR: Final = 0.9  # of the limit
+# The rest is for other files: a stranger who opens connections must not take all of them.
+OF_CONNECTIONS: Final = 0.5  # of the limit
+NEAR: Final = 0.8  # of that part
 LOOK_EVERY_S: Final = 5.0
 AGAIN_S: Final = 60.0
 
@@ -40,9 +42,16 @@ def limit() -> int:
     return MOST if soft == resource.RLIM_INFINITY else soft
 
 
+def most_connections() -> int:
+    """Return how many connections a server of this process accepts; further ones are closed at once."""
+    return max(1, int(OF_CONNECTIONS * limit()))
+
+
 @final
 class DescriptorWatch:
-    """A watch that warns while few descriptors are left. It runs on one loop only.
+    """A watch that warns while few connections are left. It runs on one loop only.
+
+    It counts open files, which costs nothing. Nearly all files of a server are connections.
 
     Args:
         server: its user, for the message.
@@ -60,15 +69,18 @@ class DescriptorWatch:
 
     def _look(self) -> None:
         self._timer = self._loop.call_later(LOOK_EVERY_S, self._look)
-        most = limit()
-        if _lowest_free() < NEAR * most or self._loop.time() - self._warned_s < AGAIN_S:
+        most, opened = most_connections(), _lowest_free()
+        if opened < NEAR * most or self._loop.time() - self._warned_s < AGAIN_S:
             return
         self._warned_s = self._loop.time()
         logger.warning(
-            "%s: this process uses nearly all of its %d file descriptors, and accepts no connection at the limit; "
-            "list the connections (ss -tnp), or raise the hard limit (ulimit -Hn, LimitNOFILE=)",
+            "%s: this process has %d files open, and accepts at most %d connections, half of its %d file descriptors; "
+            "list the connections (ss -tnp), limit those of one host (firewall), or raise the hard limit (ulimit -Hn, "
+            "LimitNOFILE=)",
             self._server,
+            opened,
             most,
+            limit(),
         )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias, final
 
 from tft_coord.errors import ConfigError
+from tft_coord.secret_files import warn_if_readable
 
 __all__ = ["LOOK_EVERY_S", "TLS", "Certificates", "certificates_of", "own_fault", "probe_context"]
 
@@ -258,6 +259,8 @@ def _read(tls: TLS) -> Certificates:
     for path in (tls.certificate, tls.key, tls.authority):
         try:
             with open(path, "rb") as file:
+                if path == tls.key:
+                    warn_if_readable(os.fspath(path), os.fstat(file.fileno()).st_mode)
                 contents.append(file.read())
         except OSError as error:
             raise ConfigError(f"TLS can't read {path}: {error.strerror}; give the path of a PEM file") from error

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeAlias, final
 
 from tft_coord.errors import ConfigError
+from tft_coord.secret_files import warn_if_readable
 
 MAX_TOKEN_BYTES: Final = 4096
 MAX_LINES: Final = 8  # of a file with one job's secrets
@@ -148,10 +149,13 @@ class _Watched:
 
     def _read(self) -> tuple[tuple[int, int, int], Mapping[str, tuple[str, ...]]]:
         try:
-            version, text = _read_file(self._path, self._most_bytes)
+            status, text = _read_file(self._path, self._most_bytes)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._path}, which can't be read: {error}") from error
-        return version, self._parse(text)
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise ConfigError(f"{self._path}, which can't be read: {reason or error}") from error
+        found = self._parse(text)
+        warn_if_readable(self._path, status.st_mode)
+        return _version_of(status), found
 
 
 @final
@@ -283,8 +287,8 @@ def _version_of(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _read_file(path: str, most_bytes: int) -> tuple[tuple[int, int, int], str]:
-    """Return the version and the text of a file that may hold secrets. Raises: OSError, ValueError: it can't."""
+def _read_file(path: str, most_bytes: int) -> tuple[os.stat_result, str]:
+    """Return the status and the text of a file that may hold secrets. Raises: OSError, ValueError: it can't."""
     # Without O_NONBLOCK the open call would wait for ever for the writer of a pipe.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
@@ -293,4 +297,4 @@ def _read_file(path: str, most_bytes: int) -> tuple[tuple[int, int, int], str]:
         text = file.read(most_bytes + 1)
     if len(text) > most_bytes:
         raise ValueError(f"it is larger than a shared secret, which has at most {MAX_TOKEN_BYTES} bytes")
-    return _version_of(found), text.decode()
+    return found, text.decode()

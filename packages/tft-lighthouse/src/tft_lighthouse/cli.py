@@ -7,6 +7,7 @@ settings are known, so that --help and a wrong value get an answer at once.
 from __future__ import annotations
 
 import argparse
+import difflib
 import logging
 import os
 import signal
@@ -25,6 +26,8 @@ USAGE_ERROR = 2
 ENDED_BY: Final = (signal.SIGINT, signal.SIGTERM)
 HEARD: Final = (*ENDED_BY, signal.SIGHUP)
 STANDARD_ERROR: Final = 2
+SECRET_FLAGS: Final = ("--token", "--secret", "--password")
+FLAG_MOST: Final = 64  # characters that are shown
 # Each replica group holds a connection, and so does each of torchft's.
 FEW_DESCRIPTORS: Final = 4096
 DESCRIPTORS_OF_ONE: Final = 2  # a replica's stream, and its socket
@@ -38,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after the command; None takes the process's own.
     Returns: 0 after a signal, 2 when a setting is wrong or the port is in use.
     """
-    words = _parser().parse_args(arguments)
+    parser = _parser()
+    words, others = parser.parse_known_args(arguments)
+    if others:
+        parser.error(_unknown(others))
     # The signals are blocked, in every thread that starts from here on too, until `sigwait` takes one. A handler would
     # run when the interpreter next checks for signals. It would not run at all if this thread has just checked and is
     # about to wait.
@@ -129,6 +135,17 @@ def level_of(settings: Settings) -> int:
     """Return the level of logging that the settings name."""
     level: int = logging.getLevelName(settings["log_level"].upper())
     return level
+
+
+def _unknown(words: Sequence[str]) -> str:
+    """Return the sentence about words that are no flags. It repeats no value, because one may be a secret."""
+    flag = next((word.partition("=")[0] for word in words if word.startswith("--")), None)
+    if flag is None:
+        return "there is a word that is no flag and no value of one"
+    if flag in SECRET_FLAGS:
+        return f"there is no flag {flag}; put the secret into a file, and name it by --token_file"
+    near = difflib.get_close_matches(flag, [each for setting in SETTINGS for each in setting.flags], n=1)
+    return f"there is no flag {flag[:FLAG_MOST]}{f'; did you mean {near[0]}?' if near else ''}"
 
 
 @final

@@ -29,6 +29,7 @@ from tft_lighthouse.server import LighthouseServer, check_addresses, lighthouse_
 from tft_lighthouse.settings import BY_NAME, DEFAULT, Settings, Value
 
 TOKEN_VARIABLES = ("TFT_TOKEN", "TFT_TOKEN_FILE")
+MOST_PORT = "65535"
 TLS_FILES = ("tls_cert", "tls_key", "tls_ca")
 
 
@@ -102,12 +103,15 @@ def http_bind_of(text: str, bind: str) -> str | None:
         text: `host:port`, or a port on the interface of `bind`; "0" for none. "": the port after that of `bind`, or a
             free one if `bind` takes a free one.
         bind: where the lighthouse listens for its replicas.
+    Raises: ConfigError: the port after that of `bind` is needed, and there is none.
     """
     if text == "0":
         return None
     if ":" in text:
         return text
     host, _, port = bind.rpartition(":")
+    if not text and port == MOST_PORT:
+        raise ConfigError(f"bind has port {port}, and there is no next one for HTTP; give http_bind, or 0 for none")
     if not text and port.isascii() and port.isdigit():
         text = str(int(port) + 1 if int(port) else 0)
     return f"{host}:{text}"

@@ -35,7 +35,7 @@ from tft_coord.lighthouse import (
 )
 from tft_lighthouse import defaults
 from tft_lighthouse.etcd.settings import EtcdConfig
-from tft_lighthouse.http.listeners import listen
+from tft_lighthouse.http.listeners import listen_for_http
 from tft_lighthouse.shell import LighthouseShell
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class LighthouseServer:
         self._shell: LighthouseShell | None = None
         self._http: HttpServer | None = None
         self._http_address: str | None = None
-        listeners = listen(http_bind) if http_bind is not None else ()
+        listeners = listen_for_http(bind, http_bind)
         self._share = LoopShare("this lighthouse", at_exit=self.shutdown)
         try:
             self._shell, port = self._share.run(
@@ -337,14 +337,22 @@ def check_addresses(bind: str, http_bind: str | None, *, for_this_machine: bool)
     Args:
         bind, http_bind: `host:port`, as asked for; None: no HTTP port.
         for_this_machine: no other machine is served.
-    Raises: ConfigError: one is no `host:port`, or names an interface that other machines reach.
+    Raises: ConfigError: one is no `host:port`, or names an interface that other machines reach, or both are one port.
     """
     _host_of(bind)
     if http_bind is not None:
         _host_of(http_bind, "http_bind")
+        _check_ports_differ(bind, http_bind)
     if not for_this_machine:
         return bind, http_bind
     return bind_without_secret(bind), bind_without_secret(http_bind, "http_bind") if http_bind is not None else None
+
+
+def _check_ports_differ(bind: str, http_bind: str) -> None:
+    """Check that the two ports are not one. Raises: ConfigError: they are."""
+    (host, port), (http_host, http_port) = ((interface_of(each), each.rpartition(":")[2]) for each in (bind, http_bind))
+    if int(port) == int(http_port) != 0 and (host == http_host or "" in (host, http_host)):
+        raise ConfigError(f"bind and http_bind are both port {int(port)}; give http_bind another one, or 0 for none")
 
 
 def check_message_bytes(max_message_bytes: int) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from tft_coord import ConfigError
+from tft_coord.variables import KNOWN, nearest_variable
 from tft_lighthouse import defaults
 
 Given = int | float | str | bool | None
@@ -30,7 +31,7 @@ WEEK_MS: Final = 7 * 24 * 3_600_000
 JOB_NAME_MOST_BYTES: Final = 256
 SHOWN_MOST: Final = 64
 # Kubernetes describes a service to every container of its namespace; one that is called tft-lighthouse gives these.
-_OF_KUBERNETES: Final = re.compile(r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_.*)?)")
+_OF_KUBERNETES: Final = re.compile(r"^TFT_\w+_(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT(_\d+_.*)?)$")
 
 
 class Kind(enum.Enum):
@@ -38,7 +39,7 @@ class Kind(enum.Enum):
 
     NUMBER = "a whole number"
     RATIO = "a number"
-    TEXT = "text"
+    TEXT = "text in quotes"
     CHOICE = "one of its words"
     SWITCH = "true or false"
 
@@ -403,13 +404,20 @@ def _check_keys(found: Iterable[str], known: Collection[str], path: str, prefix:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    """Check that no variable of the lighthouse is misspelt."""
+    """Check that no variable of this project is misspelt."""
     known = [CONFIG_VARIABLE, *(setting.environment for setting in SETTINGS)]
     for name in sorted(environment):
-        if not name.startswith(PREFIX) or name in known or _OF_KUBERNETES.fullmatch(name.removeprefix(PREFIX)):
+        own = name.removeprefix(PREFIX)
+        if name in KNOWN or _OF_KUBERNETES.search(name):
             continue
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the variables are {', '.join(sorted(known))}"
+        if own == JOBS.upper() and own != name:
+            raise ConfigError(
+                f"unknown variable {_shown(name)}; only a file (--config) sets the settings of single jobs"
+            )
+        near = f"TFT_{own}" if f"TFT_{own}" in KNOWN else nearest_variable(name)
+        if near is None and own == name:
+            continue  # the user's own
+        hint = f"did you mean {near}?" if near else f"the variables are {', '.join(sorted(known))}"
         raise ConfigError(f"unknown variable {_shown(name)} in the environment; {hint}")
 
 

@@ -258,7 +258,7 @@ class LighthouseShell:
                     self._close(stream)
                 case effects.RefuseRequest(stream, _, refusal, message):
                     if refusal not in (Refusal.LOST, Refusal.LEFT):  # these have a log line already
-                        self._refusals.log("a request", refusal, message, job=self._core.job_of(stream))
+                        self._log_refusal("a request", refusal, message, self._core.job_of(stream))
                     self._send(stream, codec.encode_from_lighthouse(decision))
                 case effects.AskForQuorum(stream):
                     self._was_asked.add(stream)
@@ -290,9 +290,9 @@ class LighthouseShell:
                     self._send(decision.stream, codec.encode_from_lighthouse(decision))
 
     def _log_refusal(self, what: str, refusal: Refusal, message: str, job: str | None) -> None:
-        # Whoever may come may come under a thousand names, and of one limit one line is enough.
+        # Whoever may come may come under a thousand names, so that of one kind and job one line a minute is enough.
         is_known = job == TORCHFT_JOB or job in self._core.jobs
-        about = f"{job if is_known else ''} is full" if refusal is Refusal.FULL else None
+        about = f"{job if is_known else ''} {refusal.value}"
         self._refusals.log(what, refusal, message, job=job, about=about)
 
     def _full(self) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, KeysView
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, final
 
@@ -86,9 +86,10 @@ class Timeline:
         self._next_prune_ms = 0
         self.now_ms = 0
 
-    def knows(self, job: str) -> bool:
-        """Return whether the job has a record."""
-        return job in self._jobs
+    @property
+    def jobs(self) -> KeysView[str]:
+        """Return the jobs that have a record."""
+        return self._jobs.keys()
 
     def points(self, job: str, after_ms: int = 0) -> list[Point]:
         """Return the points of a job after that time, the oldest first."""

@@ -5,7 +5,7 @@ Law of this file: frozen values, and how they read as JSON. docs/lighthouse-http
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from tft_lighthouse.history import IN_ORDER, Incident
 SCHEMA_VERSION: Final = 1
 REPLICAS_LISTED_MOST: Final = 5_000  # of one job; a longer list would hold up the lighthouse
 NAMES_SHOWN_MOST: Final = 20
+JOB_SHOWN_MOST: Final = 64  # characters
 GONE: Final = (ReplicaState.LOST, ReplicaState.LEFT, ReplicaState.FINISHED)
 
 
@@ -150,6 +151,12 @@ def incident_as_json(incident: Incident) -> dict[str, Any]:
     }
 
 
+def unknown_job(job: str, known: Iterable[str]) -> str:
+    """Return the sentence about a job that is none of the known ones."""
+    names = ", ".join(sorted(known)[:NAMES_SHOWN_MOST]) or "none so far"
+    return f"this lighthouse knows no job {job[:JOB_SHOWN_MOST]!r}; known jobs: {names}"
+
+
 def find_replica(jobs: Sequence[JobStatus], replica: str, job: str | None) -> tuple[JobStatus, ReplicaStatus]:
     """Find the replica that an operator names.
 
@@ -161,8 +168,7 @@ def find_replica(jobs: Sequence[JobStatus], replica: str, job: str | None) -> tu
     """
     known = [each for each in jobs if job is None or each.name == job]
     if not known and job is not None:
-        names = ", ".join(sorted(each.name for each in jobs)[:NAMES_SHOWN_MOST]) or "none so far"
-        raise RefusedError(f"this lighthouse knows no job {job!r}; known jobs: {names}", code="unknown")
+        raise RefusedError(unknown_job(job, [each.name for each in jobs]), code="unknown")
     everyone = [(each, member) for each in known for member in each.replicas]
     found = [pair for pair in everyone if pair[1].replica_id == replica]
     found = found or [pair for pair in everyone if shorten(pair[1].replica_id) == replica]

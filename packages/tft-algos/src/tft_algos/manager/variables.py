@@ -1,73 +1,22 @@
-"""The environment variables of a trainer, to find a misspelt one.
+"""A warning about a misspelt environment variable of a trainer.
 
-Law of this file: names and one warning. The modules that use a variable read it.
+Law of this file: one warning. `tft_coord.variables` has the names.
 """
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping
-from typing import Final
 
-__all__ = ["KNOWN", "warn_of_misspelt"]
+from tft_coord.variables import nearest_variable
+
+__all__ = ["warn_of_misspelt"]
 
 _log = logging.getLogger("tft_algos.manager")
 
-KNOWN: Final = frozenset(
-    {
-        "TFT_CHECK_STATE_EVERY",
-        "TFT_HEARTBEAT_TIMEOUT_SEC",
-        "TFT_INSECURE",
-        "TFT_JOB_ID",
-        "TFT_LAUNCH_ID",
-        "TFT_LEASE_SEC",
-        "TFT_LIGHTHOUSE",
-        "TFT_LIGHTHOUSE_BIND",
-        "TFT_LIGHTHOUSE_CLUSTER_ID",
-        "TFT_LIGHTHOUSE_CONFIG",
-        "TFT_LIGHTHOUSE_ETCD",
-        "TFT_LIGHTHOUSE_ETCD_CA",
-        "TFT_LIGHTHOUSE_ETCD_CERT",
-        "TFT_LIGHTHOUSE_ETCD_KEY",
-        "TFT_LIGHTHOUSE_ETCD_PREFIX",
-        "TFT_LIGHTHOUSE_ETCD_TTL_S",
-        "TFT_LIGHTHOUSE_HEARTBEAT_TIMEOUT_MS",
-        "TFT_LIGHTHOUSE_HTTP_BIND",
-        "TFT_LIGHTHOUSE_JOB_TOKENS",
-        "TFT_LIGHTHOUSE_JOIN_TIMEOUT_MS",
-        "TFT_LIGHTHOUSE_LOG_FORMAT",
-        "TFT_LIGHTHOUSE_LOG_LEVEL",
-        "TFT_LIGHTHOUSE_LOST_STATE_TIMEOUT_MS",
-        "TFT_LIGHTHOUSE_MAX_JOBS",
-        "TFT_LIGHTHOUSE_MAX_MESSAGE_BYTES",
-        "TFT_LIGHTHOUSE_MAX_REPLICAS",
-        "TFT_LIGHTHOUSE_MAX_STREAMS",
-        "TFT_LIGHTHOUSE_MIN_REPLICAS",
-        "TFT_LIGHTHOUSE_ON_LOST_STATE",
-        "TFT_LIGHTHOUSE_QUORUM_TICK_MS",
-        "TFT_LIGHTHOUSE_STRAGGLERS",
-        "TFT_LIGHTHOUSE_STRAGGLER_RATIO",
-        "TFT_LOG_STEPS",
-        "TFT_RANK0_SYNCHRONIZATION_ONLY",
-        "TFT_SLOWEST_STEP_SEC",
-        "TFT_TLS_CA",
-        "TFT_TLS_CERT",
-        "TFT_TLS_CLIENT_AUTH",
-        "TFT_TLS_KEY",
-        "TFT_TOKEN",
-        "TFT_TOKEN_FILE",
-        "TFT_TRACE_DIR",
-        "TFT_USE_BUCKETIZATION",
-        "TFT_WATCHDOG_TIMEOUT_SEC",
-    }
-)
-_AS_NEAR: Final = 0.8  # of difflib's ratio; a name that is further away is the user's own
-
 
 def warn_of_misspelt(environ: Mapping[str, str]) -> None:
-    """Log a warning for each variable whose name is nearly that of one of these, and which is therefore ignored."""
+    """Log a warning for each variable whose name is nearly that of a known one, and which is therefore ignored."""
     for name in sorted(environ):
-        if name.startswith("TFT_") and name not in KNOWN:
-            for nearest in difflib.get_close_matches(name, sorted(KNOWN), n=1, cutoff=_AS_NEAR):
-                _log.warning("the environment variable %s is ignored; the nearest variable is %s", name, nearest)
+        if (nearest := nearest_variable(name)) is not None:
+            _log.warning("the environment variable %s is ignored; the nearest variable is %s", name, nearest)

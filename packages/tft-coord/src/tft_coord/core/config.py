@@ -77,6 +77,7 @@ class LighthouseConfig:
             heartbeat_timeout.
         limits: what clients may use.
         jobs: the settings of single jobs, by name.
+        min_replicas_of: the job whose own settings have given min_replicas; "": those of all jobs.
     Raises: ConfigError: min_replicas is out of its range or above max_replicas, or the timeout is negative or longer
         than a week.
     """
@@ -87,6 +88,7 @@ class LighthouseConfig:
     lost_state_timeout_ms: int = 0
     limits: Limits = Limits()  # frozen
     jobs: Mapping[str, JobSettings] = field(default_factory=dict, hash=False)
+    min_replicas_of: str = ""
 
     def __post_init__(self) -> None:
         if self.min_replicas < 1:
@@ -111,7 +113,20 @@ class LighthouseConfig:
         if own is None:
             return self
         limits = self.limits if own.max_replicas is None else replace(self.limits, max_replicas=own.max_replicas)
-        return replace(self, min_replicas=own.min_replicas or self.min_replicas, limits=limits, jobs={})
+        least, least_of = (self.min_replicas, "") if own.min_replicas is None else (own.min_replicas, name)
+        return replace(self, min_replicas=least, limits=limits, jobs={}, min_replicas_of=least_of)
+
+    @property
+    def how_to_lower(self) -> str:
+        """Return how an operator lowers min_replicas, as the end of a sentence."""
+        if self.min_replicas_of:
+            return (
+                f"jobs.{self.min_replicas_of}.min_replicas is lowered in the lighthouse's settings file (then SIGHUP)"
+            )
+        return (
+            "min_replicas is lowered in the lighthouse's settings file (then SIGHUP), or by its restart with a lower "
+            "--min-replicas"
+        )
 
 
 def _check_room(least: int, most: int, which: str = "") -> None:

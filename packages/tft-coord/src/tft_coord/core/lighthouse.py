@@ -675,12 +675,12 @@ class Job:
             to_tell = tuple(replica.stream for replica, _ in waiting if replica.stream is not None)
             if asked <= self._exclusions.out and self.waiting_for != NO_REQUEST:
                 return JobWait(since_ms, left_out_wait(self.waiting_for), to_tell)
-            below_least = len(waiting) < self._config.min_replicas
+            how_to_lower = self._config.how_to_lower if len(waiting) < self._config.min_replicas else ""
             reason = self.waiting_for
             if reason == NO_REQUEST:  # the waiting replicas have asked since the rule ran last
                 decision = decide(self._situation(waiting, now_ms))
                 reason = decision.reason if isinstance(decision, Wait) else "the lighthouse's next check"
-            sentence = quorum_wait(reason, missing, below_least=below_least, now_ms=now_ms)
+            sentence = quorum_wait(reason, missing, how_to_lower=how_to_lower, now_ms=now_ms)
             return JobWait(since_ms, sentence, to_tell, tuple(sorted(each.replica_id for each in missing)))
         members = list(self._known(self._members))
         waits = {replica.replica_id: waits_since(replica, self._formed_ms) for replica in members}

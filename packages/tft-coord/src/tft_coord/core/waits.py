@@ -109,19 +109,19 @@ def last_seen(replica: Replica, now_ms: int) -> str:
     return f"{name} (step {progress.step}, {WORDS[progress.phase]} for {lasts})"
 
 
-def quorum_wait(reason: str, missing: Collection[Replica], *, below_least: bool, now_ms: int) -> str:
+def quorum_wait(reason: str, missing: Collection[Replica], *, how_to_lower: str, now_ms: int) -> str:
     """Return the sentence for replicas that wait for a quorum.
 
     Args:
         reason: the rule's own words.
         missing: the replicas that have not asked.
-        below_least: fewer than min_replicas have asked.
+        how_to_lower: how an operator lowers min_replicas, if fewer have asked; "": enough have.
         now_ms: the time.
     """
     who = f"; not asked: {_listed(missing, now_ms)}" if missing else "; no other replica is known"
     if reason.startswith(LOST_STATE):
         return f"{shorten(reason)}{who}"  # the reason itself says what ends the wait
-    ends = "another replica asks, or --min-replicas is lowered" if below_least else "it asks or is lost"
+    ends = f"another replica asks, or {how_to_lower}" if how_to_lower else "it asks or is lost"
     return f"{shorten(reason)}{who}; ends when {ends}"
 
 

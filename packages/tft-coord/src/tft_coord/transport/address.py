@@ -27,6 +27,11 @@ def target(address: str) -> str:
         if bare.startswith(scheme):
             bare = bare.removeprefix(scheme).rstrip("/")
             break
+    if "@" in bare:  # it may be a password, which no log should have
+        raise ConfigError(
+            "an address has a user or a password in front of an @, and none is used; give host:port, such as "
+            "localhost:29510"
+        )
     match = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s/:\[\]]+):(\d{1,5})", bare)
     if match is None or not 0 < int(match[2]) < 65536 or len(bare) > MAX_ADDRESS_BYTES:
         raise ConfigError(f"{address[:MAX_ADDRESS_BYTES]!r} is not an address; give host:port, such as localhost:29510")

@@ -97,9 +97,7 @@ def server_options(
         ("grpc.max_connection_idle_ms", CONNECTION_IDLE_MS),
         ("grpc.max_connection_age_ms", CONNECTION_AGE_MS),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
-        # Half of the descriptors, because the rest of this process needs some as well. A connection above the limit is
-        # closed at once.
-        ("grpc.max_allowed_incoming_connections", max(1, descriptors.limit() // 2)),
+        ("grpc.max_allowed_incoming_connections", descriptors.most_connections()),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ]

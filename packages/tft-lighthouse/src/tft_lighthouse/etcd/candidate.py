@@ -48,6 +48,7 @@ class Candidate:
         self._task: asyncio.Task[None] | None = None
         self._failing_since_s: float | None = None
         self._is_failure_logged = False
+        self._logged_value = ""  # the failure about a value that was logged last
 
     def start(self, address: str) -> None:
         """Take part under that address. Raises: ConfigError: a certificate can't be read."""
@@ -82,8 +83,9 @@ class Candidate:
 
     def sentence(self) -> str:
         """Return why this lighthouse serves nobody, for a replica or an operator."""
-        if self._is_failure_logged and self._client is not None:
-            return f"this lighthouse stands by, because it can't reach etcd: {self._client.failure}"
+        if self._is_failure_logged and self._client is not None and self._client.failure:
+            why = "it can't use what etcd has" if self._client.is_reached else "it can't reach etcd"
+            return f"this lighthouse stands by, because {why}: {self._client.failure}"
         leader = self._core.leader
         if leader is None:
             return "this lighthouse stands by, and no lighthouse leads yet; one does within seconds"
@@ -111,7 +113,7 @@ class Candidate:
             return
         sent_ms = _now_ms()
         answer = await client.make(call)
-        self._note(client.failure)
+        self._note(client.failure, is_reached=client.is_reached)
         self._decide(self._core.answered(call, answer, sent_ms, _now_ms()))
 
     def _decide(self, decisions: Sequence[election.Decision]) -> None:
@@ -141,8 +143,11 @@ class Candidate:
                         "this lighthouse stands by for the leader at %s (token %d)", leader.address, leader.token
                     )
 
-    def _note(self, failure: str) -> None:
-        """Log that etcd fails, at most once in a while, and that it answers again."""
+    def _note(self, failure: str, *, is_reached: bool) -> None:
+        """Log that etcd fails, at most once in a while, and that it answers again.
+
+        A value that can't be used is logged again when it changes: somebody is mending it.
+        """
         if not failure:
             if self._failing_since_s is not None and self._is_failure_logged:
                 lasted_s = time.monotonic() - self._failing_since_s
@@ -153,6 +158,8 @@ class Candidate:
         if self._failing_since_s is None:
             self._failing_since_s = now_s
         # One member that fails is no news: the next one answers.
-        if not self._is_failure_logged and now_s - self._failing_since_s >= self._config.ttl_s / 2:
+        is_due = not self._is_failure_logged and now_s - self._failing_since_s >= self._config.ttl_s / 2
+        if is_due or (self._is_failure_logged and is_reached and failure != self._logged_value):
             self._is_failure_logged = True
-            logger.warning("etcd does not answer: %s", failure)
+            self._logged_value = failure if is_reached else ""
+            logger.warning("%s: %s", "etcd's keys can't be used" if is_reached else "etcd does not answer", failure)

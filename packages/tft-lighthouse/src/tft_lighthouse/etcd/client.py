@@ -35,6 +35,9 @@ LEASE_KEEP_ALIVE: Final = "/etcdserverpb.Lease/LeaseKeepAlive"
 
 # Other keys may stand under the prefix. The two of an election are read each by its name.
 MOST_BYTES: Final = 64 << 10
+MOST_DIGITS: Final = 19  # of a number up to MAX_INT64
+# A leader begins above it, and counts up from there.
+MOST_FLOOR: Final = MAX_INT64 - 2 * election.IDS_OF_A_TERM
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MOST_BYTES),
     # A member that comes back is needed at once. grpc's own pause between two attempts grows to two minutes.
@@ -43,6 +46,10 @@ OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),
 )
+
+
+class KeyValueError(ProtocolError):
+    """What a key of etcd holds can't be used, whichever member is asked."""
 
 
 @final
@@ -57,6 +64,7 @@ class EtcdClient:
 
     Attributes:
         failure: why the last call failed; "": it did not.
+        is_reached: etcd answered the last call, so that a failure is about what its keys hold.
     """
 
     def __init__(self, config: EtcdConfig, address: str, *, within_s: float) -> None:
@@ -74,6 +82,7 @@ class EtcdClient:
             for each in self._targets
         ]
         self.failure = ""
+        self.is_reached = False
         for each in self._targets:
             names.look_up(each)
         let_go_in_child(self)
@@ -85,6 +94,7 @@ class EtcdClient:
 
     async def make(self, call: election.Call) -> election.Answer:
         """Make a call to one member. An error or the time limit gives `Failed`, and the next call another member."""
+        is_reached = False
         try:
             answer = await asyncio.wait_for(self._make(call), self._within_s)
         except asyncio.TimeoutError:
@@ -95,11 +105,14 @@ class EtcdClient:
             self.failure = f"{self._targets[self._member]}: {error.details() or error.code().name}"
         except asyncio.InvalidStateError:  # the stream of a renewal ended before the message was written
             self.failure = f"{self._targets[self._member]} has ended the call"
+        except KeyValueError as error:
+            self.failure, is_reached = str(error), True
         except (DecodeError, ProtocolError) as error:
             self.failure = f"{self._targets[self._member]} sent an answer that is not etcd's: {error}"
         else:
-            self.failure = ""
+            self.failure, self.is_reached = "", True
             return answer
+        self.is_reached = is_reached
         self._member = (self._member + 1) % len(self._targets)
         return election.Failed()
 
@@ -130,11 +143,7 @@ class EtcdClient:
         await self._call(RANGE, pb.RangeRequest(key=self._floor_key, limit=1), floors)
         await self._call(RANGE, pb.RangeRequest(key=self._leader_key, limit=1), leaders)
         term = leaders.header.raft_term if leaders.header.raft_term == floors.header.raft_term else 0
-        floor = (
-            election.Floor(_floor_of(floors.kvs[0].value), floors.kvs[0].mod_revision)
-            if floors.kvs
-            else election.Floor()
-        )
+        floor = election.Floor(_floor_of(floors.kvs[0]), floors.kvs[0].mod_revision) if floors.kvs else election.Floor()
         return election.Looked(_leader_of(leaders.kvs[0]) if leaders.kvs else None, floor, term)
 
     async def _renew(self, lease: int) -> election.Renewed:
@@ -169,7 +178,7 @@ class EtcdClient:
 
 
 def _leader_of(found: pb.KeyValue) -> election.Leader:
-    """Return the leader that a key names. Raises: ProtocolError: another program wrote it."""
+    """Return the leader that a key names. Raises: KeyValueError: another program wrote it."""
     try:
         value: Any = json.loads(found.value)
         address, started_ms = value["address"], value["started_ms"]
@@ -177,15 +186,24 @@ def _leader_of(found: pb.KeyValue) -> election.Leader:
         address, started_ms = None, None
     is_text = isinstance(address, str) and address.isprintable() and len(address.encode()) <= MAX_ADDRESS_BYTES
     if not is_text or type(started_ms) is not int or not 0 < started_ms <= MAX_INT64:
-        raise ProtocolError(f"its key {_shown(found.key)} was not written by a lighthouse; give another prefix")
+        raise KeyValueError(f"its key {_shown(found.key)} was not written by a lighthouse; give another prefix")
     return election.Leader(address, found.lease, found.mod_revision, started_ms)
 
 
-def _floor_of(value: bytes) -> int:
-    """Return the number in a key. Raises: ProtocolError: another program wrote it."""
-    if len(value) <= 19 and value.isdigit() and int(value) <= MAX_INT64:
-        return int(value)
-    raise ProtocolError(f"the value {_shown(value)} below the prefix was not written by a lighthouse; give another one")
+def _floor_of(found: pb.KeyValue) -> int:
+    """Return the number in a key. Raises: KeyValueError: another program wrote it, or no quorum id is left above it."""
+    value = found.value
+    if not (len(value) <= MOST_DIGITS and value.isdigit()):
+        raise KeyValueError(
+            f"the value {_shown(value)} of its key {_shown(found.key)} was not written by a lighthouse; give another "
+            "prefix"
+        )
+    if int(value) > MOST_FLOOR:
+        raise KeyValueError(
+            f"the value {_shown(value)} of its key {_shown(found.key)} leaves no quorum ids above it; end the jobs, "
+            f"delete that key (etcdctl del {found.key.decode('utf-8', 'replace')}), and start them again"
+        )
+    return int(value)
 
 
 def _shown(data: bytes) -> str:

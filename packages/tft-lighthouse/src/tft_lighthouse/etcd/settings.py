@@ -41,6 +41,11 @@ class EtcdConfig:
         if not 0 < len(self.endpoints) <= MOST_ENDPOINTS:
             raise ConfigError(f"etcd has {len(self.endpoints)} endpoints; give 1 to {MOST_ENDPOINTS}")
         for endpoint in self.endpoints:
+            if "@" in endpoint:  # it may be a password, which no log should have
+                raise ConfigError(
+                    "an etcd endpoint has a user or a password in front of an @, and none is used; give host:port, and "
+                    "etcd_cert and etcd_key where etcd asks who calls"
+                )
             try:
                 target(_without_scheme(endpoint))
             except ConfigError:

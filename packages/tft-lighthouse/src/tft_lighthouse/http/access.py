@@ -14,6 +14,7 @@ import base64
 import binascii
 import enum
 import ipaddress
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from tft_coord.lighthouse import Gate, is_loopback
 
 AUTHORIZATION: Final = "authorization"
 _BASIC: Final = "Basic "
+_HOST_HEADER: Final = re.compile(r"(\[[^\[\]]+\]|[^\[\]:]+)(:[0-9]{1,5})?")  # a name with a tail is another name
 _MAPPED: Final = "::ffff:"  # an IPv4 address at a socket for both versions
 
 
@@ -115,6 +117,8 @@ class Access:
         return self._gate.opens(((AUTHORIZATION, given),))
 
     def _is_own_name(self, host_header: str) -> bool:
+        if not _HOST_HEADER.fullmatch(host_header):
+            return False
         host = _host(host_header).lower()
         with suppress(ValueError):
             return bool(ipaddress.ip_address(host))  # no page can make an address its name

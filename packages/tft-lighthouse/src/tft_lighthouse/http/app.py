@@ -22,14 +22,14 @@ from aiohttp.typedefs import Handler, Middleware
 
 from tft_coord import CoordinationError, RefusedError
 from tft_coord.lighthouse import ALL_JOBS, TLS, Inheritance, join_host_port, let_go_in_child, opens_job
-from tft_lighthouse.http import fragment, site, timeline
+from tft_lighthouse.http import fragment, queries, site, timeline
 from tft_lighthouse.http.access import NO_SECRET, Access, Denial, Kind, Visitor
 from tft_lighthouse.http.connections import Acceptor, Connections
-from tft_lighthouse.http.incidents import OPENED, Incidents, number_of
+from tft_lighthouse.http.incidents import OPENED, Incidents, UnknownJobError, number_of
 from tft_lighthouse.http.metrics import CONTENT_TYPE, Metrics
 from tft_lighthouse.journal import Journal
 from tft_lighthouse.operations import Operations
-from tft_lighthouse.view import as_json
+from tft_lighthouse.view import as_json, unknown_job
 
 logger = logging.getLogger("tft_lighthouse")
 
@@ -50,6 +50,11 @@ PATHS: Final = (
     "/api/v1/timeline",
     "/metrics",
     *HEALTH,
+)
+NOTHING: Final = Denial(
+    404,
+    f"there is nothing here; this port answers {', '.join(PATHS)}, and POST /replica/REPLICA/drain and "
+    "/replica/REPLICA/kill",
 )
 ANSWERS_KEPT_MOST: Final = 32
 FORWARDED: Final = ("forwarded", "via", "x-real-ip", "cf-connecting-ip", "x-forwarded-")  # how their names begin
@@ -92,7 +97,7 @@ class HttpServer:
         self._connections = Connections(self._loop.time)
         self._timeline = journal.timeline
         self._site = site.load()
-        self._incidents = Incidents(journal.history, extend=self._connections.extend)
+        self._incidents = Incidents(journal.history, extend=self._connections.extend, jobs=lambda: self._timeline.jobs)
         journal.on_closed, journal.on_change = self._metrics.closed, self._incidents.changed
         self._denials = _DenialRate(self._loop.time)
         self._runner: web.AppRunner | None = None
@@ -167,10 +172,14 @@ class HttpServer:
             if opened is None:  # the secret has changed since the line above
                 return _refused(request, NO_SECRET)
             request[OPENED] = opened
+            if fault := queries.fault(_route(request), list(request.query.items())):
+                return _refused(request, Denial(400, fault))
             try:
                 response = await handler(request)
+            except UnknownJobError as error:
+                return _refused(request, Denial(404, str(error)))
             except web.HTTPNotFound:
-                return _refused(request, Denial(404, f"there is nothing here; this port answers {', '.join(PATHS)}"))
+                return _refused(request, NOTHING)
             except web.HTTPException as error:
                 return _refused(request, Denial(error.status, error.reason, _allowed(error)))
             if not response.prepared:
@@ -211,8 +220,9 @@ class HttpServer:
         job, after_ms = request.query.get("job"), timeline.rounded(number_of(request, "after", 0))
         if job is None:
             return _refused(request, Denial(400, "name the job, as in /api/v1/timeline?job=NAME"))
-        if not (opens_job(request[OPENED], job) and self._timeline.knows(job)):
-            return _refused(request, Denial(404, f"this lighthouse knows no job {job[:64]!r}"))
+        known = [each for each in self._timeline.jobs if opens_job(request[OPENED], each)]
+        if job not in known:
+            raise UnknownJobError(unknown_job(job, known))
         started_ms = self._operations.started_ms
         body = self._answers.get(
             (f"timeline {after_ms}", job), lambda: timeline.as_bytes(self._timeline, job, after_ms, started_ms)
@@ -322,6 +332,12 @@ class _DenialRate:
 
     def _second_of(self) -> int:
         return int(self._seconds())
+
+
+def _route(request: web.Request) -> str:
+    """Return the route of a request as the router writes it, "" for none."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else ""
 
 
 def _visitor(request: web.Request) -> Visitor:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final, final
 
 from aiohttp import web
 
 from tft_coord.lighthouse import opens_job
 from tft_lighthouse.history import History, Incident
-from tft_lighthouse.view import SCHEMA_VERSION, incident_as_json
+from tft_lighthouse.view import SCHEMA_VERSION, incident_as_json, unknown_job
 
 OPENED: Final = web.RequestKey("opened", str)  # what the secret of a request opens
 READERS_MOST: Final = 64  # of the events
 KEEP_ALIVE_S: Final = 15.0
 LISTED_MOST: Final = 1_000
+
+
+class UnknownJobError(Exception):
+    """A request names a job that this lighthouse does not know, or that the secret does not open."""
 
 
 @final
@@ -30,10 +34,18 @@ class Incidents:
     Args:
         history: the records.
         extend: gives a connection the time of another request.
+        jobs: the known jobs, those without a record too.
     """
 
-    def __init__(self, history: History, *, extend: Callable[[asyncio.BaseTransport | None], None]) -> None:
+    def __init__(
+        self,
+        history: History,
+        *,
+        extend: Callable[[asyncio.BaseTransport | None], None],
+        jobs: Callable[[], Collection[str]],
+    ) -> None:
         self._history = history
+        self._jobs = jobs
         self._extend = extend
         self._readers: set[asyncio.Event] = set()
 
@@ -49,9 +61,15 @@ class Incidents:
         """
         after, limit = number_of(request, "after", 0), number_of(request, "limit", LISTED_MOST)
         job, kind = request.query.get("job"), request.query.get("kind")
-        found = sorted(self._history.incidents(after), key=lambda each: each.number)
-        found = [each for each in found if job in (None, each.job) and kind in (None, each.kind.value)]
-        found = [each for each in found if opens_job(request[OPENED], each.job)]
+        found = [each for each in self._history.incidents() if opens_job(request[OPENED], each.job)]
+        if job is not None:
+            known = {each.job for each in found}.union(
+                each for each in self._jobs() if opens_job(request[OPENED], each)
+            )
+            if job not in known:
+                raise UnknownJobError(unknown_job(job, known))
+        found = [each for each in found if each.change > after and job in (None, each.job)]
+        found = sorted((each for each in found if kind in (None, each.kind.value)), key=lambda each: each.number)
         return web.json_response(
             {
                 "schema_version": SCHEMA_VERSION,

@@ -17,11 +17,55 @@ BACKLOG: Final = 128
 
 
 def listen(bind: str) -> tuple[socket.socket, ...]:
-    """Listen at all addresses that `host:port` means; port 0 takes one free port for all of them.
+    """Listen for HTTP at all addresses that `host:port` means; port 0 takes one free port for all of them.
 
     Returns: the listening sockets, at least one.
     Raises: ConfigError: none can be bound, or the port is in use at one of them.
     """
+    try:
+        return _listen(bind)
+    except OSError as error:
+        raise ConfigError(
+            f"the lighthouse's HTTP port can't listen at {bind}: {_reason(error)}; end the other process, give another "
+            "--http-bind, or --http-bind 0 for none"
+        ) from error
+
+
+def listen_for_http(bind: str, http_bind: str | None) -> tuple[socket.socket, ...]:
+    """Check the port for replicas, and then listen for HTTP.
+
+    Args:
+        bind: for replicas, `host:port`.
+        http_bind: for HTTP; None: there is no such port.
+    Returns: the listening sockets of HTTP.
+    Raises: ConfigError: one of the two can't be bound.
+    """
+    check_bind(bind)
+    return listen(http_bind) if http_bind is not None else ()
+
+
+def check_bind(bind: str) -> None:
+    """Check that the port for replicas can be bound, before the HTTP port is.
+
+    Most faults are of both ports, and grpc has no words for them.
+
+    Raises: ConfigError: it can't.
+    """
+    try:
+        found = _listen(bind)
+    except OSError as error:
+        raise ConfigError(
+            f"the lighthouse can't listen at {bind}: {_reason(error)}; end the other process, or give another --bind"
+        ) from error
+    for each in found:
+        each.close()
+
+
+def _reason(error: OSError) -> str:
+    return "the port is in use" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+
+
+def _listen(bind: str) -> tuple[socket.socket, ...]:
     host, port = interface_of(bind), int(bind.rpartition(":")[2])
     found: list[socket.socket] = []
     try:
@@ -35,13 +79,10 @@ def listen(bind: str) -> tuple[socket.socket, ...]:
                 found.append(_listen_at(family, address))
         if not found:
             raise OSError(f"{host_of(bind)} is no address of this machine")
-    except OSError as error:
+    except OSError:
         for each in found:
             each.close()
-        raise ConfigError(
-            f"the lighthouse's HTTP port can't listen at {bind} ({error.strerror or error}); end the other process, "
-            "give another --http-bind, or --http-bind 0 for none"
-        ) from error
+        raise
     return tuple(found)
 
 

@@ -182,13 +182,14 @@ def status(
 ) -> int:
     """Show what a lighthouse's jobs do: their members, steps and phases, and what is waited for."""
     from tft_suite.operate.client import fetch, http_addresses
-    from tft_suite.operate.text import status_text
+    from tft_suite.operate.text import of_job, status_text
 
     check_timeout(timeout)
     addresses = http_addresses(os.environ, lighthouse=lighthouse, http=http)
     while True:
         found = fetch(addresses, "/api/v1/status", os.environ, timeout_s=timeout)
-        text = json.dumps(found) if as_json else status_text(found, job)
+        found = found if job is None else of_job(found, job)
+        text = json.dumps(found) if as_json else status_text(found)
         clears = watch and not as_json and sys.stdout.isatty()
         typer.echo(f"{CLEAR}{text}" if clears else text)
         if not watch:

@@ -22,6 +22,7 @@ from tft_suite.errors import ConfigError
 
 SCHEMA_VERSION: Final = 1
 ANSWER_MOST_BYTES: Final = 64 * 1024 * 1024
+NO_SECRET: Final = 401
 ERROR_MOST: Final = 1_000  # characters
 
 
@@ -134,6 +135,11 @@ def _checked(address: str, status: int, body: bytes) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise ConfigError(f"{address} is no lighthouse's HTTP port (status {status}, and no JSON); check the port")
+    if status == NO_SECRET:
+        raise ConfigError(
+            f"{address} refuses the request (status {status}), because it requires a shared secret, and this command "
+            "has none or a different one; set TFT_TOKEN or TFT_TOKEN_FILE as for the lighthouse"
+        )
     if status != 200:
         raise ConfigError(f"{address} answers with status {status}: {str(found.get('error', ''))[:ERROR_MOST]}")
     return found

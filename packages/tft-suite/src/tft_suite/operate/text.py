@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from tft_coord.core.names import shorten
+from tft_suite.errors import ConfigError
 
 COLUMNS: Final = ("rank", "replica", "state", "step", "phase", "own step", "heard", "address")
 INCIDENT_COLUMNS: Final = (
@@ -28,21 +29,30 @@ INCIDENT_COLUMNS: Final = (
 BESIDE: Final = "heal"  # the phase that goes on while the others train
 QUORUM_DIGITS: Final = 4  # of an id, which begins with the time of the lighthouse's start
 REPLICAS_SHOWN_MOST: Final = 3
+JOBS_SHOWN_MOST: Final = 20
 
 
-def status_text(status: dict[str, Any], job: str | None = None) -> str:
-    """Return the status of all jobs, or of one."""
+def of_job(status: dict[str, Any], job: str) -> dict[str, Any]:
+    """Return a status with one job alone. Raises: ConfigError: the lighthouse does not know it."""
+    found = [each for each in status["jobs"] if each["name"] == job]
+    if not found:
+        known = ", ".join(sorted(_clean(each["name"]) for each in status["jobs"])[:JOBS_SHOWN_MOST]) or "none so far"
+        raise ConfigError(f"the lighthouse knows no job {job!r}; known jobs: {known}")
+    return {**status, "jobs": found}
+
+
+def status_text(status: dict[str, Any]) -> str:
+    """Return the status of all jobs in it."""
     lighthouse = status["lighthouse"]
     up = _seconds(status["now_ms"] - lighthouse["started_ms"])
     leader = lighthouse.get("leader")  # an older lighthouse names none
     other = f"stands by for the leader at {_clean(leader)}" if leader else "another lighthouse of its cluster serves"
     ready = "ready" if lighthouse["is_ready"] else other
     lines = [f"lighthouse {_clean(lighthouse['version'])}, up {up}, {ready}"]
-    jobs = [each for each in status["jobs"] if job in (None, each["name"])]
-    for each in jobs:
+    for each in status["jobs"]:
         lines += ["", *_job(each)]
-    if not jobs:
-        lines.append("no replica has connected yet" if job is None else f"no replica of job {job} is known")
+    if not status["jobs"]:
+        lines.append("no replica has connected yet")
     return "\n".join(lines)
 
 
