@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,10 @@ from tft_suite.launch.services import is_ready
 TFT: Final = [sys.executable, "-c", "from tft_suite.cli.main import main; main()"]
 QUICK: Final = ["--backoff", "0.1", "--logs", "logs"]
 LOOK_S: Final = 120.0
+NEEDS_NFT: Final = pytest.mark.skipif(
+    not os.environ.get("TFT_NEED_NFT") and (shutil.which("nft") is None or os.geteuid() != 0),
+    reason="needs root and nft (Debian's nftables)",
+)
 
 # Trains until 40 steps after the first step of all replicas. Replica 2 kills itself once, at its 5th step with all.
 TRAINS: Final = """
@@ -176,7 +182,8 @@ def test_a_signal_drains_the_replicas_through_the_lighthouse(launch: Launch, tmp
 
 @pytest.mark.timeout(400)
 @pytest.mark.in_parts
-def test_chaos_breaks_replicas_that_the_launcher_brings_back(launch: Launch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kinds", ["kill,stop,slow", pytest.param("cut", marks=NEEDS_NFT)])
+def test_chaos_breaks_replicas_that_the_launcher_brings_back(launch: Launch, tmp_path: Path, kinds: str) -> None:
     name = script(tmp_path, TRAINS.replace("replica == replicas - 1", "False").replace("== 40", "< 0"))
     launcher = launch([*TFT, "launch", "--replicas", "2", *QUICK, "--", name], cwd=tmp_path)
     address = wait_for(r"its page is (http://\S+)", launcher).group(1)
@@ -186,6 +193,8 @@ def test_chaos_breaks_replicas_that_the_launcher_brings_back(launch: Launch, tmp
     options = [
         "--http",
         address,
+        "--kinds",
+        kinds,
         "--rate",
         "60",
         "--duration",
@@ -200,7 +209,7 @@ def test_chaos_breaks_replicas_that_the_launcher_brings_back(launch: Launch, tmp
     chaos = launch([*TFT, "chaos", *options], cwd=tmp_path)
     output, _ = chaos.communicate(timeout=230)
     assert chaos.returncode == 0, output
-    assert re.search(r"(kill|stop|slow) replica_\d:\w+ \(pid \d+\) at step [1-9]", output), output
+    assert re.search(r"(kill|stop|slow|cut) replica_\d:\w+ \(pid \d+\) at step [1-9]", output), output
     assert re.search(r"goodput \d+\.\d %; with faults: [1-9]\d* steps", output), output
     killed = re.findall(r"kill (replica_\d):", output)
     for each in killed[:1]:

@@ -35,7 +35,7 @@ def test_the_rate_is_kept_on_average_and_each_kind_comes() -> None:
     assert 2_700 < len(faults) < 3_300
     assert [each.at_s for each in faults] == sorted(each.at_s for each in faults)
     assert all(0 < each.at_s < 6_000 for each in faults)
-    assert {each.kind for each in faults} == set(FaultKind)
+    assert {each.kind for each in faults} == {FaultKind.KILL, FaultKind.STOP, FaultKind.SLOW}, "a cut needs root"
 
 
 def test_only_the_wanted_kinds_are_drawn() -> None:
@@ -81,8 +81,8 @@ def test_settings_check_themselves(values: dict[str, Any], named: str) -> None:
 
 
 def test_an_unknown_fault_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'cut' is no fault; give some of kill, stop, slow"):
-        kinds_of("kill,cut")
+    with pytest.raises(ConfigError, match="'kil' is no fault; give some of kill, stop, slow, cut"):
+        kinds_of("kil,cut")
 
 
 def test_a_process_is_a_victim_only_if_the_address_is_its_own() -> None:

@@ -82,16 +82,18 @@ def chaos(
         typer.Option(help="Address of the lighthouse's HTTP port. Default: the port after the lighthouse's."),
     ] = None,
     job: Annotated[str | None, typer.Option(help='The job. Default: the environment\'s, else "default".')] = None,
-    kinds: Annotated[str, typer.Option(help="Faults to draw from, separated by commas.")] = "kill,stop,slow",
+    kinds: Annotated[
+        str, typer.Option(help="Faults to draw from: kill, stop, slow and cut, separated by commas.")
+    ] = "kill,stop,slow",
     rate: Annotated[float, typer.Option(help="Faults in a minute, on average.")] = 6,
     duration: Annotated[float, typer.Option(help="Seconds with faults.")] = 60,
     baseline: Annotated[float, typer.Option(help="Seconds before the first fault, to measure the rate of steps.")] = 10,
-    lasts: Annotated[float, typer.Option(help="Seconds that a stop or a slowness lasts.")] = 5,
+    lasts: Annotated[float, typer.Option(help="Seconds that a stop, a slowness or a cut lasts.")] = 5,
     slowness: Annotated[float, typer.Option(help="Part of the time that a slow process stands still.")] = 0.5,
     spare: Annotated[int, typer.Option(help="Replicas on this host that train undisturbed at any time.")] = 1,
     seed: Annotated[int, typer.Option(help="Random seed of the faults.")] = 0,
 ) -> int:
-    """Kill, stop and slow replicas of a running job at random, and print the goodput.
+    """Kill, stop, slow or cut off replicas of a running job at random, and print the goodput.
 
     It breaks only processes on this host, and only rank 0 of each replica. Use it on a job that may be disturbed.
     """

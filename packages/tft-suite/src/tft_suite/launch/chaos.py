@@ -1,8 +1,7 @@
 """`tft chaos`: break the replicas of a running job on this host, and print what that costs.
 
 The lighthouse names the replicas and their processes. A process is signalled only if its manager server listens here at
-the address that the lighthouse knows. So a process of another host with the same number is never touched. A network is
-cut only with a firewall, as root, or with a proxy before every port; this command does neither.
+the address that the lighthouse knows. So a process of another host with the same number is never touched.
 
 Law of this file: signals, the clock and the lighthouse. The plan and the report come from `faults`.
 """
@@ -22,6 +21,7 @@ import psutil
 from tft_coord.core.names import shorten
 from tft_coord.transport.address import host_of
 from tft_suite.errors import ConfigError
+from tft_suite.launch.cut import Cut, check_cut
 from tft_suite.launch.faults import ChaosSettings, Fault, FaultKind, Progress, draw_faults, goodput_text, pick_victim
 from tft_suite.launch.run import caught_signals
 from tft_suite.operate.client import fetch
@@ -36,7 +36,7 @@ LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 @final
 @dataclass(slots=True)
 class Disturbance:
-    """A process that is stopped now and then, until `until_s`."""
+    """A process that is stopped now and then, or cut off, until `until_s`."""
 
     replica_id: str
     process: psutil.Process
@@ -44,10 +44,17 @@ class Disturbance:
     began_s: float
     until_s: float
     is_stopped: bool = False
+    cut: Cut | None = None
 
     def keep_up(self, now_s: float, slowness: float) -> bool:
-        """Stop or continue the process as its fault asks. Return False at the fault's end."""
+        """Stop, continue or cut the process off as its fault asks. Return False at the fault's end."""
         over = now_s >= self.until_s
+        if self.cut is not None:
+            if over:
+                self.cut.end()
+            else:
+                self.cut.refresh()
+            return not over
         phase = (now_s - self.began_s) % CYCLE_S / CYCLE_S
         stopped = not over and (self.kind is FaultKind.STOP or phase < slowness)
         if stopped != self.is_stopped:
@@ -58,6 +65,8 @@ class Disturbance:
 
     def end(self) -> None:
         """Let the process continue."""
+        if self.cut is not None:
+            self.cut.end()
         with suppress(psutil.Error):
             self.process.send_signal(signal.SIGCONT)
 
@@ -95,9 +104,12 @@ class Chaos:
     def run(self) -> int:
         """Break replicas until the plan is over or a signal comes. Return 0, or 128 + n after signal n.
 
-        Raises: ConfigError: the lighthouse does not answer, or knows no replica of the job that runs here.
+        Raises: ConfigError: the lighthouse does not answer, or knows no replica of the job that runs here; nothing can
+            be cut off here, although `kinds` has a cut.
         """
         settings = self._settings
+        if FaultKind.CUT in settings.kinds:
+            check_cut()
         if not self._victims(self._replicas()):
             raise ConfigError(
                 f"no replica of job {self._job} trains on this host; start tft chaos on the host of the replicas"
@@ -163,7 +175,8 @@ class Chaos:
                 lasts = ""
             else:
                 until_s = now_s + self._settings.lasts_s
-                self._disturbances.append(Disturbance(name, process, fault.kind, now_s, until_s))
+                cut = Cut(process, self._settings.lasts_s) if fault.kind is FaultKind.CUT else None
+                self._disturbances.append(Disturbance(name, process, fault.kind, now_s, until_s, cut=cut))
                 lasts = f" for {self._settings.lasts_s:g} s"
             self._say(f"{fault.kind.value} {shorten(name)} (pid {process.pid}) at step {self._step}{lasts}")
             return True

@@ -20,6 +20,7 @@ class FaultKind(Enum):
     KILL = "kill"  # SIGKILL
     STOP = "stop"  # SIGSTOP, and SIGCONT after a time
     SLOW = "slow"  # stopped for a part of each tenth of a second, for a time
+    CUT = "cut"  # its packets are dropped for a time
 
 
 @final
@@ -47,7 +48,7 @@ class ChaosSettings:
         rate: faults in a minute, on average.
         duration_s: seconds with faults.
         baseline_s: seconds before the first fault, in which the rate of steps without faults is measured.
-        lasts_s: seconds that a stop or a slowness lasts.
+        lasts_s: seconds that a stop, a slowness or a cut lasts.
         slowness: part of the time that a slow process stands still, 0.05 to 0.95.
         spare: replicas that train undisturbed at any time.
         seed: of the plan.
@@ -65,7 +66,7 @@ class ChaosSettings:
 
     def __post_init__(self) -> None:
         if not self.kinds:
-            raise ConfigError("--kinds names no fault; give some of kill, stop and slow, separated by commas")
+            raise ConfigError("--kinds names no fault; give some of kill, stop, slow and cut, separated by commas")
         for flag, value, least, most in (
             ("--rate", self.rate, 0.01, 6_000.0),
             ("--duration", self.duration_s, 1.0, 604_800.0),
