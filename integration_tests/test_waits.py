@@ -196,7 +196,9 @@ def test_the_manager_server_logs_with_the_time_and_short_ids() -> None:
         line = process.stderr.readline()
         process.stdin.close()
         process.wait(BOUND.total_seconds())
-    words = r"WARNING tft_coord\.manager_server\.absence: replica r:0f3a9c1d: the lighthouse at 127\.0\.0\.1:9 can't be"
+    words = (
+        r"WARNING tft_coord\.manager_server\.absence: job default: replica r:0f3a9c1d: the lighthouse at 127\.0\.0\.1:9"
+    )
     assert re.match(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {words}", line), line
 
 

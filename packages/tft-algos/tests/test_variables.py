@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tft_algos.manager.variables import warn_of_misspelt
-from tft_coord.variables import KNOWN
+from tft_coord.variables import KNOWN_VARIABLES
 
 PACKAGES = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ def test_a_misspelt_variable_is_named_with_the_nearest(
 
 
 def test_known_variables_and_those_of_the_user_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
-    warn_of_misspelt(dict.fromkeys(KNOWN, "1") | {"TFT_MY_DATASET": "here", "TORCHFT_LIGHTHOUSE": "there"})
+    warn_of_misspelt(dict.fromkeys(KNOWN_VARIABLES, "1") | {"TFT_MY_DATASET": "here", "TORCHFT_LIGHTHOUSE": "there"})
     assert caplog.records == []
 
 
@@ -42,4 +42,4 @@ def test_every_variable_that_the_packages_read_is_known() -> None:
         if "tft-sim" not in file.parts
         for name in re.findall(r"\bTFT_[A-Z0-9_]*[A-Z0-9]\b", file.read_text(encoding="utf-8"))
     }
-    assert named == KNOWN
+    assert named == KNOWN_VARIABLES

@@ -18,7 +18,7 @@ from tft_coord.core.config import JOBS_MOST, QUORUM_MOST, Limits
 from tft_coord.core.stragglers import StragglerAction, StragglerPolicy
 from tft_coord.core.types import Refusal
 from tft_coord.transport.settings import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from tft_coord.variables import KNOWN
+from tft_coord.variables import KNOWN_VARIABLES
 from tft_lighthouse import config_file, defaults, settings
 from tft_lighthouse.settings import BY_NAME, SETTINGS, Kind, Settings, resolve
 
@@ -380,7 +380,7 @@ def test_the_tables_of_the_pages_are_those_of_the_command() -> None:
 
 def test_the_list_of_all_variables_has_those_of_the_command() -> None:
     ours = {settings.CONFIG_VARIABLE, *(setting.environment for setting in SETTINGS)}
-    assert {name for name in KNOWN if name.startswith("TFT_LIGHTHOUSE_")} <= ours <= KNOWN
+    assert {name for name in KNOWN_VARIABLES if name.startswith("TFT_LIGHTHOUSE_")} <= ours <= KNOWN_VARIABLES
 
 
 def test_the_file_on_the_page_is_valid() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 from typing import Final
 
-__all__ = ["KNOWN", "nearest_variable"]
+__all__ = ["KNOWN_VARIABLES", "nearest_variable"]
 
 PREFIX: Final = "TFT_"
-KNOWN: Final = frozenset(
+KNOWN_VARIABLES: Final = frozenset(
     {
         "TFT_CHECK_STATE_EVERY",
         "TFT_HEARTBEAT_TIMEOUT_SEC",
@@ -64,6 +64,6 @@ _AS_NEAR: Final = 0.8  # of difflib's ratio; a name that is further away is the 
 
 def nearest_variable(name: str) -> str | None:
     """Return the variable that a misspelt one is meant to be; None: it is known, or the user's own."""
-    if not name.startswith(PREFIX) or name in KNOWN:
+    if not name.startswith(PREFIX) or name in KNOWN_VARIABLES:
         return None
-    return next(iter(difflib.get_close_matches(name, sorted(KNOWN), n=1, cutoff=_AS_NEAR)), None)
+    return next(iter(difflib.get_close_matches(name, sorted(KNOWN_VARIABLES), n=1, cutoff=_AS_NEAR)), None)

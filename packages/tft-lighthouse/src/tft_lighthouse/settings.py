@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from tft_coord import ConfigError
-from tft_coord.variables import KNOWN, nearest_variable
+from tft_coord.lighthouse import KNOWN_VARIABLES, nearest_variable
 from tft_lighthouse import defaults
 
 Given = int | float | str | bool | None
@@ -408,13 +408,13 @@ def _check_variables(environment: Mapping[str, str]) -> None:
     known = [CONFIG_VARIABLE, *(setting.environment for setting in SETTINGS)]
     for name in sorted(environment):
         own = name.removeprefix(PREFIX)
-        if name in KNOWN or _OF_KUBERNETES.search(name):
+        if name in KNOWN_VARIABLES or _OF_KUBERNETES.search(name):
             continue
         if own == JOBS.upper() and own != name:
             raise ConfigError(
                 f"unknown variable {_shown(name)}; only a file (--config) sets the settings of single jobs"
             )
-        near = f"TFT_{own}" if f"TFT_{own}" in KNOWN else nearest_variable(name)
+        near = f"TFT_{own}" if f"TFT_{own}" in KNOWN_VARIABLES else nearest_variable(name)
         if near is None and own == name:
             continue  # the user's own
         hint = f"did you mean {near}?" if near else f"the variables are {', '.join(sorted(known))}"

@@ -56,6 +56,7 @@ from tft_coord.transport.names import names
 from tft_coord.transport.outbox import Outbox
 from tft_coord.transport.server import Server
 from tft_coord.transport.settings import fail, server_options
+from tft_coord.variables import KNOWN_VARIABLES, nearest_variable
 from tft_coord.wire import codec, packing, services
 from tft_coord.wire.limits import MAX_ADDRESS_BYTES, MAX_MEMBERS, MAX_NAME_BYTES
 from tft_coord.wire.services import Context
@@ -63,6 +64,7 @@ from tft_coord.wire.services import Context
 __all__ = [
     "ALL_JOBS",
     "HOW_TO_SERVE_OTHERS",
+    "KNOWN_VARIABLES",
     "MAX_ADDRESS_BYTES",
     "MAX_INT64",
     "MAX_MEMBERS",
@@ -126,6 +128,7 @@ __all__ = [
     "let_go_in_child",
     "logger_for_people",
     "names",
+    "nearest_variable",
     "opens_job",
     "packing",
     "peer_address",

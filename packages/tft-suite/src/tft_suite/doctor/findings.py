@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
-from tft_coord.variables import KNOWN
+from tft_coord import variables
 from tft_suite.doctor.facts import Facts, LighthouseFacts
 
 PACKAGES: Final = ("tft-coord", "tft-lighthouse", "tft-pg", "tft-ckpt", "tft-algos", "tft-suite")
 INSTALL_TORCHFT: Final = ("tft-torchft", "torchft", "torchft-nightly")  # each installs the module torchft
 INTERFACE_VARIABLES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 KNOWN_VARIABLES: Final = (
-    *sorted(KNOWN),
+    *sorted(variables.KNOWN_VARIABLES),
     "TORCHFT_LIGHTHOUSE",
     "TORCHFT_TIMEOUT_SEC",
     "TORCHFT_QUORUM_TIMEOUT_SEC",
