@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 from tft_coord import ConfigError
-from tft_coord.lighthouse import KNOWN_VARIABLES, nearest_variable
 from tft_lighthouse import defaults
 
 Given = int | float | str | bool | None
@@ -405,6 +404,9 @@ def _check_keys(found: Iterable[str], known: Collection[str], path: str, prefix:
 
 def _check_variables(environment: Mapping[str, str]) -> None:
     """Check that no variable of this project is misspelt."""
+    # Here, because a request for help needs neither it nor grpc.
+    from tft_coord.lighthouse import KNOWN_VARIABLES, nearest_variable
+
     known = [CONFIG_VARIABLE, *(setting.environment for setting in SETTINGS)]
     for name in sorted(environment):
         own = name.removeprefix(PREFIX)
