@@ -35,8 +35,8 @@ from tft_coord.transport.settings import Options, channel_options, error_of
 from tft_coord.wire.limits import MAX_COUNT
 from tft_coord.wire.services import UnaryStub, unary_stub
 
-# No server implements this method: an answer of any kind shows that a gRPC server is there.
 Stub: TypeAlias = Callable[..., bytes]
+# No server implements this method: an answer of any kind shows that a gRPC server is there.
 _PROBE = "/torchft.TftProbe/Probe"
 _AGAIN_S = 0.1
 # a server accepts a whole number up to this; it closes the connection on a larger one
