@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import trustme
@@ -21,16 +22,7 @@ OURS = Path(sys.executable).parent / "tft-lighthouse"
 
 def measure(turns: int) -> Row:
     """Measure tft and the peer in turn, and return the row of the medians."""
-    commands = {"ours": OURS, "peer": peer.lighthouse_command()}
-    starts: dict[str, list[float]] = {"ours": [], "peer": []}
-    weights: dict[str, list[float]] = {"ours": [], "peer": []}
-    for _ in range(turns):
-        for name, command in commands.items():
-            with servers.lighthouse(command, min_replicas=1) as started:
-                starts[name].append(started.start_s)
-                weights[name].append(started.resident_bytes / 1e6)
-    start = {name: statistics.median(values) for name, values in starts.items()}
-    weight = {name: statistics.median(values) for name, values in weights.items()}
+    start, weight = _in_turn(turns, {"ours": (OURS, {}), "peer": (peer.lighthouse_command(), {})})
     return Row(
         name="P14",
         what="lighthouse start, weight",
@@ -45,18 +37,10 @@ def measure(turns: int) -> Row:
 
 def measure_tls(turns: int) -> Row:
     """Measure tft with TLS, each side with a certificate, and without, in turn, and return the row of the medians."""
-    starts: dict[str, list[float]] = {"plain": [], "tls": []}
-    weights: dict[str, list[float]] = {"plain": [], "tls": []}
     with tempfile.TemporaryDirectory() as folder:
         certificates.write(Path(folder) / "here", trustme.CA(), "localhost", "127.0.0.1")
-        surroundings = {"plain": {}, "tls": certificates.environment(Path(folder) / "here", check_client=True)}
-        for _ in range(turns):
-            for name, environment in surroundings.items():
-                with servers.lighthouse(OURS, min_replicas=1, environment=environment) as started:
-                    starts[name].append(started.start_s)
-                    weights[name].append(started.resident_bytes / 1e6)
-    start = {name: statistics.median(values) for name, values in starts.items()}
-    weight = {name: statistics.median(values) for name, values in weights.items()}
+        environment = certificates.environment(Path(folder) / "here", check_client=True)
+        start, weight = _in_turn(turns, {"plain": (OURS, {}), "tls": (OURS, environment)})
     return Row(
         name="P14t",
         what="the same with TLS",
@@ -66,4 +50,21 @@ def measure_tls(turns: int) -> Row:
         ratio=start["tls"] / start["plain"],
         bar=f"<= {START_BAR_S} s, <= {WEIGHT_BAR_MB:.0f} MB",
         met=start["tls"] <= START_BAR_S and weight["tls"] <= WEIGHT_BAR_MB,
+    )
+
+
+def _in_turn(
+    turns: int, sides: Mapping[str, tuple[Path, Mapping[str, str]]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Start the command of each side in turn. Return the medians of seconds and of megabytes, by side."""
+    starts: dict[str, list[float]] = {name: [] for name in sides}
+    weights: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(turns):
+        for name, (command, environment) in sides.items():
+            with servers.lighthouse(command, min_replicas=1, environment=environment) as started:
+                starts[name].append(started.start_s)
+                weights[name].append(started.resident_bytes / 1e6)
+    return (
+        {name: statistics.median(values) for name, values in starts.items()},
+        {name: statistics.median(values) for name, values in weights.items()},
     )
