@@ -56,13 +56,17 @@ class Ports:
 
     def elements(self, lasts_s: float) -> dict[str, str]:
         """Return the elements of each set of the rules, as text. They expire after so many seconds."""
-        seconds = f"timeout {max(1, round(lasts_s))}s"
+        seconds = _expiry(lasts_s)
         sets = {
             "pairs": [f"{near} . {far}" for near, far in sorted(self.pairs)],
             "inside": [f"{near} . {far}" for near, far in sorted(self.inside)],
             "listens": [str(port) for port in sorted(self.listens)],
         }
         return {name: ", ".join(f"{each} {seconds}" for each in found) for name, found in sets.items()}
+
+
+def _expiry(lasts_s: float) -> str:
+    return f"timeout {max(1, round(lasts_s))}s"
 
 
 def rules(name: str, group: str, ports: Ports, lasts_s: float) -> str:
@@ -74,7 +78,7 @@ def rules(name: str, group: str, ports: Ports, lasts_s: float) -> str:
         ports: of the processes.
         lasts_s: seconds until the rules expire.
     """
-    seconds = f"timeout {max(1, round(lasts_s))}s"
+    seconds = _expiry(lasts_s)
     sets = {each: f"elements = {{ {text} }}" if text else "" for each, text in ports.elements(lasts_s).items()}
     return f"""\
 table inet {name} {{
@@ -122,14 +126,13 @@ class Cut:
         try:
             self._group.mkdir(exist_ok=True)
             _move(_pids_of(process), self._group)
+            _nft(rules(self._name, os.path.relpath(self._group, _SYSFS), self._ports, lasts_s + SPARE_S))
         except OSError as error:
             self.end()
             raise ConfigError(
                 f"tft chaos can't make the control group {self._group} ({error}); run it as root"
             ) from error
-        try:
-            _nft(rules(self._name, os.path.relpath(self._group, _SYSFS), self._ports, lasts_s + SPARE_S))
-        except ConfigError:
+        except BaseException:
             self.end()
             raise
 
