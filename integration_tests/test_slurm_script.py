@@ -44,13 +44,13 @@ class Slurm:
         self._bin.mkdir()
         self.state = folder / "state"
         self.state.write_text("RUNNING\n", encoding="utf-8")
-        self._program("tft", tft)
-        self._program("scontrol", f'echo "$@" >> {folder}/requeued\n')
-        self._program("squeue", f"cat {self.state}\n")
+        self.program("tft", tft)
+        self.program("scontrol", f'echo "$@" >> {folder}/requeued\n')
+        self.program("squeue", f"cat {self.state}\n")
         self.outputs: dict[int, str] = {}
         self.codes: dict[int, int] = {}
 
-    def _program(self, name: str, text: str) -> None:
+    def program(self, name: str, text: str) -> None:
         path = self._bin / name
         path.write_text(f"#!/bin/bash\n{text}", encoding="utf-8")
         path.chmod(0o755)
@@ -119,7 +119,7 @@ def test_a_task_is_requeued_unless_it_is_done_or_can_not_be_helped(
 
 
 def test_a_cancelled_task_is_not_requeued(launch: Launch, tmp_path: Path) -> None:
-    fake = "trap 'exit 143' TERM\necho ready\nwhile :; do sleep 0.1; done\n"
+    fake = "trap 'exit 9' TERM\necho ready\nwhile :; do sleep 0.1; done\n"
     slurm = Slurm(tmp_path, launch, fake)
     process = slurm.start(0, 1, 1, ["train.py"], TFT_LIGHTHOUSE="http://head:29510")
     assert process.stdout is not None
@@ -127,9 +127,19 @@ def test_a_cancelled_task_is_not_requeued(launch: Launch, tmp_path: Path) -> Non
     slurm.state.write_text("COMPLETING\n", encoding="utf-8")
     process.send_signal(signal.SIGTERM)  # to the script, which hands it on
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, output
+    assert process.returncode == 9, output  # its own code, not that of the signal
     assert "was cancelled, and is not requeued" in output
     assert not slurm.take_requeue(0)
+
+
+def test_a_signal_before_the_launcher_has_started_reaches_it(launch: Launch, tmp_path: Path) -> None:
+    slurm = Slurm(tmp_path, launch, "while :; do sleep 0.1; done\n")
+    slurm.program("hostname", "kill -TERM $PPID\necho node\n")  # the script calls it before it starts the launcher
+    slurm.state.write_text("COMPLETING\n", encoding="utf-8")
+    process = slurm.start(0, 1, 1, ["train.py"], TFT_LIGHTHOUSE="http://head:29510")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert "was cancelled, and is not requeued" in output
 
 
 @pytest.mark.parametrize("missing", ["TFT_LIGHTHOUSE", "SLURM_ARRAY_TASK_ID"])

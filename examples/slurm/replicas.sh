@@ -21,15 +21,21 @@ attempt=$((${SLURM_RESTART_COUNT:-0} + 1))
 # The name of the job at the lighthouse. Requeued tasks keep the array's id, so they come back to the same job.
 export TFT_JOB_ID="${TFT_JOB_ID:-slurm-$SLURM_ARRAY_JOB_ID}"
 
+# Slurm's warning before the time limit and before a preemption: drain. It may come before the launcher has started.
+launcher=
+signalled=
+trap 'signalled=yes; [ -z "$launcher" ] || kill -TERM "$launcher"' TERM
+
 echo "launching replica $SLURM_ARRAY_TASK_ID (attempt $attempt) on $(hostname)"
 tft launch --replicas 1 --first "$SLURM_ARRAY_TASK_ID" --total "$replicas" --nproc "${NPROC:-1}" \
     --lighthouse "$TFT_LIGHTHOUSE" --logs "tft-logs/$TFT_JOB_ID" -- "$@" &
 launcher=$!
-trap 'kill -TERM "$launcher"' TERM # Slurm's warning before the time limit and before a preemption: drain
+[ -z "$signalled" ] || kill -TERM "$launcher"
 while :; do
-    wait "$launcher" # returns at a signal, too
+    signalled=
+    wait "$launcher"
     code=$?
-    kill -0 "$launcher" 2>/dev/null || break
+    [ -n "$signalled" ] || break # a signal ends the wait, too, with a code of its own
 done
 
 echo "replica $SLURM_ARRAY_TASK_ID (attempt $attempt) ended with exit code $code"
