@@ -92,8 +92,9 @@ def test_a_helper_with_another_state_is_named_and_nothing_of_it_is_taken(stack: 
 
 
 def test_sources_that_take_their_next_state_meanwhile_still_give_the_one_that_is_read() -> None:
-    # On a busy machine the second source may not be read yet when it takes its next state. That is another case.
-    assert any(is_read_on() for _ in range(5)), "the second source never began before it took its next state"
+    # On a busy machine the second source may not be read yet, or by one connection only, when it takes its next state.
+    # That is another case.
+    assert any(is_read_on() for _ in range(5)), "both were never read before they took their next states"
 
 
 def is_read_on() -> bool:
@@ -113,11 +114,8 @@ def is_read_on() -> bool:
         assert_same_state(got, STATE)
         assert len(moved_on) == 2
         report = report_of(receiver)
-        if not report.by_source.get(second.metadata()):
-            return False
-        assert report.by_source[first.metadata()] > 0
-        assert not report.faults
-        return True
+        assert all("was replaced here by" in fault for fault in report.faults), report
+        return not report.faults and all(report.by_source.get(each.metadata()) for each in (first, second))
 
 
 def test_a_stalled_source_is_broken_off_for_one_that_delivers(stack: ExitStack) -> None:
