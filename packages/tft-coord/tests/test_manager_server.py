@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import logging
@@ -487,6 +488,17 @@ def test_a_rank_that_does_not_reach_its_server_says_what_it_saw_last() -> None:
     says = r"was not accepted within 0\.5 s \(the name no\.such\.host\.invalid is unknown \(.*\)\); check the address"
     with pytest.raises(UnreachableError, match=says):
         ManagerClient("no.such.host.invalid:1", timedelta(seconds=0.5), group_rank=0, connect_now=False)
+
+
+def test_a_start_ends_in_time_even_where_a_dial_loses_its_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def dial(*_: object) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3_600)
+        await asyncio.sleep(3_600)
+
+    monkeypatch.setattr("tft_coord.client.rank_session.dial", dial)
+    with pytest.raises(UnreachableError, match=r"was not accepted within 0\.5 s"):
+        ManagerClient(NOBODY, timedelta(seconds=0.5), group_rank=0, connect_now=False)
 
 
 @pytest.mark.parametrize("group_rank", [None, 0])

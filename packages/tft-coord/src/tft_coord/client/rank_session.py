@@ -166,7 +166,7 @@ class RankSession:
             if self._outbox is not None:
                 self._send_beat(self._outbox, self.healed_bytes)
 
-        self._share.loop.call_soon_threadsafe(now)
+        self._soon(now)
 
     def late(self, key: QuorumKey, step: int) -> None:
         """Report that this rank has waited for `join_timeout` in that round of a standing quorum.
@@ -178,7 +178,12 @@ class RankSession:
             if self._outbox is not None:
                 self._outbox.put(rank_codec.encode_from_rank(rank_codec.RankLate(key, step)))
 
-        self._share.loop.call_soon_threadsafe(now)
+        self._soon(now)
+
+    def _soon(self, report: Callable[[], None]) -> None:
+        """Run a report on the loop; a session that another thread has closed reports nothing."""
+        with suppress(RuntimeError, CoordinationClosedError):
+            self._share.loop.call_soon_threadsafe(report)
 
     def close(self) -> None:
         """Say goodbye and close; calls in progress end with CoordinationClosedError. Idempotent, because the exit of
@@ -222,8 +227,7 @@ class RankSession:
             return task
         if task.done():
             task.result()
-        task.cancel()
-        await asyncio.wait([task])
+        await cancel_and_wait(task)
         why = f" ({self._last_error})" if self._last_error else ""
         if not self._is_alive():
             raise UnreachableError(f"{self._name} was not accepted: the manager server has ended{why}")
