@@ -185,3 +185,12 @@ def test_it_waits_in_the_vote(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_zero_says_that_a_step_may_take_any_time(make: Any) -> None:
     rig = make(plan_of(size=2), slowest_step=timedelta())
     assert look(rig).slowest_step_ms == 0
+
+
+def test_the_end_of_a_step_that_was_excused_is_reported_at_once_and_no_other(make: Any) -> None:
+    rig = make(plan_of(size=2), QuorumKey(1, 1), plan_of(2, step=2, size=2))
+    beats = []
+    for _ in range(3):
+        rig.step()
+        beats.append(rig.coordinator.beats)
+    assert beats == [1, 1, 2]

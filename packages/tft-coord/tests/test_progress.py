@@ -250,10 +250,10 @@ class TestGroupCore:
         return core
 
     @staticmethod
-    def answer(core: ReplicaGroupCore, key: QuorumKey, now_ms: int, step: int = 3) -> None:
+    def answer(core: ReplicaGroupCore, key: QuorumKey, now_ms: int, step: int = 3, lease_ms: int = 0) -> None:
         held = core.quorum.key if core.quorum is not None else None
         core.handle(events.RankAsked(0, step, RankRequest(step, step, held=held), now_ms + 60_000), now_ms)
-        member = Member("a", address="a:1", store_address="a:2", step=step, lineage=step)
+        member = Member("a", address="a:1", store_address="a:2", step=step, lineage=step, lease_ms=lease_ms)
         core.handle(events.QuorumArrived(core._last_request, Quorum(key, (member,))), now_ms)
 
     def test_the_first_step_of_a_key_is_excused_and_the_next_is_not(self) -> None:
@@ -271,6 +271,21 @@ class TestGroupCore:
         core.handle(events.UnchangedArrived(core._last_request, KEY), 1_000)
         assert core.progress(1_500) == word(OWN, 500, step=4)  # the step that it asked for, not that of the plan
         assert core.is_hung(1_000 + LIMIT_MS)
+
+    @pytest.mark.parametrize("lease_ms", [0, 30_000])
+    @pytest.mark.parametrize("is_unchanged", [False, True])
+    def test_a_group_of_one_sends_no_votes_so_its_lease_says_whether_its_next_step_may_have_begun(
+        self, lease_ms: int, is_unchanged: bool
+    ) -> None:
+        core = self.trained()
+        self.answer(core, KEY, 1_000, step=4, lease_ms=lease_ms)
+        if is_unchanged:
+            core.handle(events.RankAsked(0, 20, RankRequest(5, 5, held=KEY), 60_000), 1_000)
+            core.handle(events.UnchangedArrived(core._last_request, KEY), 1_000)
+        core.handle(events.RankProgressed(0, word(OUTSIDE, 0, step=9)), 2_500)
+        silent_ms = max(LIMIT_MS, SILENT_MS + 1)
+        assert not core.is_hung(2_500 + silent_ms - 1)
+        assert core.is_hung(2_500 + silent_ms) == (lease_ms > 0)
 
     def test_the_verdict_of_a_commit_ends_the_step_and_no_other(self) -> None:
         core = self.trained()

@@ -112,6 +112,10 @@ class Coordinator(Protocol):
         """Set the function that returns this rank's progress. A coordinator thread calls it several times a beat."""
         ...
 
+    def beat(self) -> None:
+        """Report this rank's progress now, ahead of the next beat. Never waits."""
+        ...
+
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         """Exchange a value with every rank of this replica group. All ranks call this, or none.
 

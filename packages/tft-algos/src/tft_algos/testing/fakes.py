@@ -112,6 +112,7 @@ class ScriptedCoordinator:
         self.other_ranks: tuple[str, ...] = ()
         self.rank = 0
         self.healed_bytes = 0
+        self.beats = 0  # those that a Manager asked for
         self.closed = False
         self.progress: Callable[[], Progress | None] = lambda: None
         self.listener: Callable[[Notification], None] = lambda _: None
@@ -146,6 +147,9 @@ class ScriptedCoordinator:
 
     def follow(self, progress: Callable[[], Progress]) -> None:
         self.progress = progress
+
+    def beat(self) -> None:
+        self.beats += 1
 
     def listen(self, listener: Callable[[Notification], None]) -> None:
         self.listener = listener

@@ -163,14 +163,27 @@ class GroupProgress:
         """
         self._set(rank, Phase.WAITING, step, now_ms, excused=True)
 
-    def planned(self, rank: int, step: int | None, now_ms: int, *, excused: bool, heals: bool) -> None:
+    def planned(
+        self, rank: int, step: int | None, now_ms: int, *, excused: bool, heals: bool, lease_ms: int | None = 0
+    ) -> None:
         """Record that a rank gets its plan and goes on by itself, in a step that may be excused.
 
-        `step` is None for a plan that stands: the rank goes on in the step it asked for.
+        A group of one rank decides its votes by itself. With a lease its next rounds therefore come without any event.
+
+        Args:
+            rank: of the group.
+            step: of the plan; None for a plan that stands: the rank goes on in the step it asked for.
+            now_ms: the time.
+            excused: the quorum is new.
+            heals: the plan heals it.
+            lease_ms: of the plan; not read for a plan that stands.
         """
         report = self._reports.get(rank)
         if report is not None:
-            step = report.progress.step if step is None else step
+            if step is None:
+                step = report.progress.step
+            elif self._world_size == 1:
+                report.stands = bool(lease_ms)
             self._set(rank, Phase.OWN, step, now_ms, excused=excused or heals or report.healed)
             report.healed = heals
 
@@ -253,13 +266,15 @@ class GroupProgress:
 
         A rank that is silent inside a step holds its interpreter lock, and a waiting rank does not hold it. Where the
         quorum stands, the rank's next step may have begun: the rank counts as between two steps until it would hang in
-        that one.
+        that one. The excuse of the last step is over then, but the step after a healing is excused too.
         """
         progress, silent_ms = report.progress, min(now_ms - report.at_ms, MAX_INT64 - report.progress.since_ms)
         waits = progress.phase in (Phase.WAITING, Phase.REDUCING)
         hangs = report.stands and 0 < progress.slowest_step_ms <= silent_ms
-        if (waits or (hangs and progress.phase is Phase.OUTSIDE)) and silent_ms > self._silent_after_ms:
-            return replace(progress, phase=Phase.OWN, since_ms=silent_ms)
+        is_late = hangs and progress.phase is Phase.OUTSIDE
+        if (waits or is_late) and silent_ms > self._silent_after_ms:
+            excused = report.healed if is_late else progress.excused
+            return replace(progress, phase=Phase.OWN, since_ms=silent_ms, excused=excused)
         return replace(progress, since_ms=progress.since_ms + silent_ms)
 
 

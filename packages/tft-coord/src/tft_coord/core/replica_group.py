@@ -218,8 +218,8 @@ class ReplicaGroupCore:
         for order in decided:
             match order:
                 case effects.AnswerPlan(_, rank, plan):
-                    self._followed = plan.key
-                    progress.planned(rank, plan.step, now_ms, excused=plan.key != key, heals=plan.heal)
+                    self._followed, new = plan.key, plan.key != key
+                    progress.planned(rank, plan.step, now_ms, excused=new, heals=plan.heal, lease_ms=plan.lease_ms)
                 case effects.AnswerRankUnchanged(_, rank):
                     progress.planned(rank, None, now_ms, excused=False, heals=False)
                 case effects.AnswerVote(_, rank, verdict) if voted_on is not None:

@@ -154,8 +154,7 @@ class GroupCoordinator:
         self._beat_number = number
 
     def late(self, key: QuorumKey, step: int) -> None:
-        client = self._client
-        if client is not None:
+        if (client := self._client) is not None:
             client.late(key, step)
 
     def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
@@ -178,9 +177,10 @@ class GroupCoordinator:
     def follow(self, progress: Callable[[], Progress]) -> None:
         with self._lock:  # without the lock, a client under construction could miss this function
             self._progress = progress
-            client = self._client
-        if client is not None:
-            # Sends a beat now, so that a rank that soon holds its interpreter's lock is judged by this progress.
+        self.beat()
+
+    def beat(self) -> None:
+        if (client := self._client) is not None:  # a rank that soon holds its interpreter's lock is judged by this
             client.beat()
 
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:

@@ -118,6 +118,8 @@ class Orders:
         self.reducer.step_ended(name, committed=order.committed)
         self.own_time.step_ended(counts=order.committed and not order.excused)
         self.times_ended(order)
+        if order.excused:  # the excuse is over, and the silence of a rank that now holds its interpreter's lock counts
+            self.shared.coordinator.beat()
         if plan is not None:
             self.speculative.step_ended(name.attempt, plan)
 

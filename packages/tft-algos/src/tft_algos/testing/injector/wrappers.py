@@ -153,6 +153,9 @@ class StruckCoordinator:
     def follow(self, progress: Callable[[], Progress]) -> None:
         self._inside.follow(progress)
 
+    def beat(self) -> None:
+        self._inside.beat()
+
     def gather(self, name: str, value: str, timeout: timedelta) -> tuple[str, ...]:
         return self._inside.gather(name, value, timeout)
 
