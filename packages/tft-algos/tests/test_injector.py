@@ -640,3 +640,10 @@ def test_everything_else_of_a_part_is_passed_on(rigs: Any) -> None:
         part.shutdown()
     coordinator.close()
     assert (group.closed, transport.closed, inside.closed) == (True, True, True)
+
+
+@pytest.mark.parametrize("needs_group", [False, True])
+def test_a_wrapped_transport_needs_a_group_as_the_one_inside_does(needs_group: bool) -> None:
+    inside = MemoryTransport()
+    inside.needs_group = needs_group
+    assert EventInjector().transport(inside).needs_group == needs_group

@@ -53,7 +53,7 @@ class CheckpointTransport(ABC, Generic[T]):
     """
 
     stages: ClassVar[bool] = False
-    needs_group: ClassVar[bool] = False
+    needs_group: bool = False
 
     @abstractmethod
     def metadata(self) -> str:

@@ -238,6 +238,7 @@ class StruckTransport(CheckpointTransport[Any]):
     def __init__(self, inside: CheckpointTransport[Any], injector: Injector) -> None:
         self._inside = inside
         self._injector = injector
+        self.needs_group = inside.needs_group  # the base class has it, so __getattr__ is not asked
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inside, name)
