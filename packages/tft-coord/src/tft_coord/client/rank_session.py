@@ -136,16 +136,14 @@ class RankSession:
         """
         waiting = _Waiting(asked, time.monotonic() + timeout_s)
         number = next(self._numbers)
-        loop = self._share.loop
-        loop.call_soon_threadsafe(self._ask, number, waiting)
+        self._share.loop.call_soon_threadsafe(self._ask, number, waiting)
         try:
             if not waiting.answered.acquire(timeout=timeout_s + LATE_ANSWER_S):
                 raise RequestTimeoutError(
                     f"{what}: no answer from the manager server at {self._address} within {timeout_s:g} s"
                 )
         except BaseException:
-            with suppress(RuntimeError):  # the loop has ended, and with it every waiting call
-                loop.call_soon_threadsafe(self._withdraw, number)
+            self._soon(lambda: self._withdraw(number))
             raise
         match waiting.answer:
             case rank_codec.Failure(code, message):

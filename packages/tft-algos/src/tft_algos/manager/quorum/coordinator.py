@@ -357,7 +357,7 @@ class GroupCoordinator:
         with self._lock:
             self._client = client
             if client is not None:
-                client.beat()  # see follow
+                client.beat()  # see beat
             self._stage = _Stage.STARTED
             self._lock.notify_all()
         return client
