@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -184,6 +185,8 @@ def test_chaos_breaks_replicas_that_the_launcher_brings_back(launch: Launch, tmp
         try:
             check_cut()
         except ConfigError as error:  # without root or nft, or in a container
+            if os.environ.get("TFT_NEED_NFT") == "1":
+                raise
             pytest.skip(str(error))
     name = script(tmp_path, TRAINS.replace("replica == replicas - 1", "False").replace("== 40", "< 0"))
     launcher = launch([*TFT, "launch", "--replicas", "2", *QUICK, "--", name], cwd=tmp_path)
