@@ -178,5 +178,5 @@ def test_groups_of_two_ranks_finish_without_a_word(
             assert "Traceback" not in written
         lines = [record.getMessage() for record in caplog.records if record.name == "tft_lighthouse"]
         assert [line for line in lines if "lost replica" in line] == []
-        assert sum("has left: finished at step 20" in line for line in lines) == 2
+        assert sum("has finished: finished at step 20" in line for line in lines) == 2
         assert sum("job default ended at step 20: finished by replica_0:" in line for line in lines) == 1
