@@ -230,6 +230,14 @@ class TestForming:
         table.pass_ms(1_000, "a", "b")
         assert formed(table.ask("a", 7, live=True)) == [(("a", "b"), "b joined")]
 
+    def test_the_news_of_a_quorum_say_who_recovers(self) -> None:
+        table = Table()
+        table.first_quorum("a")
+        table.hello("b")
+        table.ask("b")
+        orders = table.ask("a", 6, live=True)
+        assert [order.recovering for order in orders if isinstance(order, QuorumFormed)] == [("b",)]
+
     def test_min_replicas_must_be_positive(self) -> None:
         with pytest.raises(ConfigError, match="min_replicas is 0; give at least 1"):
             LighthouseConfig(min_replicas=0)

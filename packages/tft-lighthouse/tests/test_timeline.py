@@ -74,6 +74,18 @@ def test_a_run_begins_when_the_state_changes_and_a_reader_gets_what_is_new() -> 
     assert set(timeline.jobs) == {"job"}
 
 
+def test_a_healing_between_two_looks_is_a_run() -> None:
+    timeline = Timeline()
+    joins = replace(TRAINING, state=ReplicaState.JOINING, rank=None)
+    timeline.look([job(joins)], 1_000)
+    timeline.heals("job", ["a", "b"], 1_010)
+    timeline.look([job(*(replace(TRAINING, replica_id=each) for each in "ab"))], 1_250)
+    assert timeline.lanes("job", after_ms=1_000) == {
+        each: [(1_010, Lane.HEALING), (1_250, Lane.TRAINING)] for each in "ab"
+    }
+    check_counts(timeline)
+
+
 def test_a_replica_that_was_gone_before_the_first_look_has_no_lane() -> None:
     timeline = Timeline()
     timeline.look([job(LOST)], 1_000)

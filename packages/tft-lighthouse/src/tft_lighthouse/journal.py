@@ -102,6 +102,8 @@ class Journal:
             if decision.notice is self._last_notice:  # all members get the same
                 return
             self._last_notice = decision.notice
+        elif isinstance(decision, QuorumFormed):
+            self.timeline.heals(decision.job, decision.recovering, self._wall_ms())
         before = self.history.last_change
         self.counters.count(decision)
         self.history.note(decision, self._now_ms(), self._wall_ms())

@@ -1,7 +1,8 @@
 """The last 30 minutes of each job: what each replica did, how many took part, and the steps.
 
 A replica has a lane of runs: a run is a state and the time that it began. A job has points: a time, the participants,
-and the committed steps. Both come from looks at the status of the jobs, several times a second.
+and the committed steps. Both come from looks at the status of the jobs, several times a second. A healing can be
+shorter than the time between two looks, so it is told when it begins.
 
 Law of this file: runs and points from statuses, bounded in number; the caller gives the time.
 """
@@ -125,6 +126,18 @@ class Timeline:
             self._prune()
         if self._num_runs > RUNS_MOST:
             self._shorten()
+
+    def heals(self, job: str, replica_ids: Iterable[str], at_ms: int) -> None:
+        """Record that replicas of a job begin to heal now. The next look ends it.
+
+        Args:
+            job: the name of the job.
+            replica_ids: who heals.
+            at_ms: milliseconds since 1970, as in `look`.
+        """
+        self.now_ms = max(at_ms, self.now_ms + 1)
+        for each in replica_ids:
+            self._extend(self._jobs.setdefault(job, _Job()), each, Lane.HEALING)
 
     def _look_at(self, job: _Job, status: JobStatus) -> None:
         participants = 0

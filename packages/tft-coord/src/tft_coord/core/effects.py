@@ -241,6 +241,7 @@ class QuorumFormed:
         previous: the one before, or None.
         age_ms: of the previous one, 0 without.
         reason: why the id rose, one phrase.
+        recovering: the members that get the live state; of torchft's replicas it is not known.
     """
 
     job: str
@@ -248,6 +249,7 @@ class QuorumFormed:
     previous: Quorum | None
     age_ms: int
     reason: str
+    recovering: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1769,13 +1769,16 @@ class Job:
         self._members = {member.replica_id: member for member in members}
         self._formed_here = True
         self._begin_round(previous)
+        unchanged = self._unchanged(quorum, previous)
+        common = None if unchanged else _assignment_of(quorum)
+        recovering = tuple(quorum.members[rank].replica_id for rank in common.recovering) if common is not None else ()
         if reason is not None:
-            out.append(effects.QuorumFormed(self.name, quorum, previous, now_ms - self._key_formed_ms, reason))
-            self._key_formed_ms = now_ms
+            age_ms, self._key_formed_ms = now_ms - self._key_formed_ms, now_ms
+            out.append(effects.QuorumFormed(self.name, quorum, previous, age_ms, reason, recovering))
         self._formed_ms = now_ms
         self._asked_since = set()
         self.waiting_for = NO_REQUEST
-        return out + self._answers(quorum, previous, now_ms)
+        return out + self._answers(quorum, None if unchanged else set(recovering), now_ms)
 
     def _note_new_run(self, quorum: Quorum, now_ms: int) -> list[effects.LighthouseEffect]:
         """Start a new run, and warn if it trains from before the end of the last one, because that may be unwanted."""
@@ -1807,23 +1810,21 @@ class Job:
         self._announced = False
         self._end.trains_on(self.newest_step)
 
-    def _answers(self, quorum: Quorum, previous: Quorum | None, now_ms: int) -> list[effects.LighthouseEffect]:
-        unchanged = self._unchanged(quorum, previous)
-        common = None if unchanged else _assignment_of(quorum)
-        recovering = set(common.recovering) if common is not None else set()
+    def _answers(self, quorum: Quorum, recovering: set[str] | None, now_ms: int) -> list[effects.LighthouseEffect]:
+        """Answer all members. `recovering`: who heals; None: who holds the key needs no new data."""
         out: list[effects.LighthouseEffect] = []
-        for rank, member in enumerate(quorum.members):
+        for member in quorum.members:
             replica = self.liveness.replicas[member.replica_id]
             request, replica.request = replica.request, None
             assert request is not None  # a waiting replica has asked, on an open stream
             assert replica.stream is not None
-            replica.healing_since_ms = now_ms if rank in recovering else None
+            replica.healing_since_ms = now_ms if recovering and member.replica_id in recovering else None
             replica.has_healed = False
             replica.held = quorum.key
             replica.answered = request.request
             replica.answer_void = False
             replica.withdrawn = None
-            if unchanged and request.held == quorum.key:
+            if recovering is None and request.held == quorum.key:
                 out.append(effects.AnswerUnchanged(replica.stream, request.request, quorum.key))
             else:
                 out.append(effects.AnswerQuorum(replica.stream, request.request, quorum))
