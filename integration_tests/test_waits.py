@@ -114,7 +114,7 @@ def test_one_of_two_that_does_not_come_is_named_everywhere(caplog: pytest.LogCap
         assert all(each.wait(BOUND.total_seconds()) for each in (heard, over))
     unique = late.replica_id.split(":")[1][:8]
     place = rf"evaluates:{unique} at localhost:\d+ \(step 1, between two steps for \d+ s\)"
-    sentence = rf"1 of min_replicas 2 have asked; not asked: {place}; ends when another replica asks, or --min-replicas"
+    sentence = rf"1 of min_replicas 2 have asked; not asked: {place}; ends when another replica asks, or min_replicas"
     assert re.search(sentence, str(raised.value)), raised.value
     assert re.search(sentence, doctor), doctor
     lines = [record.getMessage() for record in caplog.records if "waiting for" in record.getMessage()]

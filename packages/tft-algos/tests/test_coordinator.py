@@ -475,9 +475,9 @@ def test_what_ranks_give_each_other_waits_for_the_address_that_the_others_wait_f
         coordinator.gather("shape", "8", SECOND / 20)
     Server.starts.set()
     with pytest.raises(
-        RequestTimeoutError, match=r"timed out after 0\.05 s waiting for all 2 ranks of replica .* to start"
+        RequestTimeoutError, match=r"timed out after 1 s waiting for all 2 ranks of replica .* to start"
     ):
-        coordinator.gather("shape", "8", SECOND / 20)
+        coordinator.gather("shape", "8", SECOND)
     other = make(rank=1, **TWO)
     assert (other.replica_id, Client.made[-1].addr) == (coordinator.replica_id, "server:1")
     with pytest.raises(
@@ -525,12 +525,37 @@ def test_answers_and_verdicts_pass_through(make: Any) -> None:
     assert client.healed_bytes == 5
 
 
-def test_the_verdict_of_one_rank_is_its_vote(make: Any) -> None:
+def test_the_verdict_of_one_rank_is_its_vote_if_there_are_other_members(make: Any) -> None:
     coordinator = make()
-    Client.made[0].answer = ReplicaGroupLostError("nobody asks")
+    client = Client.made[0]
     about: Any = {"key": KEY, "purpose": Purpose.COMMIT}
+    client.answer = plan_of(7, size=2)
+    coordinator.quorum(RankRequest(step=0), SECOND)
+    client.answer = ReplicaGroupLostError("nobody asks")
     assert coordinator.vote(0, True, SECOND, **about) == Verdict(yes=True)
     assert coordinator.vote(0, False, SECOND, **about, leaving=True) == Verdict(yes=False, leaves=True)
+    assert client.wishes == []
+
+
+def test_the_only_member_asks_its_manager_server_for_the_verdict(make: Any) -> None:
+    coordinator = make()
+    client = Client.made[0]
+    about: Any = {"key": KEY, "purpose": Purpose.COMMIT}
+    for size in (2, 1):
+        client.answer = plan_of(7, size=size)
+        coordinator.quorum(RankRequest(step=0), SECOND)
+    client.answer = Verdict(yes=False)
+    assert coordinator.vote(0, True, SECOND, **about) == Verdict(yes=False)
+    assert client.wishes == [False]
+
+
+def test_a_rank_that_leaves_leaves_a_group_that_has_ended_too(make: Any) -> None:
+    Client.first_answer = ReplicaGroupLostError("replica_0 has left the job")
+    coordinator = make(rank=0, **TWO)
+    about: Any = {"key": KEY, "purpose": Purpose.COMMIT}
+    assert coordinator.vote(0, True, SECOND, **about, leaving=True) == Verdict(yes=False, leaves=True)
+    with pytest.raises(ReplicaGroupLostError, match="has left the job"):
+        coordinator.vote(0, True, SECOND, **about)
 
 
 def test_a_group_of_one_gets_a_new_server_and_asks_it_again(make: Any) -> None:

@@ -1115,7 +1115,7 @@ MUTANTS = [
     Mutant(Job, "_situation", counts_who_has_never_asked, "I6", 8),
     Mutant(LighthouseCore, "_hello", keeps_one_job, "I2", 6),
     Mutant(Liveness, "hello", hears_of_older_streams, "I2", "scenario_11_hangs"),
-    Mutant(Liveness, "sign", lets_a_beat_revive, "I6 I2", 8),
+    Mutant(Liveness, "sign", lets_a_beat_revive, "I6 I2", 11),
     Mutant(Liveness, "_reject", welcomes_the_dead, "I2", 5),
     Mutant(Liveness, "_reject", welcomes_a_twin, "I2", 7),
     # Silence.

@@ -23,9 +23,11 @@ from tft_sim import STANDING_MARKS, InvariantError, SimulationError, play, run_m
 from tft_sim.cluster import Cluster
 from tft_sim.config import SHORT_TIMEOUTS, Chance, ClusterConfig, TrainerSettings
 from tft_sim.ending import Ending
+from tft_sim.rank import Rank
 from tft_sim.scenario import ScenarioError
 from tft_sim.simulator import STANDING
 from tft_sim.speaking import Speaking
+from tft_sim.surroundings import Outside
 from tft_sim.waiting import Life
 
 SEEDS = range(100)  # the rarest scenario is first reached by seed 52
@@ -44,6 +46,19 @@ def test_random_seeds_keep_the_invariants_and_reach_every_scenario() -> None:
 def test_many_seeds(request: pytest.FixtureRequest) -> None:
     num_seeds = request.config.getoption("--simulator-seeds", default=20_000)
     run_many(range(SEEDS.stop, SEEDS.stop + num_seeds), processes=2, config=STANDING)
+
+
+def test_the_only_member_of_a_quorum_asks_its_manager_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manager server has reported its death, because the two were cut from each other for 300 ms."""
+
+    def decides(outside: Outside, rank: Rank) -> bool:
+        return outside.replica.world_size == 1 and rank.plan is not None and rank.plan.replica_world_size > 1
+
+    monkeypatch.setattr(Outside, "_decides_alone", decides)
+    simulate(662, STANDING)
+    monkeypatch.setattr(Outside, "_decides_alone", lambda outside, _: outside.replica.world_size == 1)
+    with pytest.raises(SimulationError, match="W2"):
+        simulate(662, STANDING)
 
 
 # --- quiet jobs -------------------------------------------------------------------------------------------------------

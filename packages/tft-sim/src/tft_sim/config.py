@@ -44,6 +44,8 @@ class TrainerSettings:
         speaks: trainers exchange a word at the end of each round. The job's `lease_ms` limits how long they go on
             without a request.
         heals_over_group: states travel over the process group of a quorum, and a transfer ends with it.
+        decides_alone: a group of one rank decides its votes by itself while its quorum has other members, as the
+            product does. Otherwise it votes through its manager server, as larger groups do.
     """
 
     speaks: bool = False
@@ -60,6 +62,7 @@ class TrainerSettings:
     heals_divergence: bool = True
     weighted: bool = False
     heals_over_group: bool = False
+    decides_alone: bool = False
 
     def fingerprint(self, world_size: int) -> Fingerprint:
         """Return the rank's fingerprint."""

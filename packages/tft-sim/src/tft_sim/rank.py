@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tft_coord.core.progress import Progress
 from tft_coord.core.step import Effects, StepCore, StepSettings, StepStatus
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.types import Plan, QuorumKey, RankRequest, Unreached, Verdict, Via
+from tft_coord.core.types import QuorumKey, RankRequest, Unreached, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
 from tft_sim.config import Chance, TrainerSettings
@@ -22,6 +22,9 @@ from tft_sim.invariants import Held, Invariants, Round
 from tft_sim.marks import Marks
 from tft_sim.training_process import TrainingProcess
 from tft_sim.waiting import Life, Refused, Waiter, answer_of
+
+if TYPE_CHECKING:
+    from tft_sim.recovery import Recovery
 
 # These effects run beside the training thread. The thread that reports an event performs them at once.
 BACKGROUND_EFFECTS = (
@@ -96,8 +99,8 @@ class Surroundings(Protocol):
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> SimulatedGroup: ...
     def is_unreachable(self, trainer: Rank, replica_id: str) -> bool: ...
     def is_silent(self, trainer: Rank, replica_id: str) -> bool: ...
-    def snapshot_of(self, trainer: Rank, replica_id: str) -> Snapshot | None: ...
-    def is_refused(self, trainer: Rank, replica_id: str, plan: Plan) -> bool: ...
+    def source(self, trainer: Rank, replica_id: str) -> Recovery | None: ...
+    def is_received_from(self, trainer: Rank, snapshot: Snapshot) -> bool: ...
     def gather(self, trainer: Rank, name: str, value: str) -> Waiter: ...
     def received(self, trainer: Rank, num_bytes: int) -> None: ...
     def hangs(self, trainer: Rank) -> None: ...
@@ -296,6 +299,9 @@ class Rank(TrainingProcess, abc.ABC):
         verdict = yield self.outside.vote(self, vote, yes, leaving=leaving, stands=stands)
         if isinstance(verdict, Verdict):
             return verdict
+        if verdict.fatal and leaving and verdict.code == "group_lost":
+            self.mark("a rank that leaves lost its group during the vote")
+            return Verdict(yes=False, leaves=True)
         if verdict.fatal:
             yield from self.quit(f"vote: {verdict.code}", verdict)
         # The manager server of a group of one rank died with the vote open, which counts as a no.

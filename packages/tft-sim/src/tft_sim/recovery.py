@@ -113,6 +113,25 @@ class Recovery:
             asynchronous = "at the start of its sync" if by_strategy else "after the reductions, before the vote"
             self._offer(order, asynchronous if trainer.status.is_asynchronous else "before the forward")
 
+    def _send(self) -> Life:
+        """Wait until a state that travels over the process group has arrived, or the group has ended."""
+        trainer, snapshot = self._trainer, self.snapshot
+        if not trainer.settings.heals_over_group or snapshot is None:
+            return
+        deadline_ms = trainer.clock.now_ms + trainer.outside.timeouts.timeout_ms
+        while trainer.clock.now_ms < deadline_ms and trainer.outside.is_received_from(trainer, snapshot):
+            if trainer.group is None or trainer.group.key != snapshot.key:
+                trainer.mark("a source's send ended with its process group")
+                return
+            yield trainer.sleep(POLL_MS)
+
+    def receives(self, replica_id: str, snapshot: Snapshot) -> bool:
+        """Return whether this rank is receiving that snapshot from the replica."""
+        plan = self._plan
+        if self._fetching is None or self._fetching.done or plan is None or plan.key != snapshot.key:
+            return False
+        return any(source.replica_id == replica_id for source in plan.sources)
+
     def _offer(self, order: do.Serve, when: str) -> None:
         trainer = self._trainer
         trainer.note(f"offers step {trainer.step}, with a snapshot taken {when}")
@@ -142,6 +161,7 @@ class Recovery:
         match order:
             case do.Serve(attempt):
                 self._serve(order)
+                yield from self._send()
                 return on.StateServed(attempt)
             case do.StageState(_, in_vain):
                 return (yield from self._stage(in_vain))
@@ -256,6 +276,16 @@ class Recovery:
         group = self._trainer.group
         return self._trainer.settings.heals_over_group and (group is None or group.key != plan.key)
 
+    def _is_refused(self, replica_id: str, plan: Plan) -> bool:
+        """Return whether the replica refuses to give that plan's state."""
+        source = self._trainer.outside.source(self._trainer, replica_id)
+        refused = source.refuses if source is not None else None
+        return refused is not None and (refused.key, refused.step, refused.lineage) == (
+            plan.key,
+            plan.step,
+            plan.lineage,
+        )
+
     def _fetch(self, plan: Plan) -> Life:
         """Fetch the plan's reference from the first source that serves it. The other sources continue where one
         ends."""
@@ -270,7 +300,7 @@ class Recovery:
                 trainer.mark("a transfer lost its last source")
                 trainer.note("has lost its last source")
                 return None
-            if all(trainer.outside.is_refused(trainer, source.replica_id, plan) for source in plan.sources):
+            if all(self._is_refused(source.replica_id, plan) for source in plan.sources):
                 trainer.mark("a transfer was refused by all its sources")
                 return None
             if self._has_lost_its_group(plan):
@@ -307,7 +337,8 @@ class Recovery:
                 if self._is_waited_for(name):
                     return None
                 continue
-            snapshot = outside.snapshot_of(trainer, name)
+            giver = outside.source(trainer, name)
+            snapshot = giver.snapshot if giver is not None else None
             if snapshot is None:
                 continue
             held = snapshot.held

@@ -229,7 +229,8 @@ class Simulation:
             fragments = syncs.choice((1, 2, 4))
             most_in_flight = min(fragments, syncs.choice((1, 2, 2, 3)))
             settings = replace(settings, use_async_quorum=True, num_fragments=fragments, most_in_flight=most_in_flight)
-        # One job in five compares the states of its replicas, and one in four weights its means.
+        # One job in five compares the states of its replicas, and one in four weights its means. In one of four the
+        # groups of one rank decide by themselves.
         user = self._user = self._rng("user")
         checks = user.random() < CHECKS_SHARE if config.checks is None else config.checks
         settings = replace(
@@ -238,6 +239,7 @@ class Simulation:
             heals_divergence=user.random() < 0.7,
             weighted=user.random() < WEIGHTED_SHARE,
             heals_over_group=self._rng("over group").random() < OVER_GROUP_SHARE,
+            decides_alone=self._rng("alone").random() < 0.25,
         )
         overlaps = user.random() < OVERLAPS_SHARE
         # One job in ten has older manager servers, which answer no probes. One in two has all ranks of a group on one
@@ -273,7 +275,7 @@ class Simulation:
         self._without_words = ""  # a replica that speaks no word
         if config.speaks:
             cluster_config = self._configure_words(cluster_config)
-        self._raising = False
+        self._raising = self._calm = False
         self._paces = self._rng("paces")
         self._slower_ms: dict[str, int] = {}  # extra time of a replica's own part of a step, for a while
         if config.stragglers:
@@ -296,7 +298,6 @@ class Simulation:
         self.cluster = Cluster(
             cluster_config, chance, on_end=self._ended, on_line=on_line, log_lines=config.verbose_lines
         )
-        self._calm = False
         self._num_faults = 0
         # torchft's lighthouse knows no link reports.
         self._links = LinkFaults(self.cluster, links, lambda: self._calm) if has_links and not foreign else None

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from tft_coord.core import events
 from tft_coord.core.step import effects as do
-from tft_coord.core.types import Plan, QuorumKey, RankRequest, Verdict, Via
+from tft_coord.core.types import QuorumKey, RankRequest, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
 from tft_sim.config import Chance
@@ -24,7 +24,7 @@ from tft_sim.marks import Marks
 from tft_sim.parts import Parts
 from tft_sim.process import State
 from tft_sim.rank import Rank, Snapshot
-from tft_sim.trainer import Trainer
+from tft_sim.recovery import Recovery
 from tft_sim.waiting import Refused, Waiter
 
 LEAVE_TIMEOUT_MS = 1_000
@@ -190,6 +190,11 @@ class Outside:
             event = events.RankLate(trainer.rank, key, step)
             self.cluster.network.message(trainer, manager, lambda: manager.handle(event), lambda: None)
 
+    def _decides_alone(self, trainer: Rank) -> bool:
+        """Return whether the rank decides its vote by itself, as `GroupCoordinator.vote` does."""
+        decides = trainer.settings.decides_alone and self.replica.world_size == 1
+        return decides and trainer.plan is not None and trainer.plan.replica_world_size > 1
+
     def vote(self, trainer: Rank, vote: Round, yes: bool, *, leaving: bool = False, stands: bool = False) -> Waiter:
         waiter = Waiter()
         since_ms = self.clock.now_ms
@@ -197,6 +202,11 @@ class Outside:
         first_manager = self.replica.manager
         world_size = self.replica.world_size
         self.invariants.voted(self.replica.host, trainer.rank, vote, yes)
+        if self._decides_alone(trainer):
+            verdict = Verdict(yes, leaving, yes and stands)
+            self.invariants.decided(self.replica.host, world_size, vote, verdict)
+            waiter.resolve(verdict)
+            return waiter
 
         def attempt() -> None:
             def make(call: int) -> events.RankVoted:
@@ -242,29 +252,20 @@ class Outside:
         replicas = [each for each in self.cluster.replicas.values() if each.replica_id == replica_id and not each.ended]
         return any(each.trainers[trainer.rank].recovery.is_silent_source for each in replicas)
 
-    def _source(self, trainer: Rank, replica_id: str) -> Trainer | None:
-        """Return the rank of that replica that this rank heals from, if it is reached."""
+    def source(self, trainer: Rank, replica_id: str) -> Recovery | None:
+        """Return what the replica gives to that rank, if it is reached."""
         for replica in self.cluster.replicas.values():
             if replica.replica_id == replica_id and not replica.ended:
                 source = replica.trainers[trainer.rank]
                 reached = source.state is State.RUNNING and not self.cluster.network.is_cut(source.name, trainer.name)
-                return source if reached else None
+                return source.recovery if reached else None
         return None
 
-    def snapshot_of(self, trainer: Rank, replica_id: str) -> Snapshot | None:
-        """Return the snapshot that the replica serves to that rank, if it can be reached."""
-        source = self._source(trainer, replica_id)
-        return source.recovery.snapshot if source is not None else None
-
-    def is_refused(self, trainer: Rank, replica_id: str, plan: Plan) -> bool:
-        """Return whether the replica refuses to give that plan's state."""
-        source = self._source(trainer, replica_id)
-        refused = source.recovery.refuses if source is not None else None
-        return refused is not None and (refused.key, refused.step, refused.lineage) == (
-            plan.key,
-            plan.step,
-            plan.lineage,
-        )
+    def is_received_from(self, trainer: Rank, snapshot: Snapshot) -> bool:
+        """Return whether a running rank of another replica is receiving that snapshot from this rank."""
+        same = (rank for replica in self.cluster.replicas.values() for rank in replica.trainers[trainer.rank :][:1])
+        running = (rank for rank in same if rank is not trainer and rank.state is State.RUNNING)
+        return any(rank.recovery.receives(self.replica.replica_id, snapshot) for rank in running)
 
     def gather(self, trainer: Rank, name: str, value: str) -> Waiter:
         """Contribute a value. The waiter resolves to the values of all ranks of this group, or to None on timeout."""

@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -45,6 +45,8 @@ from tft_pg.threads import join_within
 if TYPE_CHECKING:
     from tft_coord import ManagerClient
 
+T = TypeVar("T")
+
 logger = logging.getLogger("tft_algos.manager")
 
 WATCH_INTERVAL_S: Final = 0.1
@@ -60,6 +62,33 @@ MAX_STARTS: Final = 3  # of a manager server that is killed, or does not answer,
 class _Stage(enum.Enum):
     STARTING = enum.auto()  # the server starts, or the client connects to it; `close` ends both
     STARTED = enum.auto()  # the server is ready, or can't start
+
+
+@final
+class _Deliveries:
+    """The notifications of a rank. Those that arrive before there is a listener are kept for it."""
+
+    def __init__(self) -> None:
+        self._listener: Callable[[Notification], None] | None = None
+        self._undelivered: deque[Notification] = deque(maxlen=MAX_UNDELIVERED)
+        self._lock = threading.Lock()
+
+    def listen(self, listener: Callable[[Notification], None]) -> None:
+        """Give the kept notifications to the listener, and from now on each one at its arrival."""
+        with self._lock:  # later notifications wait, so that the order is kept
+            for notification in self._undelivered:
+                listener(notification)
+            self._undelivered.clear()
+            self._listener = listener
+
+    def notify(self, notification: Notification) -> None:
+        """Give a notification to the listener, or keep it."""
+        with self._lock:
+            listener = self._listener
+            if listener is None:
+                self._undelivered.append(notification)
+                return
+        listener(notification)
 
 
 @final
@@ -88,10 +117,10 @@ class GroupCoordinator:
         self._no_start: Exception | None = None
         self._own_name = ""  # the problem with this host's name, which the connection to the server needs too
         self._closing = threading.Event()
+        # Without other members no word tells this rank that its quorum has ended, but its manager server may know.
+        self._decides_alone = False
         self._has_answered = threading.Event()  # rank 0 has answered all ranks, and all have claimed their ranks
-        self._listener: Callable[[Notification], None] | None = None
-        self._undelivered: deque[Notification] = deque(maxlen=MAX_UNDELIVERED)  # arrived before there was a listener
-        self._delivering = threading.Lock()
+        self._deliveries = _Deliveries()
         self._progress: Callable[[], Progress | None] = lambda: None
         self._beat_number: Callable[[], int] = lambda: 0
         self._watch: threading.Thread | None = None
@@ -123,12 +152,11 @@ class GroupCoordinator:
             self._watch.start()
 
     def quorum(self, request: RankRequest, timeout: timedelta) -> Plan | QuorumKey:
-        client, left = self._client_in_use(timeout)
-        try:
-            answer = client.quorum(self._config.rank, request, left)
-        except (UnreachableError, CoordinationClosedError) as error:
-            raise self._after_the_loss(client, error) from error
-        return answer if isinstance(answer, Plan) else answer.key
+        answer = self._ask(timeout, lambda client, left: client.quorum(self._config.rank, request, left))
+        if not isinstance(answer, Plan):
+            return answer.key
+        self._decides_alone = self._config.world_size == 1 and answer.replica_world_size > 1
+        return answer
 
     def vote(
         self,
@@ -142,13 +170,20 @@ class GroupCoordinator:
         stands: bool = False,
     ) -> Verdict:
         rank = self._config.rank
-        if self._config.world_size == 1:
+        if self._decides_alone:
             return Verdict(yes, leaving, yes and stands)  # in a group of one, the verdict is its own vote
-        client, left = self._client_in_use(timeout)
-        try:
+
+        def ask(client: ManagerClient, left: timedelta) -> Verdict:
             return client.vote(rank, step, yes, left, key=key, purpose=purpose, leaving=leaving, stands=stands)
-        except (UnreachableError, CoordinationClosedError) as error:
-            raise self._after_the_loss(client, error) from error
+
+        try:
+            return self._ask(timeout, ask)
+        except ReplicaGroupLostError as error:
+            if not leaving:
+                raise
+            # Another rank has said for the group that it leaves, or has ended. No rank needs this one any more.
+            logger.info("[%s/%s] leaves; its group ended during the vote: %s", self.replica_id, rank, error)
+            return Verdict(yes=False, leaves=True)
 
     def number_beats(self, number: Callable[[], int]) -> None:
         self._beat_number = number
@@ -158,21 +193,13 @@ class GroupCoordinator:
             client.late(key, step)
 
     def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
-        client, left = self._client_in_use(timeout)
-        try:
-            serve_ms = int(1_000 * serve.total_seconds())
-            client.leave(self._config.rank, reason, serve_ms, left, finished_step=finished_step)
-        except (UnreachableError, CoordinationClosedError) as error:
-            raise self._after_the_loss(client, error) from error
+        rank, serve_ms = self._config.rank, int(1_000 * serve.total_seconds())
+        self._ask(timeout, lambda client, left: client.leave(rank, reason, serve_ms, left, finished_step=finished_step))
         if self._config.rank == 0 and finished_step is not None:
             self._store.forget_id()  # the next start in this place has no predecessor
 
     def listen(self, listener: Callable[[Notification], None]) -> None:
-        with self._delivering:  # later notifications wait, so that the order is kept
-            for notification in self._undelivered:
-                listener(notification)
-            self._undelivered.clear()
-            self._listener = listener
+        self._deliveries.listen(listener)
 
     def follow(self, progress: Callable[[], Progress]) -> None:
         with self._lock:  # without the lock, a client under construction could miss this function
@@ -278,14 +305,6 @@ class GroupCoordinator:
                 return ready
             self._lock.wait(min(1.0, give_up_at - now))
 
-    def _notify(self, notification: Notification) -> None:
-        with self._delivering:
-            listener = self._listener
-            if listener is None:
-                self._undelivered.append(notification)
-                return
-        listener(notification)
-
     def _end_error(self) -> CoordinationError:
         if self._closing.is_set():
             return CoordinationClosedError(f"the Manager of replica {self.replica_id} was shut down; make a new one")
@@ -299,6 +318,17 @@ class GroupCoordinator:
             f"the manager server of replica {self.replica_id} has ended, and its {self._config.world_size} ranks can't "
             f"vote without it (this is rank {self._config.rank}); end this process and start the group again"
         )
+
+    def _ask(self, timeout: timedelta, ask: Callable[[ManagerClient, timedelta], T]) -> T:
+        """Ask the manager server with the client in use, and the time that is left then.
+
+        Raises: errors of the client, and those of `_after_the_loss` in the place of a lost connection.
+        """
+        client, left = self._client_in_use(timeout)
+        try:
+            return ask(client, left)
+        except (UnreachableError, CoordinationClosedError) as error:
+            raise self._after_the_loss(client, error) from error
 
     def _after_the_loss(self, client: ManagerClient, error: CoordinationError) -> Exception:
         """Return the error to raise for a call that lost its manager server.
@@ -342,7 +372,7 @@ class GroupCoordinator:
                 message = "[%s/0] the manager server ended; a new one runs at %s"
                 logger.warning(message, self.replica_id, self._address)
         if client is None and not self._closing.is_set():
-            self._notify(self._lost())
+            self._deliveries.notify(self._lost())
 
     def _start(self, server: ManagerServer | None) -> ManagerClient | None:
         """Wait until the server is ready, or a new one if `server` is None, and connect to it.
@@ -470,7 +500,7 @@ class GroupCoordinator:
             address,
             within,
             group_rank=config.rank,
-            listener=self._notify,
+            listener=self._deliveries.notify,
             progress=lambda: self._progress(),
             beat_number=lambda: self._beat_number(),
             is_alive=server.alive if server is not None else lambda: True,
