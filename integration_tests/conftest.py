@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -142,9 +143,17 @@ def spawning(forkserver: ForkServerContext) -> Iterator[Spawn]:
 
 
 def _run(target: Callable[..., object], *args: object) -> None:
-    """Run the target of a spawned process. SIGUSR1 and a crash print the stacks of its threads."""
+    """Run the target of a spawned process. SIGUSR1 and a crash print the stacks of its threads.
+
+    A test that fails shows the log of its processes.
+    """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(asctime)s.%(msecs)03d %(process)d %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
     target(*args)
 
 

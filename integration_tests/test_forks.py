@@ -148,7 +148,7 @@ def train_with_workers(loader: Loader, connection: Connection) -> None:
     descriptor = os.open(loader.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(name)s %(message)s", force=True)
     torch.set_num_threads(1)
     torch.manual_seed(sum(loader.name.encode()))
     net = torch.nn.Linear(8, 1)
