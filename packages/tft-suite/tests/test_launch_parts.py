@@ -109,7 +109,7 @@ def test_the_command_of_a_rank(tmp_path: Path) -> None:
     script.touch()
     wrapper = [sys.executable, "-m", "tft_suite.launch.rank"]
     assert rank_command(LaunchSettings(command=(str(script), "--lr", "3"))) == [*wrapper, str(script), "--lr", "3"]
-    assert rank_command(LaunchSettings(command=("pkg.train",), is_module=True)) == [*wrapper, "-m", "pkg.train"]
+    assert rank_command(LaunchSettings(command=("json.tool",), is_module=True)) == [*wrapper, "-m", "json.tool"]
     assert rank_command(LaunchSettings(command=("bash", "-c", "true"))) == ["bash", "-c", "true"]
 
 
@@ -123,6 +123,12 @@ def test_the_command_of_a_rank(tmp_path: Path) -> None:
         (["--lighthouse", "a:1", "--bind", "b:2", "--", "true"], "--bind is for a lighthouse"),
         (["--max-restarts", "-1", "--", "true"], "--max-restarts is -1"),
         (["--", "nowhere.py"], "there is no script 'nowhere.py'"),
+        (["-m", "--", "nowhere"], "there is no module 'nowhere'; correct the name"),
+        (["-m", "--", ".json"], "there is no module '.json'"),
+        (["-m", "--", "tft_suite.nowhere"], "there is no module 'tft_suite.nowhere'"),
+        (["-m", "--", "tft_suite.errors.nowhere"], "there is no module 'tft_suite.errors.nowhere'"),
+        (["-m", "--lighthouse", "a:1", "--bind", "b:1", "--", "tft_suite"], "--bind is for a lighthouse"),
+        (["-m", "--lighthouse", "a:1", "--min-replicas", "1", "--", "tft_suite"], "--min-replicas is for a lighthouse"),
         (["--", ""], "there is nothing to launch"),
         ([], "command"),
         (["--lr", "3", "true"], "--lr"),

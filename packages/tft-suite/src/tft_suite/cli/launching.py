@@ -30,7 +30,7 @@ def launch(
     bind: Annotated[
         str, typer.Option(help="HOST:PORT of the new lighthouse. Default: a free port of this machine alone.")
     ] = "",
-    min_replicas: Annotated[int, typer.Option(help="Smallest quorum of the new lighthouse.")] = 1,
+    min_replicas: Annotated[int | None, typer.Option(help="Smallest quorum of the new lighthouse. Default: 1.")] = None,
     logs: Annotated[Path, typer.Option(help="Folder in which each launch makes its own folder of logs.")] = Path(
         "tft-logs"
     ),

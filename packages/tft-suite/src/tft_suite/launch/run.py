@@ -59,12 +59,12 @@ def run_launch(settings: LaunchSettings, environ: Mapping[str, str]) -> int:
         services: list[Service] = []
         stack.callback(close_all, processes, services)
         lighthouse = settings.lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
-        if lighthouse and not settings.bind:
+        if lighthouse and not settings.bind and settings.min_replicas is None:
             addresses = http_addresses(environ, lighthouse=lighthouse, http=None)
             view.note(f"using the lighthouse at {lighthouse}")
         else:
             service, lighthouse, http = start_lighthouse(
-                processes, bind=settings.bind, min_replicas=settings.min_replicas, logs=logs, environ=environ
+                processes, bind=settings.bind, min_replicas=settings.smallest_quorum, logs=logs, environ=environ
             )
             services.append(service)
             addresses = (http,)

@@ -5,7 +5,10 @@ Law of this file: values that check themselves when they are made.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import final
 
@@ -70,12 +73,12 @@ class LaunchSettings:
         nproc: processes of each group.
         first: number of this host's first group in the job.
         total: groups of the whole job; None: those of this host.
-        min_replicas: the smallest quorum of a lighthouse that is started here.
+        min_replicas: the smallest quorum of a lighthouse that is started here; None: 1.
         bind: where a lighthouse that is started here listens; "": a free port of this machine.
         lighthouse: addresses of a running lighthouse; "": start one.
         logs: the folder of all runs' logs.
         restarts: when a group is started again.
-    Raises: ConfigError: a value is out of its range, or the script does not exist.
+    Raises: ConfigError: a value is out of its range, or the script or the module does not exist.
     """
 
     command: tuple[str, ...]
@@ -84,7 +87,7 @@ class LaunchSettings:
     nproc: int = 1
     first: int = 0
     total: int | None = None
-    min_replicas: int = 1
+    min_replicas: int | None = None
     bind: str = ""
     lighthouse: str = ""
     logs: Path = Path("tft-logs")
@@ -98,7 +101,7 @@ class LaunchSettings:
         for flag, value, most in (
             ("--replicas", self.replicas, REPLICAS_MOST),
             ("--nproc", self.nproc, NPROC_MOST),
-            ("--min-replicas", self.min_replicas, REPLICAS_MOST),
+            ("--min-replicas", self.smallest_quorum, REPLICAS_MOST),
         ):
             if not 1 <= value <= most:
                 raise ConfigError(f"{flag} is {value}; give 1 to {most}")
@@ -107,15 +110,23 @@ class LaunchSettings:
                 f"the groups {self.first} to {self.first + self.replicas - 1} of this host are not among the "
                 f"{self.num_groups} of the job, which count from 0; correct --first, --replicas or --total"
             )
-        if self.min_replicas > self.num_groups:
+        if self.smallest_quorum > self.num_groups:
             raise ConfigError(
-                f"--min-replicas {self.min_replicas} exceeds the {self.num_groups} replicas of the job, so no quorum "
-                "would form; lower it"
+                f"--min-replicas {self.smallest_quorum} exceeds the {self.num_groups} replicas of the job, so no "
+                "quorum would form; lower it"
             )
-        if self.lighthouse and self.bind:
-            raise ConfigError("--bind is for a lighthouse that is started here; leave it out with --lighthouse")
+        for flag, is_given in (("--bind", bool(self.bind)), ("--min-replicas", self.min_replicas is not None)):
+            if self.lighthouse and is_given:
+                raise ConfigError(f"{flag} is for a lighthouse that is started here; leave it out with --lighthouse")
         if self.is_script and not Path(self.command[0]).is_file():
             raise ConfigError(f"there is no script {self.command[0]!r}; correct the path")
+        if self.is_module and not _is_found(self.command[0]):
+            raise ConfigError(f"there is no module {self.command[0]!r}; correct the name, or install its package")
+
+    @property
+    def smallest_quorum(self) -> int:
+        """Return the smallest quorum of a lighthouse that is started here."""
+        return 1 if self.min_replicas is None else self.min_replicas
 
     @property
     def num_groups(self) -> int:
@@ -126,3 +137,13 @@ class LaunchSettings:
     def is_script(self) -> bool:
         """Return whether the command is a Python file, which this Python runs."""
         return not self.is_module and self.command[0].endswith(".py")
+
+
+def _is_found(module: str) -> bool:
+    """Return whether `python -m` finds that module here. Nothing is imported."""
+    first, *others = module.split(".")
+    spec = PathFinder.find_spec(first, [os.getcwd()]) or (importlib.util.find_spec(first) if first else None)
+    for each in others:
+        inside = spec.submodule_search_locations if spec is not None else None
+        spec = PathFinder.find_spec(each, list(inside)) if inside is not None else None
+    return spec is not None
