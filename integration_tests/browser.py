@@ -99,6 +99,7 @@ def opened(browser: Browser, address: str, **settings: Any) -> Iterator[Page]:
         page.goto(address)
         yield page
     finally:
+        page.unroute_all(behavior="ignoreErrors")  # a handler may be in the middle of a request
         context.close()
     assert errors == []
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from tft_coord.core.progress import Progress
 from tft_coord.core.step import Effects, StepCore, StepSettings, StepStatus
 from tft_coord.core.step import effects as do
 from tft_coord.core.step import events as on
-from tft_coord.core.types import QuorumKey, RankRequest, Unreached, Verdict, Via
+from tft_coord.core.types import Plan, QuorumKey, RankRequest, Unreached, Verdict, Via
 from tft_coord.timeouts import Timeouts
 from tft_sim.clock import VirtualClock
 from tft_sim.config import Chance, TrainerSettings
@@ -22,9 +22,6 @@ from tft_sim.invariants import Held, Invariants, Round
 from tft_sim.marks import Marks
 from tft_sim.training_process import TrainingProcess
 from tft_sim.waiting import Life, Refused, Waiter, answer_of
-
-if TYPE_CHECKING:
-    from tft_sim.recovery import Recovery
 
 # These effects run beside the training thread. The thread that reports an event performs them at once.
 BACKGROUND_EFFECTS = (
@@ -60,6 +57,15 @@ class Snapshot:
     key: QuorumKey
     held: Held
     own: dict[str, Any]
+
+
+class Source(Protocol):
+    """What a rank gives to those that heal from it: a snapshot, and the plan whose state it could not give."""
+
+    @property
+    def snapshot(self) -> Snapshot | None: ...
+    @property
+    def refuses(self) -> Plan | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,7 @@ class Surroundings(Protocol):
     def group(self, key: QuorumKey, group_rank: int, members: tuple[str, ...], store: str) -> SimulatedGroup: ...
     def is_unreachable(self, trainer: Rank, replica_id: str) -> bool: ...
     def is_silent(self, trainer: Rank, replica_id: str) -> bool: ...
-    def source(self, trainer: Rank, replica_id: str) -> Recovery | None: ...
+    def source(self, trainer: Rank, replica_id: str) -> Source | None: ...
     def is_received_from(self, trainer: Rank, snapshot: Snapshot) -> bool: ...
     def gather(self, trainer: Rank, name: str, value: str) -> Waiter: ...
     def received(self, trainer: Rank, num_bytes: int) -> None: ...

@@ -23,8 +23,7 @@ from tft_sim.manager_process import Replica
 from tft_sim.marks import Marks
 from tft_sim.parts import Parts
 from tft_sim.process import State
-from tft_sim.rank import Rank, Snapshot
-from tft_sim.recovery import Recovery
+from tft_sim.rank import Rank, Snapshot, Source
 from tft_sim.waiting import Refused, Waiter
 
 LEAVE_TIMEOUT_MS = 1_000
@@ -252,7 +251,7 @@ class Outside:
         replicas = [each for each in self.cluster.replicas.values() if each.replica_id == replica_id and not each.ended]
         return any(each.trainers[trainer.rank].recovery.is_silent_source for each in replicas)
 
-    def source(self, trainer: Rank, replica_id: str) -> Recovery | None:
+    def source(self, trainer: Rank, replica_id: str) -> Source | None:
         """Return what the replica gives to that rank, if it is reached."""
         for replica in self.cluster.replicas.values():
             if replica.replica_id == replica_id and not replica.ended:
