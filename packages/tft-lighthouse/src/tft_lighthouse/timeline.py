@@ -128,7 +128,7 @@ class Timeline:
             self._shorten()
 
     def heals(self, job: str, replica_ids: Iterable[str], at_ms: int) -> None:
-        """Record that replicas of a job begin to heal now. The next look ends it.
+        """Record that replicas of a job begin to heal now. The next look tells whether they still do.
 
         Args:
             job: the name of the job.

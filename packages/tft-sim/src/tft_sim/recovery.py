@@ -113,22 +113,22 @@ class Recovery:
             asynchronous = "at the start of its sync" if by_strategy else "after the reductions, before the vote"
             self._offer(order, asynchronous if trainer.status.is_asynchronous else "before the forward")
 
-    def _send(self) -> Life:
+    def _send(self, plan: Plan) -> Life:
         """Wait until a state that travels over the process group has arrived, or the group has ended."""
         trainer, snapshot = self._trainer, self.snapshot
-        if not trainer.settings.heals_over_group or snapshot is None:
+        if not trainer.settings.heals_over_group or snapshot is None or snapshot.key != plan.key:
             return
         deadline_ms = trainer.clock.now_ms + trainer.outside.timeouts.timeout_ms
-        while trainer.clock.now_ms < deadline_ms and trainer.outside.is_received_from(trainer, snapshot):
-            if trainer.group is None or trainer.group.key != snapshot.key:
+        while trainer.clock.now_ms < deadline_ms and trainer.outside.is_received_from(trainer, plan.key):
+            if self._has_lost_its_group(plan):
                 trainer.mark("a source's send ended with its process group")
                 return
             yield trainer.sleep(POLL_MS)
 
-    def receives(self, replica_id: str, snapshot: Snapshot) -> bool:
-        """Return whether this rank is receiving that snapshot from the replica."""
+    def receives(self, replica_id: str, key: QuorumKey) -> bool:
+        """Return whether this rank is receiving the state of that quorum from the replica."""
         plan = self._plan
-        if self._fetching is None or self._fetching.done or plan is None or plan.key != snapshot.key:
+        if self._fetching is None or self._fetching.done or plan is None or plan.key != key:
             return False
         return any(source.replica_id == replica_id for source in plan.sources)
 
@@ -159,9 +159,9 @@ class Recovery:
         """Perform one stage. Returns: the event that reports its outcome."""
         trainer = self._trainer
         match order:
-            case do.Serve(attempt):
+            case do.Serve(attempt, plan):
                 self._serve(order)
-                yield from self._send()
+                yield from self._send(plan)
                 return on.StateServed(attempt)
             case do.StageState(_, in_vain):
                 return (yield from self._stage(in_vain))

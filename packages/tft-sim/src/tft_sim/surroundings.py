@@ -23,7 +23,7 @@ from tft_sim.manager_process import Replica
 from tft_sim.marks import Marks
 from tft_sim.parts import Parts
 from tft_sim.process import State
-from tft_sim.rank import Rank, Snapshot, Source
+from tft_sim.rank import Rank, Source
 from tft_sim.waiting import Refused, Waiter
 
 LEAVE_TIMEOUT_MS = 1_000
@@ -260,11 +260,11 @@ class Outside:
                 return source.recovery if reached else None
         return None
 
-    def is_received_from(self, trainer: Rank, snapshot: Snapshot) -> bool:
-        """Return whether a running rank of another replica is receiving that snapshot from this rank."""
-        same = (rank for replica in self.cluster.replicas.values() for rank in replica.trainers[trainer.rank :][:1])
-        running = (rank for rank in same if rank is not trainer and rank.state is State.RUNNING)
-        return any(rank.recovery.receives(self.replica.replica_id, snapshot) for rank in running)
+    def is_received_from(self, trainer: Rank, key: QuorumKey) -> bool:
+        """Return whether a running rank of another replica is receiving the state of that quorum from this rank."""
+        ranks = (rank for replica in self.cluster.replicas.values() for rank in replica.trainers)
+        running = (rank for rank in ranks if rank.rank == trainer.rank and rank.state is State.RUNNING)
+        return any(rank.recovery.receives(self.replica.replica_id, key) for rank in running)
 
     def gather(self, trainer: Rank, name: str, value: str) -> Waiter:
         """Contribute a value. The waiter resolves to the values of all ranks of this group, or to None on timeout."""

@@ -382,6 +382,12 @@ def _assignment_of(quorum: Quorum) -> Assignment | None:
         return None
 
 
+def _recovering_in(quorum: Quorum) -> tuple[str, ...]:
+    """Return the members that get the live state; nobody if every member is torn."""
+    common = _assignment_of(quorum)
+    return tuple(quorum.members[rank].replica_id for rank in common.recovering) if common is not None else ()
+
+
 def _holders_of(quorum: Quorum, step: int) -> list[str]:
     """Return the members of the quorum that were at that step.
 
@@ -1407,14 +1413,9 @@ class Job:
         replica.answered = request.request
         replica.answer_void = False
         replica.withdrawn = None
-        replica.healing_since_ms = now_ms if self._recovers(self.previous, replica.replica_id) else None
+        replica.healing_since_ms = now_ms if replica.replica_id in _recovering_in(self.previous) else None
         replica.has_healed = False
         return [effects.AnswerQuorum(replica.stream, request.request, self.previous)]
-
-    @staticmethod
-    def _recovers(quorum: Quorum, replica_id: str) -> bool:
-        common = _assignment_of(quorum)
-        return common is not None and quorum.replica_ids.index(replica_id) in common.recovering
 
     # --- forming -----------------------------------------------------------------------------------------------------
 
@@ -1770,15 +1771,14 @@ class Job:
         self._formed_here = True
         self._begin_round(previous)
         unchanged = self._unchanged(quorum, previous)
-        common = None if unchanged else _assignment_of(quorum)
-        recovering = tuple(quorum.members[rank].replica_id for rank in common.recovering) if common is not None else ()
+        recovering = () if unchanged else _recovering_in(quorum)
         if reason is not None:
             age_ms, self._key_formed_ms = now_ms - self._key_formed_ms, now_ms
             out.append(effects.QuorumFormed(self.name, quorum, previous, age_ms, reason, recovering))
         self._formed_ms = now_ms
         self._asked_since = set()
         self.waiting_for = NO_REQUEST
-        return out + self._answers(quorum, None if unchanged else set(recovering), now_ms)
+        return out + self._answers(quorum, set(recovering), now_ms, unchanged=unchanged)
 
     def _note_new_run(self, quorum: Quorum, now_ms: int) -> list[effects.LighthouseEffect]:
         """Start a new run, and warn if it trains from before the end of the last one, because that may be unwanted."""
@@ -1810,21 +1810,23 @@ class Job:
         self._announced = False
         self._end.trains_on(self.newest_step)
 
-    def _answers(self, quorum: Quorum, recovering: set[str] | None, now_ms: int) -> list[effects.LighthouseEffect]:
-        """Answer all members. `recovering`: who heals; None: who holds the key needs no new data."""
+    def _answers(
+        self, quorum: Quorum, recovering: set[str], now_ms: int, *, unchanged: bool
+    ) -> list[effects.LighthouseEffect]:
+        """Answer all members. `unchanged`: who holds the key needs no new data."""
         out: list[effects.LighthouseEffect] = []
         for member in quorum.members:
             replica = self.liveness.replicas[member.replica_id]
             request, replica.request = replica.request, None
             assert request is not None  # a waiting replica has asked, on an open stream
             assert replica.stream is not None
-            replica.healing_since_ms = now_ms if recovering and member.replica_id in recovering else None
+            replica.healing_since_ms = now_ms if member.replica_id in recovering else None
             replica.has_healed = False
             replica.held = quorum.key
             replica.answered = request.request
             replica.answer_void = False
             replica.withdrawn = None
-            if recovering is None and request.held == quorum.key:
+            if unchanged and request.held == quorum.key:
                 out.append(effects.AnswerUnchanged(replica.stream, request.request, quorum.key))
             else:
                 out.append(effects.AnswerQuorum(replica.stream, request.request, quorum))

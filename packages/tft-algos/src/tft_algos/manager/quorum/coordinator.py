@@ -195,7 +195,7 @@ class GroupCoordinator:
     def leave(self, reason: str, serve: timedelta, timeout: timedelta, *, finished_step: int | None = None) -> None:
         rank, serve_ms = self._config.rank, int(1_000 * serve.total_seconds())
         self._ask(timeout, lambda client, left: client.leave(rank, reason, serve_ms, left, finished_step=finished_step))
-        if self._config.rank == 0 and finished_step is not None:
+        if rank == 0 and finished_step is not None:
             self._store.forget_id()  # the next start in this place has no predecessor
 
     def listen(self, listener: Callable[[Notification], None]) -> None:
