@@ -124,6 +124,7 @@ def test_the_command_of_a_rank(tmp_path: Path) -> None:
         (["--max-restarts", "-1", "--", "true"], "--max-restarts is -1"),
         (["--", "nowhere.py"], "there is no script 'nowhere.py'"),
         (["-m", "--", "nowhere"], "there is no module 'nowhere'; correct the name"),
+        (["-m", "--", "__main__"], "there is no module '__main__'"),
         (["-m", "--", ".json"], "there is no module '.json'"),
         (["-m", "--", "tft_suite.nowhere"], "there is no module 'tft_suite.nowhere'"),
         (["-m", "--", "tft_suite.errors.nowhere"], "there is no module 'tft_suite.errors.nowhere'"),
@@ -140,6 +141,25 @@ def test_a_wrong_call_is_one_sentence(words: list[str], named: str, capsys: pyte
     (line,) = said.err.splitlines()
     assert line.startswith("tft: ")
     assert named.lower() in line.lower()
+
+
+def test_a_smallest_quorum_beside_a_lighthouse_of_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TFT_LIGHTHOUSE", "http://head:29510")
+    assert exit_code_of(["launch", "--min-replicas", "2", "--", "true"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the environment names one, http://head:29510; leave it out" in line
+
+
+def test_a_folder_does_not_hide_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository is often cloned into a folder with the name of its package."""
+    (tmp_path / "tft_suite").mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    LaunchSettings(command=("tft_suite.launch.rank",), is_module=True)
+    LaunchSettings(command=("own.train",), is_module=True)
 
 
 def test_the_guard_finds_a_mark_and_those_below_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from typing import Final, final
 
 from tft_coord.core.names import shorten
 from tft_suite.drain import LIGHTHOUSE
+from tft_suite.errors import ConfigError
 from tft_suite.launch.core import (
     DrainGroup,
     EndRanks,
@@ -49,6 +50,13 @@ def run_launch(settings: LaunchSettings, environ: Mapping[str, str]) -> int:
 
     Raises: ConfigError: nothing can be started.
     """
+    lighthouse = settings.lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
+    if lighthouse and not settings.bind and settings.min_replicas is not None:
+        # A second lighthouse would split the job.
+        raise ConfigError(
+            f"--min-replicas is for a lighthouse that is started here, and the environment names one, {lighthouse}; "
+            "leave it out, or start another one with --bind"
+        )
     view = View(sys.stdout, is_live=sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb")
     logs = make_logs(settings.logs, time.strftime(f"%Y%m%d-%H%M%S-{os.getpid()}"))
     with ExitStack() as stack:
@@ -58,8 +66,7 @@ def run_launch(settings: LaunchSettings, environ: Mapping[str, str]) -> int:
         view.note(f"logs in {logs}")
         services: list[Service] = []
         stack.callback(close_all, processes, services)
-        lighthouse = settings.lighthouse or next((environ[name] for name in LIGHTHOUSE if environ.get(name)), "")
-        if lighthouse and not settings.bind and settings.min_replicas is None:
+        if lighthouse and not settings.bind:
             addresses = http_addresses(environ, lighthouse=lighthouse, http=None)
             view.note(f"using the lighthouse at {lighthouse}")
         else:

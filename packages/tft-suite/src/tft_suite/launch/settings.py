@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -142,7 +144,11 @@ class LaunchSettings:
 def _is_found(module: str) -> bool:
     """Return whether `python -m` finds that module here. Nothing is imported."""
     first, *others = module.split(".")
-    spec = PathFinder.find_spec(first, [os.getcwd()]) or (importlib.util.find_spec(first) if first else None)
+    # A folder of that name is a package only if none of the paths has a real one, so all paths are given together.
+    spec = PathFinder.find_spec(first, [os.getcwd(), *sys.path])
+    if spec is None:
+        with suppress(ValueError):  # the name is empty or __main__
+            spec = importlib.util.find_spec(first)  # the finders of editable installs, for example
     for each in others:
         inside = spec.submodule_search_locations if spec is not None else None
         spec = PathFinder.find_spec(each, list(inside)) if inside is not None else None
