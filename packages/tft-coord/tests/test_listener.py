@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,6 +80,18 @@ def free_port() -> int:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])  # which has two addresses on most machines
 def test_a_name_of_several_addresses_is_refused_as_one(host: str) -> None:
     assert str(diagnose(f"{host}:{free_port()}")).startswith("no server listens there (connection refused)")
+
+
+def test_a_check_while_the_interpreter_exits_is_a_failed_dial() -> None:
+    """At that time asyncio has no threads for names any more, and later Pythons start no thread at all."""
+    script = """
+import atexit
+from tft_coord.transport.diagnosis import diagnose
+atexit.register(lambda: print(repr(diagnose("localhost:1"))))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout.startswith("UnreachableError('no connection can be made ("), done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_who_drops_the_first_packet_is_not_said_to_take_the_connection() -> None:

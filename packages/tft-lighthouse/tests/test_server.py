@@ -765,10 +765,16 @@ def test_a_lighthouse_that_forgets_everything_changes_nothing() -> None:
 
 
 FORGOTTEN = """
+import atexit
 import sys
+import time
 from datetime import timedelta
 from tft_coord import ManagerClient, ManagerServer, RankRequest
+from tft_coord.transport.loop import end_at_exit
 from tft_lighthouse import LighthouseServer
+if sys.argv[2] == "late":
+    end_at_exit()
+    atexit.register(time.sleep, 0.5)  # between the end of the manager server and that of the client
 lighthouse = LighthouseServer("127.0.0.1:0", token="s3cret")
 server = ManagerServer(
     "a", lighthouse.address, "127.0.0.1", "127.0.0.1:0", "", 1, token="s3cret", in_process=sys.argv[1] == "in_process"
@@ -778,11 +784,11 @@ client.quorum(0, RankRequest(step=1), timedelta(seconds=20))
 """
 
 
+@pytest.mark.parametrize("client_ends", ["at once", "late"])
 @pytest.mark.parametrize("where", ["in_process", "child"])
-def test_a_program_that_forgets_to_shut_down_ends_without_a_word(where: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", FORGOTTEN, where], capture_output=True, text=True, timeout=50, check=False
-    )
+def test_a_program_that_forgets_to_shut_down_ends_without_a_word(where: str, client_ends: str) -> None:
+    command = [sys.executable, "-X", "dev", "-c", FORGOTTEN, where, client_ends]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     # On a busy machine asyncio's debug mode, which -X dev sets, names callbacks that took 0.1 s.
     words = [line for line in done.stderr.splitlines() if not line.startswith("Executing <")]
     assert (done.returncode, done.stdout, words) == (0, "", [])

@@ -64,7 +64,10 @@ def diagnose(address: str, tls: TLS | None = None) -> UnreachableError | Protoco
 
     # The check runs on a thread of its own, because a loop may run in this one.
     thread = threading.Thread(target=asyncio.run, args=(ask(),), name="tft-diagnose", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:
+        return UnreachableError(f"no connection can be made ({error})")
     thread.join(_DIAGNOSE_WITHIN_S)
     return found[0] if found else UnreachableError(f"the check of its address timed out after {_DIAGNOSE_WITHIN_S:g} s")
 
@@ -157,7 +160,10 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
     async def connect() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         # The attempts run one after the other, so that the error is that of one attempt. Concurrent attempts raise a
         # joint error.
-        places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        try:
+            places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except RuntimeError as error:  # asyncio resolves on a thread, and an interpreter that exits starts none
+            raise OSError("this process exits, and resolves no more names") from error
         failure: OSError | None = None
         for _, _, _, _, place in places:
             try:
