@@ -162,8 +162,8 @@ async def _first_bytes(address: str, tls: ssl.SSLContext | None) -> bytes | None
         # joint error.
         try:
             places = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except RuntimeError as error:  # asyncio resolves on a thread, and an interpreter that exits starts none
-            raise OSError("this process exits, and resolves no more names") from error
+        except RuntimeError as error:  # asyncio resolves on a thread, which can't start, as when the interpreter exits
+            raise OSError(f"the name can't be resolved: {error}") from error
         failure: OSError | None = None
         for _, _, _, _, place in places:
             try:
